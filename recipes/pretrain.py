@@ -1,0 +1,181 @@
+"""Pre-train a language model. The whole program, top to bottom; the library has no loop of its own.
+
+    ./run_train.sh train_configs/debug.toml --training.steps=100
+
+To change it, copy it: give the recipe a section of your own, and the loop a line that reads it (docs/copy.md).
+"""
+
+from titanlike.config import PretrainRecipe
+from titanlike.start import start
+
+if __name__ == "__main__":
+    recipe = start(PretrainRecipe)  # before torch is imported: a wrong recipe is refused within a second
+
+import gc
+
+import torch
+from torch import Tensor, nn
+
+from titanlike import distributed
+from titanlike.checkpoint import Checkpoints, Saved
+from titanlike.data.loader import Batch, Batches, Windows
+from titanlike.data.sources import fingerprint, load_tokens
+from titanlike.data.tokenizer import build_tokenizer
+from titanlike.generate import generate
+from titanlike.loss import cross_entropy_sum, num_valid
+from titanlike.metrics import Monitor
+from titanlike.metrics.hardware import device_name
+from titanlike.models import build_model
+from titanlike.models.initialize import initialize
+from titanlike.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate, stop_if_not_finite
+from titanlike.parallelisms.mesh import build_mesh, data_coordinate
+from titanlike.run_folder import RunFolder, as_json, check_resume, headlines
+from titanlike.transform import transform
+
+
+def main(recipe: PretrainRecipe, device: torch.device) -> None:
+    """Train as the recipe says, from the run's last checkpoint if it has one."""
+    recipe = distributed.agree(recipe)
+    training = recipe.training
+
+    # Ranks: how many share what.
+    parallelism = recipe.parallelism.resolve(distributed.world_size())
+    layout = {"replicate": parallelism.replicate, "shard": parallelism.shard}
+    mesh = build_mesh(device.type, **layout)
+    data_rank, data_ranks = data_coordinate(mesh)
+
+    # Data: text to tokens, tokens to batches that depend on the seed and the step alone.
+    tokenizer = build_tokenizer(recipe.tokenizer.encoding, recipe.model.vocab_size)
+    tokens = load_tokens(recipe.data, tokenizer)
+
+    def batches(held_out: bool) -> Batches:
+        return Batches(
+            Windows(tokens, training.seq_len, held_out=held_out, validation_fraction=recipe.data.validation_fraction),
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.local_batch_size,
+            data_rank=data_rank,
+            data_ranks=data_ranks,
+            seed=recipe.run.seed,
+            device=device,
+        )
+
+    train_batches = batches(held_out=False)
+    validation_batches = batches(held_out=True) if recipe.validation.interval else None
+
+    # Resume or not: decided before anything is built or written.
+    run = RunFolder(recipe)
+    checkpoints = Checkpoints(run.checkpoints, keep=recipe.checkpoint.keep)
+    saved = checkpoints.latest()
+    inexact = check_resume(saved, recipe, fingerprint(tokens), layout) if saved else []
+    first_step = saved.step + 1 if saved else 1
+
+    # Model: plain on the meta device, then made this rank's part of a parallel one, then given memory and values.
+    with torch.device("meta"):
+        model: nn.Module = build_model(recipe.model)
+    model = transform(
+        model,
+        mesh,
+        training=training,
+        parallelism=parallelism,
+        activation_checkpoint=recipe.activation_checkpoint,
+        compile=recipe.compile,
+    )
+    initialize(model, device, recipe.run.seed, offload=parallelism.cpu_offload)
+    optimizer = build_optimizer(model, recipe.optimizer)
+    if saved:
+        checkpoints.load(model, optimizer, saved.step)
+
+    if distributed.is_main():
+        run.open(recipe, device_name(device), distributed.world_size(), resumed_step=first_step - 1)
+    monitor = Monitor(
+        folder=run.path if distributed.is_main() else None,
+        device=device,
+        num_devices=distributed.world_size(),
+        first_step=first_step,
+        num_steps=training.steps,
+        tokens_per_step=training.global_batch_size * training.seq_len,
+        flops_per_token=recipe.model.flops_per_token(training.seq_len),
+        interval=recipe.metrics.interval,
+        tensorboard=recipe.metrics.tensorboard,
+    )
+    if training.gc_interval:
+        gc.disable()
+
+    with monitor:
+        for line in headlines(recipe, layout, device_name(device), len(tokens)):
+            monitor.note(line)
+        if saved:
+            monitor.note(f"resumed at step {saved.step}" + "".join(f"; not bit-exact: {reason}" for reason in inexact))
+
+        for step in range(first_step, training.steps + 1):
+            with monitor.waiting_for_data():
+                microbatches = train_batches.microbatches(step)
+
+            set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
+            loss, local_loss = forward_backward(model, microbatches)
+            grad_norm = clip_gradients(model, training.max_norm)
+            stop_if_not_finite(step, loss, local_loss, grad_norm, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            monitor.step(step, loss=loss, grad_norm=grad_norm, learning_rate=optimizer.param_groups[0]["lr"])
+
+            if validation_batches and due(step, recipe.validation.interval, training.steps):
+                with monitor.not_training():
+                    monitor.validation(step, validate(model, validation_batches, recipe.validation.batches))
+            if recipe.checkpoint.enabled and due(step, recipe.checkpoint.interval, training.steps):
+                with monitor.not_training():
+                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), fingerprint(tokens), layout))
+            if due(step, training.gc_interval, training.steps):
+                gc.collect(1)
+
+        if recipe.sample.tokens:
+            text = generate(
+                model,
+                tokenizer,
+                recipe.sample.prompt,
+                num_tokens=recipe.sample.tokens,
+                window=min(training.seq_len, 256),
+                temperature=recipe.sample.temperature,
+                seed=recipe.run.seed,
+                device=device,
+            )
+            monitor.note(f"\nsample after {training.steps} steps:\n{text}\n")
+        monitor.note(f"done: {run.path}")
+
+
+def forward_backward(model: nn.Module, microbatches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """Gradients of the loss over the global batch. Returns that loss, and this rank's part of it."""
+    # Every token weighs the same, on whatever rank and in whatever micro-batch: count them all, then divide each sum.
+    num_tokens = distributed.sum_over(torch.stack([num_valid(batch.labels) for batch in microbatches]).sum())
+    local_loss = torch.zeros((), device=num_tokens.device)
+    for batch in microbatches:
+        loss = cross_entropy_sum(model(batch.tokens), batch.labels) / num_tokens
+        loss.backward()
+        local_loss += loss.detach()
+    return distributed.sum_over(local_loss.clone()), local_loss
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: Batches, num_batches: int) -> float:
+    """Mean loss a token over held-out batches: the same ones each time, the same number on every rank."""
+    total = torch.zeros(2, device=batches.device, dtype=torch.float64)
+    for index in range(1, num_batches + 1):
+        for batch in batches.microbatches(index):
+            total += torch.stack([cross_entropy_sum(model(batch.tokens), batch.labels), num_valid(batch.labels)])
+    loss, num_tokens = distributed.sum_over(total).tolist()
+    return loss / num_tokens
+
+
+def due(step: int, interval: int, last: int) -> bool:
+    """Whether something done every so many steps, and at the last, is done now."""
+    return step == last or (interval > 0 and step % interval == 0)
+
+
+if __name__ == "__main__":
+    with distributed.session(
+        recipe.run.device,
+        deterministic=recipe.run.deterministic,
+        farewell=f"stopped; to go on from the last checkpoint: ./run_train.sh {RunFolder(recipe).path}/recipe.toml",
+    ) as device:
+        main(recipe, device)

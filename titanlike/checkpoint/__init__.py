@@ -1,0 +1,5 @@
+"""Saving a run and taking it up again."""
+
+from titanlike.checkpoint.store import Checkpoints, Saved
+
+__all__ = ["Checkpoints", "Saved"]

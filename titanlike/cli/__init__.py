@@ -1,0 +1,1 @@
+"""The commands. None imports torch before it has something to do."""

@@ -1,0 +1,68 @@
+"""What `run_train.sh` runs: find the recipe's program, check the recipe, and start the program's processes."""
+
+import subprocess
+import sys
+
+from titanlike import environment
+from titanlike.config import UserError
+from titanlike.start import Arguments, program_of
+
+
+def main() -> None:
+    """Replace this process by the training program, or stay as the launcher of several."""
+    words = sys.argv[1:]
+    try:
+        arguments = Arguments(words)
+        program = [sys.executable, str(program_of(arguments.recipe))]
+        if arguments.help or arguments.check or environment.started_by_another_launcher():
+            environment.become(program + words)
+        slurm = environment.rank_variables_from_slurm()
+        if slurm is not None:
+            environment.become(program + words, slurm)
+        job = environment.job()
+        if job.world_size == 1:
+            environment.become(program + words)
+        checked = subprocess.run([*program, *words, f"--check={job.world_size}"], stdout=subprocess.DEVNULL, check=False)
+        if checked.returncode:
+            sys.exit(checked.returncode)
+        if job.num_nodes > 1 and job.node_rank == 0 and not environment.port_is_free(job.master_port):
+            raise UserError(
+                f"MASTER_PORT={job.master_port} is in use on this machine, perhaps by an earlier job; end that one, or set "
+                "MASTER_PORT to a free port on all machines"
+            )
+    except UserError as error:
+        environment.fail(error)
+    sys.exit(torchrun(job, [program[1], *words]))
+
+
+def torchrun(job: environment.Job, program: list[str]) -> int:
+    """Start this machine's share of the job under torchrun and wait for it. The exit code of what failed first."""
+    environment.set_variables(environment.share_cores(job.processes))
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    if job.num_nodes == 1:
+        rendezvous = ["--standalone"]
+    else:
+        rendezvous = [
+            f"--nnodes={job.num_nodes}",
+            f"--node-rank={job.node_rank}",
+            f"--master-addr={job.master_address}",
+            f"--master-port={job.master_port}",
+        ]
+    try:
+        run(parse_args([*rendezvous, f"--nproc-per-node={job.processes}", *program]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        # A program that left with 2 has already said why; of any other end, say at least which process it was.
+        if failure.exitcode not in (2, 130):
+            print(f"error: process {rank} ended with exit code {failure.exitcode}; its own words are above", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except (SignalException, KeyboardInterrupt):
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    main()

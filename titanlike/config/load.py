@@ -1,0 +1,194 @@
+"""From TOML files and command-line overrides to one frozen recipe, or to a refusal that says what to change.
+
+Precedence: defaults < `extends` < file < command line. The way back, a resolved recipe as TOML, is `to_toml`.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from titanlike.config.schema import describe
+from titanlike.config.section import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+COMMAND_LINE = "command line"
+
+
+def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None = None) -> T:
+    """Read a recipe of the given type. Raises `UserError` with one line for each thing that is wrong."""
+    values, origins = read(path)
+    _apply_overrides(recipe_type, values, origins, overrides or {})
+    _expand_sizes(recipe_type, values)
+    try:
+        return TypeAdapter(recipe_type).validate_json(json.dumps(values))
+    except ValidationError as error:
+        lines = [_explain(recipe_type, dict(detail), origins, path) for detail in error.errors()]
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+
+
+def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a TOML file and of what it extends, and for each dotted key the file that it comes from."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path("train_configs")
+        near = nearest(path.name, [file.name for file in folder.glob("*.toml")])
+        raise UserError(f"{path}: there is no such recipe" + (f"; did you mean {folder / near}?" if near else "")) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a recipe: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: is not valid TOML: {error}") from None
+    base = values.pop("extends", None)
+    origins = {key: str(path) for key in _leaves(values)}
+    if base is None:
+        return values, origins
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends = {json.dumps(base)} must be the path of one recipe, as text")
+    chain = (*_inheriting, path.resolve())
+    target = path.parent / base
+    if target.resolve() in chain:
+        raise UserError(f"{path}: extends = {json.dumps(base)} comes back to itself; take it out of one of the files")
+    if not target.is_file():
+        raise UserError(f"{path}: extends = {json.dumps(base)}, but there is no file {target}")
+    inherited, inherited_origins = read(target, chain)
+    return _merge(inherited, values), inherited_origins | origins
+
+
+def to_toml(recipe: Any, comment: str = "") -> str:
+    """A recipe with every key written out. Running it again gives the same recipe."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    tables = []
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if dataclasses.is_dataclass(value):
+            tables += ["", f"[{field.name}]"]
+            tables += [f"{inner.name} = {_toml(getattr(value, inner.name))}" for inner in dataclasses.fields(value)]
+        else:
+            lines.append(f"{field.name} = {_toml(value)}")
+    return "\n".join(lines + tables) + "\n"
+
+
+def nearest(word: str, choices: Sequence[str]) -> str | None:
+    """The choice that a misspelt word most likely meant."""
+    matches = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in values.items():
+        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+    return found
+
+
+def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _apply_overrides(
+    recipe_type: type, values: dict[str, Any], origins: dict[str, str], overrides: Mapping[str, str]
+) -> None:
+    texts = {key.name for key in describe(recipe_type) if key.is_text}
+    for name, text in overrides.items():
+        *tables, leaf = name.split(".")
+        table = values
+        for part in tables:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise UserError(f"{COMMAND_LINE}: {name} = {text}: the recipe has a value, not a table, at {part}")
+        table[leaf] = text if name in texts else _parse_value(text)
+        origins[name] = COMMAND_LINE
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _expand_sizes(recipe_type: type, values: dict[str, Any]) -> None:
+    """Put a section's published size below the fields that the recipe gives. An unknown size is left for validation."""
+    for field, hint in typing.get_type_hints(recipe_type).items():
+        given = values.get(field)
+        if not isinstance(given, dict):
+            continue
+        for candidate in typing.get_args(hint) or (hint,):
+            sizes = getattr(candidate, "sizes", None)
+            if sizes is not None and given.get("name", candidate.name) == candidate.name:
+                size = sizes.get(given.get("size", candidate.size), {}) if isinstance(given.get("size", ""), str) else {}
+                values[field] = {"name": candidate.name, **size, **given}
+                break
+
+
+def _explain(recipe_type: type, detail: dict[str, Any], origins: Mapping[str, str], path: Path) -> str:
+    """One pydantic complaint as: where, which key, which value, and what to change."""
+    keys = {key.name: key for key in describe(recipe_type)}
+    location = [str(part) for part in detail["loc"]]
+    # Where a table has variants, pydantic puts the variant's name between the table and the key.
+    name = ".".join([location[0], *location[2:]] if len(location) > 2 else location)
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    where = origins.get(name) or next((origins[key] for key in origins if key.startswith(name + ".")), str(path))
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{where}: {_unknown_key(name, value, list(keys))}"
+    subject = f"{where}: {name} = {json.dumps(value, default=str)}"
+    if kind == "union_tag_invalid":
+        return f"{where}: {name}.name = {json.dumps(context['tag'])} is not known; use {context['expected_tags']}"
+    if kind == "literal_error":
+        choices = keys[name].choices if name in keys else ()
+        near = nearest(str(value), choices)
+        return f"{subject} is not known; " + (f"did you mean {json.dumps(near)}?" if near else "use") + (
+            f" (one of {', '.join(choices)})" if near else f" one of {', '.join(choices)}"
+        )
+    if kind == "dataclass_type":
+        return f"{subject} is not a table; write [{name}] and its keys below"
+    if name in keys and isinstance(value, float) and not math.isfinite(value):
+        return f"{where}: {name} = {value} is not a finite number; it must be a {keys[name].kind}"
+    if name in keys:
+        return f"{subject} must be a {keys[name].kind}"
+    return f"{subject}: {detail['msg']}"
+
+
+def _unknown_key(name: str, value: Any, keys: Sequence[str]) -> str:
+    section, _, leaf = name.rpartition(".")
+    siblings = [key for key in keys if key.rpartition(".")[0] == section]
+    sections = sorted({key.partition(".")[0] for key in keys})
+    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
+    shown = name if isinstance(value, dict) else f"{name} = {json.dumps(value, default=str)}"
+    near = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
+    if near:
+        remedy = f"did you mean {section + '.' if section else ''}{near}?"
+    elif same_leaf:
+        remedy = f"did you mean {same_leaf[0]}?"
+    elif not section and nearest(leaf, sections):
+        remedy = f"did you mean [{nearest(leaf, sections)}]?"
+    elif siblings and section:
+        remedy = f"[{section}] has {', '.join(key.rpartition('.')[2] for key in siblings)}"
+    else:
+        remedy = f"a recipe has {', '.join(sections)}"
+    return f"{shown}: there is no such key; {remedy}"

@@ -1,0 +1,260 @@
+"""Every section of a recipe on one page: the fields, their units, their defaults and the reason for each.
+
+No torch here. A program of your own extends `PretrainRecipe` with sections of its own:
+
+    @section
+    class Ema:
+        decay: float = 0.999
+        '''Weight of the old average at each step.'''
+
+    @section
+    class MyRecipe(PretrainRecipe):
+        ema: Ema = Ema()
+"""
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titanlike.config.models import GPT, Llama
+from titanlike.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, UserError, section
+
+DType = Literal["float32", "bfloat16"]
+
+
+@section
+class Run:
+    """Where a run lives and what makes it repeatable."""
+
+    name: str = ""
+    """Folder of the run. The same name again resumes it. Empty: the recipe's file name and the time, so a fresh run."""
+    dir: str = "runs"
+    """Folder that holds the runs, relative to where the command is given."""
+    seed: NonNegative = 0
+    """Decides the initial weights and the order of the data, and nothing else."""
+    deterministic: bool = False
+    """Refuse operations that may differ from run to run on a GPU. Slower; a CPU is deterministic without it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. `auto` takes the GPUs if there are any."""
+
+
+@section
+class Tokenizer:
+    """How text becomes tokens."""
+
+    encoding: str = "bytes"
+    """`bytes` (built in, 257 tokens, no download), the name of a tiktoken encoding such as `gpt2`, or the path of a
+    tiktoken rank file such as Llama 3's `tokenizer.model`."""
+
+
+@section
+class Data:
+    """What the model reads."""
+
+    source: Literal["python_stdlib", "text", "synthetic"] = "python_stdlib"
+    """`python_stdlib`: the source of Python's own library, on every machine. `text`: UTF-8 files at `path`.
+    `synthetic`: random tokens, to measure speed."""
+    path: str = ""
+    """For `text`: a file, a folder (every file below it) or a pattern such as `corpus/*.txt`. A file is a document."""
+    validation_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
+    """Share of the sequences, evenly spread, that is never trained on. 0 turns validation off."""
+
+
+@section
+class Training:
+    """The batch, its length, and the precision of the arithmetic."""
+
+    steps: Positive = 1000
+    """Optimizer steps of the whole run."""
+    seq_len: Annotated[int, Field(ge=2)] = 2048
+    """Tokens in a sequence."""
+    global_batch_size: Positive = 32
+    """Sequences in an optimizer step, over all ranks. Fixed by the recipe, so the result does not depend on the layout."""
+    local_batch_size: Positive = 4
+    """Sequences that one rank takes through the model at once: as many as fit. The rest of the batch is accumulated."""
+    max_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+    compute_dtype: DType = "bfloat16"
+    """Precision of the forward and backward pass."""
+    master_dtype: DType = "float32"
+    """Precision in which the optimizer keeps and updates the weights."""
+    reduce_dtype: DType = "float32"
+    """Precision in which gradients are summed over ranks. bfloat16 halves the traffic."""
+    gc_interval: NonNegative = 50
+    """Steps between garbage collections. Left to itself Python collects at a different step on each rank, and all wait.
+    0 leaves it to itself."""
+
+    def num_microbatches(self, data_ranks: int) -> int:
+        """Forward and backward passes that one rank makes in a step."""
+        sequences = self.local_batch_size * data_ranks
+        if self.global_batch_size % sequences:
+            below = self.global_batch_size // sequences * sequences
+            nearest = f"{below} or {below + sequences}" if below else f"{sequences}"
+            raise UserError(
+                f"training.global_batch_size = {self.global_batch_size} is not a multiple of training.local_batch_size x "
+                f"data ranks = {self.local_batch_size} x {data_ranks}; use {nearest}, or another local_batch_size"
+            )
+        return self.global_batch_size // sequences
+
+
+@section
+class Optimizer:
+    """AdamW. Norms and biases are not decayed."""
+
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Memory of the gradient's mean."""
+    beta2: Fraction = 0.95
+    """Memory of the gradient's square. 0.95 recovers from a loss spike sooner than Adam's usual 0.999."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the mean square, against a division by zero."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Share of a matrix, times the learning rate, taken off at each step."""
+    fused: bool = True
+    """One kernel for the whole update. Turn it off only to compare."""
+
+
+@section
+class Schedule:
+    """The learning rate over the steps: warm up, stay, decay."""
+
+    warmup_steps: NonNegative = 100
+    """Steps from 0 to the peak, in a straight line."""
+    decay: Literal["linear", "cosine", "sqrt", "none"] = "cosine"
+    """Form of the way down. `sqrt` falls fast at first: the usual end of a long stable phase."""
+    decay_steps: NonNegative = 0
+    """Length of the way down, counted from the last step. 0: all that is left after the warm-up, so no stable phase."""
+    min_ratio: Fraction = 0.1
+    """The floor, as a share of the peak."""
+
+
+@section
+class Parallelism:
+    """How many ranks share the work, and how. The product of the two is the number of processes."""
+
+    replicate: Positive = 1
+    """Copies of the model (the outer dimension of HSDP). With `shard = 1` this is plain data parallelism."""
+    shard: int = -1
+    """Ranks over which weights, gradients and optimizer state are split (FSDP2). -1: all ranks that are left."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """When to let go of gathered weights. `auto`: after each block but the last, which the backward pass needs at once.
+    `never` gathers once a pass, for the memory of a whole model in `compute_dtype`."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in the host's memory. Fits larger models; much slower."""
+
+    def resolve(self, world_size: int) -> "Parallelism":
+        """The same section with `shard = -1` replaced by its number, or an error if the ranks do not come out even."""
+        if self.shard == 0 or self.shard < -1:
+            raise UserError(f"parallelism.shard = {self.shard} is not a number of ranks; use 1 or more, or -1 for all left")
+        if self.shard == -1:
+            if world_size % self.replicate:
+                divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+                raise UserError(
+                    f"parallelism.replicate = {self.replicate} does not divide the {world_size} processes; use "
+                    + one_of(divisors)
+                )
+            return replace(self, shard=world_size // self.replicate)
+        if self.replicate * self.shard != world_size:
+            raise UserError(
+                f"parallelism.replicate x shard = {self.replicate} x {self.shard} = {self.replicate * self.shard}, but there "
+                f"are {world_size} processes; start {self.replicate * self.shard}, or set parallelism.shard = -1"
+            )
+        return self
+
+
+@section
+class Compile:
+    """torch.compile."""
+
+    mode: Literal["block", "model", "none"] = "block"
+    """`block` compiles one block and reuses it for all: the fast start. `model` compiles everything at once, and shards it
+    as one piece. On a CPU the first compile takes about half a minute, so short runs want `none`."""
+    backend: str = "inductor"
+    """The compiler's back end. `aot_eager` finds a fault without waiting for code generation."""
+
+
+@section
+class ActivationCheckpoint:
+    """Recompute activations in the backward pass instead of keeping them: memory for time."""
+
+    mode: Literal["none", "selective", "every_n", "full", "memory_budget"] = "none"
+    """`selective` keeps attention and every second matrix product of a block, `every_n` recomputes every n-th block,
+    `full` every block, and `memory_budget` lets the compiler choose what to keep."""
+    every_n: Positive = 2
+    """For `every_n`: recompute one block in so many."""
+    memory_budget: Fraction = 0.5
+    """For `memory_budget`: share of a block's activations to keep. 0 is like `full`, 1 keeps all that the compiler would."""
+
+
+@section
+class Checkpoint:
+    """Saving, and with it resuming."""
+
+    enabled: bool = True
+    """Save at all. Turn it off to measure speed."""
+    interval: NonNegative = 500
+    """Steps between saves. The last step is saved too. 0: only the last."""
+    keep: Positive = 2
+    """How many of the newest to keep. Older ones are deleted after a newer one is complete."""
+
+
+@section
+class Validation:
+    """Loss on held-out text while training."""
+
+    interval: NonNegative = 250
+    """Steps between validations. 0 turns them off."""
+    batches: Positive = 8
+    """Global batches in a validation: always the same ones, the same number on every rank."""
+
+
+@section
+class Sample:
+    """A piece of text from the trained model at the end of the run."""
+
+    tokens: NonNegative = 0
+    """Length of the sample. 0 turns it off."""
+    prompt: str = "def "
+    """What the sample starts from."""
+    temperature: PositiveFloat = 0.7
+    """Below 1 keeps to likely tokens, above 1 wanders."""
+
+
+@section
+class Metrics:
+    """What a run tells of itself."""
+
+    interval: Positive = 10
+    """Steps between two records of `metrics.jsonl`, and between two lines where there is no terminal."""
+    tensorboard: bool = True
+    """Write the same numbers as TensorBoard events."""
+
+
+@section
+class PretrainRecipe:
+    """Everything that `recipes/pretrain.py` reads."""
+
+    recipe: str = "pretrain"
+    """The program that this recipe is for: a file of that name beside the recipe, or in `recipes/`; or a path to one."""
+    run: Run = Run()
+    model: Annotated[Llama | GPT, Field(discriminator="name")] = Llama()
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    parallelism: Parallelism = Parallelism()
+    compile: Compile = Compile()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    sample: Sample = Sample()
+    metrics: Metrics = Metrics()
+
+
+def one_of(values: list[int]) -> str:
+    """Numbers as a sentence names them: "1, 2 or 4"."""
+    *head, last = [str(value) for value in values]
+    return f"{', '.join(head)} or {last}" if head else last

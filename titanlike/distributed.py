@@ -1,0 +1,116 @@
+"""The process group: joining it, agreeing over it, leaving it. The only file that starts torch.distributed."""
+
+import datetime
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlike import environment
+from titanlike.config import UserError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def session(
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    deterministic: bool = False,
+    timeout_minutes: int = 10,
+    farewell: str = "stopped",
+) -> Iterator[torch.device]:
+    """Join the process group, and leave it at the end. A user's mistake ends the process without a stack trace, and so
+    does Ctrl-C, with `farewell`."""
+    try:
+        chosen = _join(device, timeout_minutes)
+        if deterministic:
+            environment.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+            torch.use_deterministic_algorithms(True)
+        yield chosen
+    except UserError as error:
+        environment.fail(error)
+    except KeyboardInterrupt:
+        if is_main():
+            print(farewell, file=sys.stderr)
+        sys.exit(130)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join(device: str, timeout_minutes: int) -> torch.device:
+    ranks = environment.ranks()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu', or install torch for CUDA")
+    if device == "auto" and not torch.cuda.is_available() and environment.num_gpus():
+        raise UserError(
+            f"this machine has {environment.num_gpus()} GPU(s) that the installed torch {torch.__version__} cannot use; "
+            "install torch for CUDA, or set run.device = 'cpu'"
+        )
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu and ranks.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"process {ranks.local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; set NPROC to that"
+        )
+    chosen = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(chosen)
+    options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
+    if not ranks.started_by_launcher:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # alone: no port, no address, no waiting
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise UserError(
+                "MASTER_PORT is in use on this machine, perhaps by an earlier job; end that one, or set MASTER_PORT to a "
+                "free port"
+            ) from None
+        raise
+    return chosen
+
+
+def is_main() -> bool:
+    """Whether this rank is the one that writes and prints."""
+    return dist.get_rank() == 0
+
+
+def world_size() -> int:
+    """The number of ranks."""
+    return dist.get_world_size()
+
+
+def agree(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, on every rank."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    dist.barrier()
+
+
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum over ranks, in place, without the host waiting for it on a GPU."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A generator seed for one name, far from those of other names and other seeds."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

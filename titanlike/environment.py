@@ -1,0 +1,179 @@
+"""Who this process is among how many, and what the machine has: the one reader of environment variables, without torch.
+
+The launcher asks it how many processes to start; every program asks it which of them it is.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from titanlike.config import UserError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all processes of the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    started_by_launcher: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a launcher has to start on this machine."""
+
+    num_nodes: int
+    node_rank: int
+    processes: int  # on this machine
+    master_address: str
+    master_port: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.processes
+
+
+def ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
+    """The rank variables of torchrun, or a single process where there are none."""
+    identifying = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not any(name in environ for name in identifying):
+        return Ranks()
+    needed = (*identifying, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environ.get(name)]
+    if missing:
+        given = [f"{name}={environ[name]}" for name in needed if environ.get(name)]
+        raise UserError(
+            f"{', '.join(given)} set, but {', '.join(missing)} not: start with ./run_train.sh or torchrun, "
+            "which set all of them, or unset them all to train in one process"
+        )
+    found = Ranks(*(_number(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), started_by_launcher=True)
+    if not 0 <= found.rank < found.world_size:
+        raise UserError(f"RANK={found.rank} is not below WORLD_SIZE={found.world_size}: ranks count from 0")
+    return found
+
+
+def is_first_on_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the one of its machine that speaks."""
+    return environ.get("LOCAL_RANK", "0") == "0"
+
+
+def fail(error: UserError, code: int = 2) -> NoReturn:
+    """Show a user's mistake, one line a problem, and leave. Of several processes on a machine, one speaks."""
+    if is_first_on_machine():
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def job(environ: Mapping[str, str] = os.environ) -> Job:
+    """How many processes to start here: NPROC, else one a GPU, else one; and on how many machines.
+
+    Machines come from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else from Slurm when `srun` started one task a
+    machine, else there is one.
+    """
+    processes = _number(environ, "NPROC") if environ.get("NPROC") else max(1, num_gpus(environ))
+    if processes < 1:
+        raise UserError(f"NPROC={processes}: at least one process is needed")
+    nodes, node_rank, address = 1, 0, environ.get("MASTER_ADDR", "127.0.0.1")
+    if environ.get("NNODES"):
+        nodes = _number(environ, "NNODES")
+        if nodes > 1:
+            missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environ.get(name)]
+            if missing:
+                raise UserError(
+                    f"NNODES={nodes}, but {' and '.join(missing)} not set: give each machine its own NODE_RANK from 0, and "
+                    "all of them the address of machine 0 as MASTER_ADDR"
+                )
+            node_rank = _number(environ, "NODE_RANK")
+    elif "SLURM_STEP_ID" in environ and _number(environ, "SLURM_NNODES", 1) > 1:
+        nodes, node_rank = _number(environ, "SLURM_NNODES"), _number(environ, "SLURM_NODEID")
+        address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_JOB_NODELIST"])
+    if not 0 <= node_rank < nodes:
+        raise UserError(f"NODE_RANK={node_rank} is not below NNODES={nodes}: machines count from 0")
+    return Job(nodes, node_rank, processes, address, _number(environ, "MASTER_PORT", DEFAULT_PORT))
+
+
+def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """torchrun's variables where `srun` started one task a rank; None where it did not."""
+    tasks, nodes = _number(environ, "SLURM_NTASKS", 1), _number(environ, "SLURM_NNODES", 1)
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ or tasks <= nodes:
+        return None
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ["SLURM_JOB_NODELIST"]),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(DEFAULT_PORT),
+    }
+
+
+def first_host(node_list: str) -> str:
+    """The first machine of a Slurm node list: `gpu[007-009,12],cpu1` starts with gpu007."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", node_list)
+    if match is None:
+        raise UserError(f"SLURM_JOB_NODELIST={node_list} cannot be read; set MASTER_ADDR to the first machine")
+    return match.group(1) + (match.group(2) or "")
+
+
+def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """NVIDIA GPUs that a process started here may use, found without torch."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi"):
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        return sum(line.startswith("GPU ") for line in listing.splitlines())
+    return len([device for device in Path("/dev").glob("nvidia[0-9]*")])
+
+
+def share_cores(processes: int) -> dict[str, str]:
+    """Variables that give each of so many processes an even share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+def started_by_another_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun or the like has already made this process one rank of many."""
+    return "RANK" in environ
+
+
+def become(command: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
+    """Turn this process into another program, with these variables added."""
+    sys.stdout.flush()
+    os.execve(command[0], command, {**os.environ, **(variables or {})})
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on this port now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables that a library reads, except those that the user has set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name}={text} is not a whole number") from None

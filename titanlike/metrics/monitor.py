@@ -1,0 +1,125 @@
+"""Measures a run while it trains, and hands each record to the screen, to `metrics.jsonl` and to TensorBoard."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
+from titanlike.metrics.screen import Screen
+
+
+class Monitor:
+    """Counts tokens and seconds from the moment it is made. Only a rank that is given a folder shows and keeps them."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        num_devices: int,
+        num_steps: int,
+        first_step: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+        interval: int,
+        folder: Path | None,
+        tensorboard: bool,
+    ) -> None:
+        self.device = device
+        self.num_devices = num_devices
+        self.num_steps = num_steps
+        self.interval = interval
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak = peak_flops(device_name(device))
+        self.jsonl = (folder / "metrics.jsonl").open("a") if folder else None
+        self.screen = Screen(num_steps, first_step) if folder else None
+        self.tensorboard: Any = None
+        if folder and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self.started = self.window_started = time.perf_counter()
+        self.window_steps = 0
+        self.data_wait = 0.0
+        self.first_step = first_step
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Time in here is part of the step, and told apart as data wait."""
+        start = time.perf_counter()
+        yield
+        self.data_wait += time.perf_counter() - start
+
+    @contextmanager
+    def not_training(self) -> Iterator[None]:
+        """Time in here (validation, saving) does not count in the training rates."""
+        start = time.perf_counter()
+        yield
+        self.window_started += time.perf_counter() - start
+
+    def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
+        """A step is done. Every `interval` steps, and at the first and the last, it is recorded."""
+        self.window_steps += 1
+        if step % self.interval and step not in (self.first_step, self.num_steps):
+            return
+        values = {"loss": loss.item(), "grad_norm": grad_norm.item(), "learning_rate": learning_rate}
+        now = time.perf_counter()  # after .item(): the device has finished what is being timed
+        seconds = now - self.window_started
+        tokens_per_second = self.window_steps * self.tokens_per_step / seconds
+        flops = tokens_per_second * self.flops_per_token / self.num_devices
+        self._record(
+            step,
+            values
+            | {
+                "tokens": step * self.tokens_per_step,
+                "tokens_per_second": tokens_per_second,
+                "tflops_per_device": flops / 1e12,
+                "mfu": flops / self.peak if self.peak else None,
+                "memory_gib": peak_memory_gib(self.device),
+                "data_wait": self.data_wait / seconds,
+                "step_seconds": seconds / self.window_steps,
+                "elapsed_seconds": now - self.started,
+            },
+        )
+        self.window_started, self.window_steps, self.data_wait = time.perf_counter(), 0, 0.0
+
+    def validation(self, step: int, loss: float) -> None:
+        """Record a validation loss."""
+        self._record(step, {"validation_loss": loss, "elapsed_seconds": time.perf_counter() - self.started})
+
+    def note(self, text: str) -> None:
+        """Tell the user something that is not a number."""
+        if self.screen:
+            self.screen.note(text)
+
+    def close(self) -> None:
+        """Finish the line and the files."""
+        if self.screen:
+            self.screen.close()
+        if self.jsonl:
+            self.jsonl.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _record(self, step: int, values: dict[str, float | None]) -> None:
+        if self.jsonl:
+            self.jsonl.write(json.dumps({"step": step, **values}) + "\n")
+            self.jsonl.flush()
+        if self.screen:
+            self.screen.show(step, values)
+        if self.tensorboard:
+            for name, value in values.items():
+                if value is not None and name != "tokens":
+                    self.tensorboard.add_scalar(name, value, step)

@@ -1,0 +1,70 @@
+"""A run on the screen: one live line on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+
+class Screen:
+    """Shows records as they come."""
+
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        self.num_steps = num_steps
+        self.first_step = first_step
+        self.started = time.perf_counter()
+        self.validation = ""
+        console = Console(file=sys.stdout, highlight=False, markup=False)
+        self.progress: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(bar_width=16), TextColumn("{task.description}", markup=False))
+            self.progress = Progress(*columns, console=console, auto_refresh=False)
+            self.task = self.progress.add_task("starting", total=num_steps, completed=first_step - 1)
+            self.progress.start()
+
+    def show(self, step: int, values: dict[str, float | None]) -> None:
+        """Show the numbers of a step."""
+        if values.get("validation_loss") is not None:
+            self.validation = f"  val {values['validation_loss']:.4f}"
+            if self.progress is None:
+                print(f"step {step:>6}/{self.num_steps}{self.validation}", flush=True)
+            return
+        mfu = values["mfu"]
+        text = (
+            f"step {step:>6}/{self.num_steps}  loss {values['loss']:.4f}{self.validation if self.progress else ''}"
+            f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}"
+            f"  {_short(values['tokens_per_second'] or 0)} tok/s  {values['tflops_per_device']:.3g} TFLOP/s"
+            f"  MFU {'unknown' if mfu is None else f'{mfu:.1%}'}  {values['memory_gib']:.2f} GiB  {self._left(step)}"
+        )
+        if self.progress is None:
+            print(text, flush=True)
+        else:
+            self.progress.update(self.task, completed=step, description=text)
+            self.progress.refresh()
+
+    def note(self, text: str) -> None:
+        """Show a line of text, above the live line if there is one."""
+        if self.progress is None:
+            print(text, flush=True)
+        else:
+            self.progress.console.print(text)
+
+    def close(self) -> None:
+        """Leave the live line as it stands."""
+        if self.progress is not None:
+            self.progress.stop()
+
+    def _left(self, step: int) -> str:
+        done = step - self.first_step + 1
+        seconds = (time.perf_counter() - self.started) / done * (self.num_steps - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e6, "M"), (1e3, "K")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"

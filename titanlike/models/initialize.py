@@ -1,0 +1,37 @@
+"""Memory and first values for a model built on the meta device, the same on every layout.
+
+Each parameter's value is a function of (seed, its name) and of nothing else: every rank makes the full tensor of one
+parameter at a time and keeps its slice. A GPU and a CPU draw different numbers; ranks of one kind draw the same.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titanlike.distributed import seed_of
+
+
+# What a model offers: fill one whole parameter in place, given its name and a seeded generator.
+Initialize = Callable[[str, Tensor, torch.Generator], None]
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bool = False) -> None:
+    """Give every parameter memory, on `device` or offloaded to the host, and the value drawn for its name on `device`."""
+    init_parameter: Initialize = model.init_parameter
+    model.to_empty(device="cpu" if offload else device)
+    for name, parameter in model.named_parameters():
+        full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
+        init_parameter(name, full, torch.Generator(device).manual_seed(seed_of(seed, name)))
+        # The model of another may forget a parameter; a NaN here is found now and not in step 300.
+        if bool(full.isnan().any()):
+            raise ValueError(f"{type(model).__name__}.init_parameter left {name} without values")
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: every rank has the same full tensor, so each takes its slice without a broadcast
+            mine = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(mine.to_local())
+        else:
+            parameter.copy_(full)
+    assert not list(model.buffers()), "a buffer would be left without values"

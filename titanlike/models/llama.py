@@ -1,0 +1,124 @@
+"""Llama 3 in plain PyTorch.
+
+Shapes: B sequences, T tokens, D width, H query heads, K key and value heads, E width of a head.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlike.config import models as shapes
+
+
+class Llama(nn.Module):
+    """Tokens in, logits out. Any part may be absent, so that a slice of the model still runs."""
+
+    def __init__(self, shape: shapes.Llama) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tok_embeddings: nn.Module | None = nn.Embedding(shape.vocab_size, shape.dim)
+        # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
+        self.norm: nn.Module | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.output: nn.Module | None = None if shape.tied_head else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits (B, T, vocabulary) for tokens (B, T). `positions` (T,) counts from 0 unless given."""
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens  # (B, T, D)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = rotary_angles(self.shape, positions)
+        for layer in self.layers.values():
+            h = layer(h, *rope)
+        h = self.norm(h) if self.norm is not None else h
+        if self.output is not None:
+            return self.output(h)
+        if self.shape.tied_head and self.tok_embeddings is not None:
+            return F.linear(h, self.tok_embeddings.weight)
+        return h
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Fill one whole parameter with its initial value."""
+        if name.endswith("norm.weight"):
+            value.fill_(1.0)
+            return
+        std = 0.02
+        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+            # What each block adds to the residual stream: smaller the more blocks add to it.
+            std /= math.sqrt(2 * self.shape.num_layers)
+        value.normal_(0.0, std, generator=generator)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the normalized stream and added back to it."""
+
+    def __init__(self, shape: shapes.Llama) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), cos, sin)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; groups of query heads share a key and value head."""
+
+    def __init__(self, shape: shapes.Llama) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.wq = nn.Linear(shape.dim, shape.num_heads * shape.head_dim, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.wo = nn.Linear(shape.num_heads * shape.head_dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # The numbers of tokens and of heads are read off the projections: x may be a slice of either.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, H, T, E), (B, K, T, E)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: shapes.Llama) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def rotary_angles(shape: shapes.Llama, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (T, E) of each position's rotation, in float32: made anew in each pass, so no buffer to keep right."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
+    frequencies = shape.rope_theta**-exponents  # (E/2,)
+    if shape.rope_scaling != 1.0:
+        frequencies = stretch(frequencies, shape.rope_scaling, shape.rope_original_seq_len)
+    angles = torch.outer(positions.float(), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)  # (T, E): the two halves of a head turn together
+    return angles.cos(), angles.sin()
+
+
+def stretch(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor:
+    """Llama 3.1: slow the frequencies that turn less than once in the original length, keep those that turn four times."""
+    turns = original_seq_len * frequencies / (2 * math.pi)
+    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / factor)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (first half, second half) of a head by its position's angle, in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)

@@ -1,0 +1,82 @@
+"""From gradients to new weights: AdamW, the learning rate, clipping, and the stop before a bad step."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlike import distributed
+from titanlike.config import UserError
+from titanlike.config.sections import Optimizer, Schedule
+
+
+def build_optimizer(model: nn.Module, section: Optimizer) -> torch.optim.AdamW:
+    """AdamW over two groups: matrices and tables are decayed, norms and biases are not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=section.fused
+    )
+
+
+def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> float:
+    """The rate of one step, counted from 1. A function of the step alone, so there is no state to save."""
+    if step < section.warmup_steps:
+        return peak * step / section.warmup_steps
+    length = section.decay_steps or num_steps - section.warmup_steps
+    progress = (step - (num_steps - length)) / max(length, 1)  # 0 where the decay begins, 1 at the last step
+    if progress <= 0 or section.decay == "none":
+        return peak
+    progress = min(progress, 1.0)
+    remaining = {
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "sqrt": 1.0 - math.sqrt(progress),
+    }[section.decay]
+    return peak * (section.min_ratio + (1.0 - section.min_ratio) * remaining)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use this rate from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients down to `max_norm`. Returns their norm before, over all ranks and all shards."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def stop_if_not_finite(step: int, loss: Tensor, local_loss: Tensor, grad_norm: Tensor, model: nn.Module) -> None:
+    """Raise before the optimizer takes a step that would ruin the weights, naming the step and the ranks it came from.
+
+    `loss` and `grad_norm` are the same on all ranks, so all of them stop here together; `local_loss` is each rank's own.
+    """
+    if bool(torch.isfinite(loss + grad_norm)):
+        return
+    by_rank = distributed.gather(local_loss.item())
+    guilty = [str(rank) for rank, value in enumerate(by_rank) if not math.isfinite(value)]
+    if guilty:
+        cause = f"the loss is {by_rank[int(guilty[0])]} on rank {', '.join(guilty)}"
+    else:
+        names = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
+        cause = f"the loss is finite, but the gradient norm is {grad_norm.item()}, from {', '.join(names[:3]) or 'overflow'}"
+    raise UserError(
+        f"step {step}: {cause}. The step was not taken and nothing was saved; earlier checkpoints are sound. "
+        "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at that rank's data"
+    )
+
+
+def _all_finite(gradient: Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(torch.isfinite(local).all())

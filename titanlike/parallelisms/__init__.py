@@ -1,0 +1,1 @@
+"""The transforms that make a plain model parallel, each applied from outside by one function."""

@@ -1,0 +1,43 @@
+"""Data parallelism: FSDP2, HSDP (sharded copies) and plain replication are one transform on one or two mesh dimensions."""
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    units: list[nn.Module],
+    compute_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto",
+    cpu_offload: bool = False,
+) -> None:
+    """Shard the model's parameters over `mesh`: each of `units` is gathered by itself, the rest with the root.
+
+    A mesh of two dimensions replicates over the first and shards over the second. Gradients are summed, not averaged:
+    the loss is already divided by the tokens of the whole batch.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        # Activations follow the weights' type by themselves, and the rotary angles must stay in float32.
+        cast_forward_inputs=False,
+    )
+    offload = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
+    for index, unit in enumerate(units):
+        # The backward pass starts with the last unit: letting go of it only to gather it again would be waste.
+        reshard = reshard_after_forward == "always" or (reshard_after_forward == "auto" and index < len(units) - 1)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, **offload)  # <- shards a layer
+    fully_shard(
+        model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward == "always", **offload
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor

@@ -1,0 +1,138 @@
+"""The folder of one run: its recipe, what it ran on, its numbers and its checkpoints. Here is decided whether it resumes."""
+
+import dataclasses
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import titanlike
+from titanlike.checkpoint import Saved
+from titanlike.config import PretrainRecipe, UserError, to_toml
+
+# Changing one of these changes what the next steps compute; the rest of a recipe may differ from one start to the next.
+MEANING = ("model", "tokenizer", "data", "training", "optimizer", "schedule")
+# ... except these, which only place or bound the same work.
+FREE = {"training.steps", "training.local_batch_size", "training.gc_interval", "optimizer.fused"}
+
+
+class RunFolder:
+    """Paths of a run. Nothing is written before `open`."""
+
+    def __init__(self, recipe: PretrainRecipe) -> None:
+        self.path = Path(recipe.run.dir, recipe.run.name)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+
+    def open(self, recipe: PretrainRecipe, device: str, world_size: int, resumed_step: int) -> None:
+        """Make the folder, write the recipe and the facts, and cut off what the metrics say of steps to be done again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        comment = f"The whole recipe of this run. Run it again to resume:\n./run_train.sh {self.path}/recipe.toml"
+        (self.path / "recipe.toml").write_text(to_toml(recipe, comment))
+        facts = environment_facts(device, world_size) | {"resumed_step": resumed_step}
+        (self.path / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
+        if self.metrics.exists():
+            lines = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= resumed_step]
+            self.metrics.write_text("".join(f"{line}\n" for line in lines))
+
+
+def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_tokens: int) -> list[str]:
+    """What is about to be trained, in a few lines."""
+    model, training = recipe.model, recipe.training
+    ranks = math.prod(layout.values())
+    return [
+        f"run     {Path(recipe.run.dir, recipe.run.name)}",
+        f"model   {model.name} {model.size}: {model.num_parameters():,} parameters, "
+        f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP a token",
+        f"data    {recipe.data.source}: {num_tokens:,} tokens, {recipe.tokenizer.encoding} encoding",
+        f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
+        f"{training.num_microbatches(ranks)} x {training.local_batch_size}",
+        f"ranks   {ranks} on {device}: {' x '.join(f'{name} {size}' for name, size in layout.items())}; "
+        f"compute {training.compute_dtype}, compile {recipe.compile.mode}",
+    ]
+
+
+def check_resume(saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[str, int]) -> list[str]:
+    """Refuse a checkpoint that this recipe would not continue. Returns what to tell the user if it is not bit-exact."""
+    differences = _differences(saved.recipe, as_json(recipe))
+    changed = [
+        line
+        for key, line in differences.items()
+        if key == "run.seed" or (key.partition(".")[0] in MEANING and key not in FREE)
+    ]
+    where = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
+    if changed:
+        raise UserError(
+            f"{where} that was trained otherwise: {'; '.join(changed)}. Put these back to resume, "
+            "or give --run.name to start a new run"
+        )
+    if saved.data != data:
+        raise UserError(
+            f"{where} that read other data (fingerprint {saved.data}, now {data}). Bring the data back to resume, "
+            "or give --run.name to start a new run"
+        )
+    inexact = []
+    if saved.layout != layout:
+        inexact.append(f"the layout was {saved.layout}, now {layout}")
+    inexact += [differences[key] for key in ("training.steps", "training.local_batch_size") if key in differences]
+    inexact += [line for key, line in differences.items() if key.startswith(("compile", "activation_checkpoint"))]
+    return inexact
+
+
+def as_json(recipe: PretrainRecipe) -> dict[str, Any]:
+    """A recipe as plain dictionaries."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    return values
+
+
+def environment_facts(device: str, world_size: int) -> dict[str, Any]:
+    """What a later reader needs to know of where this ran."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "device": device,
+        "processes": world_size,
+        "threads": torch.get_num_threads(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "titanlike": titanlike.__version__,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": bool(_git("status", "--porcelain")),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found = {}
+    for key in [*old, *(key for key in new if key not in old)]:
+        name = f"{prefix}{key}"
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found |= _differences(before, after, f"{name}.")
+        elif before != after:
+            found[name] = f"{name} was {json.dumps(before)}, now {json.dumps(after)}"
+    return found
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):  # the last line of a killed run may be cut short
+        return float("inf")

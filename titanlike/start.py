@@ -1,0 +1,115 @@
+"""The front door of every program in `recipes/`: read the command line, load the recipe, refuse it in one sentence.
+
+Called before torch is imported, so that a wrong recipe costs a moment and not the start of a job.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from titanlike import environment
+from titanlike.check import check, check_files
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.load import nearest, read
+from titanlike.config.schema import describe, help_text
+
+R = TypeVar("R", bound=PretrainRecipe)
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
+
+USAGE = """\
+usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
+       ./run_train.sh RECIPE.toml --check N     is this recipe right for N processes? starts nothing
+       ./run_train.sh --help                    this text: every key, its kind, its default and the reason for it
+
+Without a recipe it trains train_configs/debug.toml. NPROC=n sets the number of processes on this machine; by default it is
+one for each GPU, or one. Keys on the command line win over the recipe's, which win over those of a recipe it extends."""
+
+
+class Arguments:
+    """A command line taken apart: the recipe, the overrides, and what is asked of it."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.recipe = DEFAULT_RECIPE
+        self.overrides: dict[str, str] = {}
+        self.help = False
+        self.check: int | None = None
+        words = list(argv)
+        paths = []
+        while words:
+            word = words.pop(0)
+            name, equals, value = word.removeprefix("--").partition("=")
+            if word in ("-h", "--help"):
+                self.help = True
+            elif not word.startswith("-"):
+                paths.append(word)
+            elif not word.startswith("--") or not name:
+                raise UserError(f"{word}: an option starts with two dashes and names a key: --training.steps=100")
+            elif not equals and not words:
+                raise UserError(f"{word} needs a value: {word}=...")
+            else:
+                value = value if equals else words.pop(0)
+                if name == "check":
+                    if not value.isdigit() or int(value) < 1:
+                        raise UserError(f"--check {value}: give a number of processes, such as --check 8")
+                    self.check = int(value)
+                else:
+                    self.overrides[name] = value
+        if len(paths) > 1:
+            raise UserError(f"{' '.join(paths)}: one recipe at a time; an override is written --section.key=value")
+        if paths:
+            self.recipe = Path(paths[0])
+
+
+def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
+    """The checked recipe of this command line. Ends the process after `--help`, after `--check`, and on a user's mistake."""
+    try:
+        ranks = environment.ranks()
+        arguments = Arguments(sys.argv[1:] if argv is None else argv)
+        if arguments.help:
+            print(help_text(recipe_type, USAGE))
+            sys.exit(0)
+        _refuse_unknown_options(recipe_type, arguments)
+        recipe = load(recipe_type, arguments.recipe, arguments.overrides)
+        check(recipe, arguments.check or ranks.world_size)
+        check_files(recipe)
+    except UserError as error:
+        environment.fail(error)
+    if arguments.check:
+        print(f"{arguments.recipe}: nothing speaks against {arguments.check} processes")
+        sys.exit(0)
+    name = recipe.run.name or f"{arguments.recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    program = Path(sys.argv[0]).resolve()
+    if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
+        recipe = replace(recipe, recipe=str(program))  # so that the resolved recipe finds its program again
+    return replace(recipe, run=replace(recipe.run, name=name))
+
+
+def program_of(recipe: Path) -> Path:
+    """The program that a recipe file names."""
+    values, origins = read(recipe)
+    name = values.get("recipe", "pretrain")
+    if not isinstance(name, str):
+        raise UserError(f"{origins['recipe']}: recipe = {name} must be the name of a program, as text")
+    beside = Path(origins.get("recipe", recipe)).parent / (name if name.endswith(".py") else f"{name}.py")
+    for program in (beside, REPOSITORY / "recipes" / f"{name}.py"):
+        if program.is_file():
+            return program
+    shipped = sorted(program.stem for program in (REPOSITORY / "recipes").glob("*.py"))
+    raise UserError(
+        f"{recipe}: recipe = {name!r}: there is no program {beside}, and the shipped ones are {', '.join(shipped)}"
+    )
+
+
+def _refuse_unknown_options(recipe_type: type, arguments: Arguments) -> None:
+    """A word without a dot is not a key of a section: say which one was meant before it is taken for one."""
+    keys = [key.name for key in describe(recipe_type)]
+    for name in arguments.overrides:
+        if "." not in name and name not in keys:
+            leaves = {key.rpartition(".")[2]: key for key in keys}
+            near = nearest(name.replace("-", "_"), list(leaves))
+            raise UserError(f"--{name}: there is no such option; " + (f"did you mean --{leaves[near]}?" if near else "see --help"))

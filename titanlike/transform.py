@@ -1,0 +1,45 @@
+"""The one order of the transforms: a plain model on the meta device in, this rank's trainable model out."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
+from titanlike.models import blocks
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanlike.parallelisms.compile import apply_compile
+from titanlike.parallelisms.fsdp import apply_fsdp
+from titanlike.parallelisms.mesh import data_mesh
+
+
+def transform(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    training: Training,
+    parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+) -> nn.Module:
+    """Apply what the recipe asks for, in the order in which the parts need each other."""
+    model.to(getattr(torch, training.master_dtype))
+    layers = blocks(model)
+    apply_activation_checkpoint(
+        layers,
+        mode=activation_checkpoint.mode,
+        every_n=activation_checkpoint.every_n,
+        memory_budget=activation_checkpoint.memory_budget,
+    )
+    # After checkpointing: the compiler sees what is recomputed and plans for it.
+    apply_compile(model, layers, mode=compile.mode, backend=compile.backend)
+    # Last: its hooks gather weights around a block, outside of what was compiled.
+    apply_fsdp(
+        model,
+        data_mesh(mesh),
+        units=[] if compile.mode == "model" else list(layers.values()),
+        compute_dtype=getattr(torch, training.compute_dtype),
+        reduce_dtype=getattr(torch, training.reduce_dtype),
+        reshard_after_forward=parallelism.reshard_after_forward,
+        cpu_offload=parallelism.cpu_offload,
+    )
+    return model
