@@ -38,7 +38,9 @@ def check_files(recipe: PretrainRecipe) -> None:
     folder = Path(recipe.run.dir, recipe.run.name).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        problems.append(f"run.dir = {recipe.run.dir!r}: {existing} is a file, not a folder; choose another run.dir or run.name")
+        problems.append(
+            f"run.dir = {recipe.run.dir!r}: {existing} is a file, not a folder; choose another run.dir or run.name"
+        )
     elif not os.access(existing, os.W_OK | os.X_OK):
         problems.append(f"run.dir = {recipe.run.dir!r}: {existing} cannot be written to; choose another run.dir")
     if problems:
@@ -49,7 +51,9 @@ def _model_problems(recipe: PretrainRecipe) -> list[str]:
     model, seq_len = recipe.model, recipe.training.seq_len
     problems = []
     if model.dim % model.num_heads:
-        near = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and abs(n - model.num_heads) <= model.num_heads]
+        near = [
+            n for n in range(1, model.dim + 1) if model.dim % n == 0 and abs(n - model.num_heads) <= model.num_heads
+        ]
         problems.append(
             f"model.num_heads = {model.num_heads} does not divide model.dim = {model.dim}; use {one_of(near[-4:])}"
         )
@@ -98,5 +102,7 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
             "set validation.interval = 0, or data.validation_fraction = 0.01"
         )
     if recipe.parallelism.cpu_offload and recipe.run.device == "cpu":
-        problems.append("parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = 'cpu'; set it false")
+        problems.append(
+            "parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = 'cpu'; set it false"
+        )
     return problems

@@ -47,7 +47,9 @@ def session(
 def _join(device: str, timeout_minutes: int) -> torch.device:
     ranks = environment.ranks()
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu', or install torch for CUDA")
+        raise UserError(
+            "run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu', or install torch for CUDA"
+        )
     if device == "auto" and not torch.cuda.is_available() and environment.num_gpus():
         raise UserError(
             f"this machine has {environment.num_gpus()} GPU(s) that the installed torch {torch.__version__} cannot use; "

@@ -57,7 +57,8 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
             f"{', '.join(given)} set, but {', '.join(missing)} not: start with ./run_train.sh or torchrun, "
             "which set all of them, or unset them all to train in one process"
         )
-    found = Ranks(*(_number(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), started_by_launcher=True)
+    rank, world_size, local_rank = (_number(environ, name) for name in identifying)
+    found = Ranks(rank, world_size, local_rank, started_by_launcher=True)
     if not 0 <= found.rank < found.world_size:
         raise UserError(f"RANK={found.rank} is not below WORLD_SIZE={found.world_size}: ranks count from 0")
     return found

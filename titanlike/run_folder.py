@@ -32,7 +32,10 @@ class RunFolder:
 
     def open(self, recipe: PretrainRecipe, device: str, world_size: int, resumed_step: int) -> None:
         """Make the folder, write the recipe and the facts, and cut off what the metrics say of steps to be done again."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.dir = {recipe.run.dir!r}: {error}; choose another run.dir") from None
         comment = f"The whole recipe of this run. Run it again to resume:\n./run_train.sh {self.path}/recipe.toml"
         (self.path / "recipe.toml").write_text(to_toml(recipe, comment))
         facts = environment_facts(device, world_size) | {"resumed_step": resumed_step}
@@ -120,7 +123,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for key in [*old, *(key for key in new if key not in old)]:
         name = f"{prefix}{key}"
         before, after = old.get(key), new.get(key)

@@ -109,7 +109,12 @@ def _refuse_unknown_options(recipe_type: type, arguments: Arguments) -> None:
     """A word without a dot is not a key of a section: say which one was meant before it is taken for one."""
     keys = [key.name for key in describe(recipe_type)]
     for name in arguments.overrides:
+        inside = [key for key in keys if key.startswith(f"{name}.")]
+        if inside:
+            raise UserError(f"--{name} is a table; name one of its keys, as in --{inside[0]}=...")
         if "." not in name and name not in keys:
             leaves = {key.rpartition(".")[2]: key for key in keys}
             near = nearest(name.replace("-", "_"), list(leaves))
-            raise UserError(f"--{name}: there is no such option; " + (f"did you mean --{leaves[near]}?" if near else "see --help"))
+            raise UserError(
+                f"--{name}: there is no such option; " + (f"did you mean --{leaves[near]}?" if near else "see --help")
+            )

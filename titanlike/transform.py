@@ -36,10 +36,25 @@ def transform(
     apply_fsdp(
         model,
         data_mesh(mesh),
-        units=[] if compile.mode == "model" else list(layers.values()),
+        units=[] if compile.mode == "model" else _units(model, layers),
         compute_dtype=getattr(torch, training.compute_dtype),
         reduce_dtype=getattr(torch, training.reduce_dtype),
         reshard_after_forward=parallelism.reshard_after_forward,
         cpu_offload=parallelism.cpu_offload,
     )
     return model
+
+
+def _units(model: nn.Module, layers: nn.ModuleDict) -> list[nn.Module | list[nn.Module]]:
+    """What FSDP gathers at once: a block, and each end of the model that has weights of its own.
+
+    An embedding that is also the head stays with the root: it is used outside its own `forward`.
+    """
+    units: list[nn.Module | list[nn.Module]] = list(layers.values())
+    if getattr(model, "output", None) is not None:
+        units = [
+            model.get_submodule("tok_embeddings"),
+            *units,
+            [model.get_submodule("norm"), model.get_submodule("output")],
+        ]
+    return units

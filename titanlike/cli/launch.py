@@ -22,7 +22,9 @@ def main() -> None:
         job = environment.job()
         if job.world_size == 1:
             environment.become(program + words)
-        checked = subprocess.run([*program, *words, f"--check={job.world_size}"], stdout=subprocess.DEVNULL, check=False)
+        checked = subprocess.run(
+            [*program, *words, f"--check={job.world_size}"], stdout=subprocess.DEVNULL, check=False
+        )
         if checked.returncode:
             sys.exit(checked.returncode)
         if job.num_nodes > 1 and job.node_rank == 0 and not environment.port_is_free(job.master_port):
@@ -57,7 +59,10 @@ def torchrun(job: environment.Job, program: list[str]) -> int:
         rank, failure = error.get_first_failure()
         # A program that left with 2 has already said why; of any other end, say at least which process it was.
         if failure.exitcode not in (2, 130):
-            print(f"error: process {rank} ended with exit code {failure.exitcode}; its own words are above", file=sys.stderr)
+            print(
+                f"error: process {rank} ended with exit code {failure.exitcode}; its own words are above",
+                file=sys.stderr,
+            )
         return failure.exitcode if failure.exitcode > 0 else 1
     except (SignalException, KeyboardInterrupt):
         return 130

@@ -46,7 +46,9 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
     except FileNotFoundError:
         folder = path.parent if path.parent.is_dir() else Path("train_configs")
         near = nearest(path.name, [file.name for file in folder.glob("*.toml")])
-        raise UserError(f"{path}: there is no such recipe" + (f"; did you mean {folder / near}?" if near else "")) from None
+        raise UserError(
+            f"{path}: there is no such recipe" + (f"; did you mean {folder / near}?" if near else "")
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a recipe: {error}") from None
     except tomllib.TOMLDecodeError as error:
@@ -141,37 +143,42 @@ def _expand_sizes(recipe_type: type, values: dict[str, Any]) -> None:
         for candidate in typing.get_args(hint) or (hint,):
             sizes = getattr(candidate, "sizes", None)
             if sizes is not None and given.get("name", candidate.name) == candidate.name:
-                size = sizes.get(given.get("size", candidate.size), {}) if isinstance(given.get("size", ""), str) else {}
+                size = (
+                    sizes.get(given.get("size", candidate.size), {}) if isinstance(given.get("size", ""), str) else {}
+                )
                 values[field] = {"name": candidate.name, **size, **given}
                 break
 
 
 def _explain(recipe_type: type, detail: dict[str, Any], origins: Mapping[str, str], path: Path) -> str:
     """One pydantic complaint as: where, which key, which value, and what to change."""
-    keys = {key.name: key for key in describe(recipe_type)}
     location = [str(part) for part in detail["loc"]]
     # Where a table has variants, pydantic puts the variant's name between the table and the key.
-    name = ".".join([location[0], *location[2:]] if len(location) > 2 else location)
+    variant = location.pop(1) if len(location) > 2 else ""
+    name = ".".join(location)
+    keys = {key.name: key for key in describe(recipe_type) if key.variant in ("", variant)}
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     where = origins.get(name) or next((origins[key] for key in origins if key.startswith(name + ".")), str(path))
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{where}: {_unknown_key(name, value, list(keys))}"
     subject = f"{where}: {name} = {json.dumps(value, default=str)}"
     if kind == "union_tag_invalid":
-        return f"{where}: {name}.name = {json.dumps(context['tag'])} is not known; use {context['expected_tags']}"
+        tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+        return f"{where}: {name}.name = {json.dumps(context['tag'])} is not known; {_one_of(context['tag'], tags)}"
     if kind == "literal_error":
-        choices = keys[name].choices if name in keys else ()
-        near = nearest(str(value), choices)
-        return f"{subject} is not known; " + (f"did you mean {json.dumps(near)}?" if near else "use") + (
-            f" (one of {', '.join(choices)})" if near else f" one of {', '.join(choices)}"
-        )
+        return f"{subject} is not known; {_one_of(str(value), keys[name].choices)}"
     if kind == "dataclass_type":
         return f"{subject} is not a table; write [{name}] and its keys below"
     if name in keys and isinstance(value, float) and not math.isfinite(value):
-        return f"{where}: {name} = {value} is not a finite number; it must be a {keys[name].kind}"
+        return f"{where}: {name} = {value} is not a finite number; it must be {keys[name].kind}"
     if name in keys:
-        return f"{subject} must be a {keys[name].kind}"
+        return f"{subject} must be {keys[name].kind}"
     return f"{subject}: {detail['msg']}"
+
+
+def _one_of(word: str, choices: Sequence[str]) -> str:
+    near = nearest(word, choices)
+    return f"did you mean {json.dumps(near)}? There are {', '.join(choices)}" if near else f"use {', '.join(choices)}"
 
 
 def _unknown_key(name: str, value: Any, keys: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
+KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Key:
     """One key of a recipe."""
 
     name: str  # dotted: training.seq_len
-    section: str  # the heading in --help: "model, name = llama"
-    kind: str  # "whole number, at least 1"
+    section: str  # the heading in --help
+    variant: str  # "llama" where the table has variants
+    kind: str  # "a whole number, at least 1"
     is_text: bool
     choices: tuple[str, ...]
     default: Any
@@ -33,15 +34,16 @@ def describe(recipe_type: type) -> list[Key]:
         for reference in references:
             definition = schema["$defs"][reference["$ref"].removeprefix("#/$defs/")]
             properties = definition["properties"]
-            variant = f", name = {properties['name']['default']}" if len(references) > 1 else ""
-            heading = f"[{name}]{variant}  {definition.get('description', '')}".rstrip()
-            keys += [_key(f"{name}.{field}", heading, value) for field, value in properties.items()]
+            variant = properties["name"]["default"] if len(references) > 1 else ""
+            title = f"[{name}], name = {variant}" if variant else f"[{name}]"
+            heading = f"{title}  {definition.get('description', '')}".rstrip()
+            keys += [_key(f"{name}.{field}", heading, variant, value) for field, value in properties.items()]
         if not references:
-            keys.append(_key(name, "", prop))
+            keys.append(_key(name, "", "", prop))
     return keys
 
 
-def _key(name: str, section: str, prop: dict[str, Any]) -> Key:
+def _key(name: str, section: str, variant: str, prop: dict[str, Any]) -> Key:
     choices = tuple(prop.get("enum", [prop["const"]] if "const" in prop else []))
     kind = f"one of {', '.join(choices)}" if choices else KINDS.get(prop.get("type", ""), prop.get("type", "value"))
     bounds = [
@@ -51,7 +53,14 @@ def _key(name: str, section: str, prop: dict[str, Any]) -> Key:
     ]
     reason = " ".join(prop.get("description", "").split())
     return Key(
-        name, section, ", ".join([kind, *bounds]), prop.get("type") == "string", choices, prop.get("default"), reason
+        name=name,
+        section=section,
+        variant=variant,
+        kind=", ".join([kind, *bounds]),
+        is_text=prop.get("type") == "string",
+        choices=choices,
+        default=prop.get("default"),
+        reason=reason,
     )
 
 

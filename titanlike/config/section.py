@@ -5,7 +5,7 @@ the schema.
 """
 
 from dataclasses import field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar, cast
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -31,5 +31,4 @@ class UserError(ValueError):
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def section(cls: type[T]) -> type[T]:
     """Make a class of annotated fields into one section of a recipe, or into a recipe of such sections."""
-    decorated: Any = pydantic_dataclass(frozen=True, config=STRICT)(cls)
-    return decorated
+    return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))

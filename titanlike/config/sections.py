@@ -18,7 +18,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from titanlike.config.models import GPT, Llama
-from titanlike.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, UserError, section
+from titanlike.config.section import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    UserError,
+    section,
+)
 
 DType = Literal["float32", "bfloat16"]
 
@@ -147,7 +155,9 @@ class Parallelism:
     def resolve(self, world_size: int) -> "Parallelism":
         """The same section with `shard = -1` replaced by its number, or an error if the ranks do not come out even."""
         if self.shard == 0 or self.shard < -1:
-            raise UserError(f"parallelism.shard = {self.shard} is not a number of ranks; use 1 or more, or -1 for all left")
+            raise UserError(
+                f"parallelism.shard = {self.shard} is not a number of ranks; use 1 or more, or -1 for all left"
+            )
         if self.shard == -1:
             if world_size % self.replicate:
                 divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]

@@ -35,7 +35,7 @@ def load_tokens(section: Data, tokenizer: Tokenizer) -> Tokens:
 
 def fingerprint(tokens: Tokens) -> str:
     """What tells this data from any other: saved with a run, and compared when it is resumed."""
-    return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()[:16]
+    return hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()[:16]
 
 
 def _stdlib_files() -> list[Path]:

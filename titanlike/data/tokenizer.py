@@ -12,9 +12,7 @@ from titanlike.config import UserError
 from titanlike.config.load import nearest
 
 # How Llama 3 and OpenAI's cl100k cut text into words before the merges.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Tokenizer:
@@ -83,5 +81,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise UserError(f"{path}, line {number}: not a rank file: expected a token in base64 and its rank") from None
+            raise UserError(
+                f"{path}, line {number}: not a rank file: expected a token in base64 and its rank"
+            ) from None
     return ranks

@@ -68,7 +68,11 @@ class Monitor:
         self.window_steps += 1
         if step % self.interval and step not in (self.first_step, self.num_steps):
             return
-        values = {"loss": loss.item(), "grad_norm": grad_norm.item(), "learning_rate": learning_rate}
+        values: dict[str, float | None] = {
+            "loss": loss.item(),
+            "grad_norm": grad_norm.item(),
+            "learning_rate": learning_rate,
+        }
         now = time.perf_counter()  # after .item(): the device has finished what is being timed
         seconds = now - self.window_started
         tokens_per_second = self.window_steps * self.tokens_per_step / seconds

@@ -18,8 +18,8 @@ class GPT(nn.Module):
     def __init__(self, shape: shapes.GPT) -> None:
         super().__init__()
         self.shape = shape
-        self.tok_embeddings: nn.Module | None = nn.Embedding(shape.vocab_size, shape.dim)
-        self.pos_embeddings: nn.Module | None = nn.Embedding(shape.max_seq_len, shape.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
+        self.pos_embeddings: nn.Embedding | None = nn.Embedding(shape.max_seq_len, shape.dim)
         # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm: nn.Module | None = nn.LayerNorm(shape.dim, eps=shape.norm_eps)

@@ -5,13 +5,13 @@ parameter at a time and keeps its slice. A GPU and a CPU draw different numbers;
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlike.distributed import seed_of
-
 
 # What a model offers: fill one whole parameter in place, given its name and a seeded generator.
 Initialize = Callable[[str, Tensor, torch.Generator], None]
@@ -20,7 +20,7 @@ Initialize = Callable[[str, Tensor, torch.Generator], None]
 @torch.no_grad()
 def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bool = False) -> None:
     """Give every parameter memory, on `device` or offloaded to the host, and the value drawn for its name on `device`."""
-    init_parameter: Initialize = model.init_parameter
+    init_parameter = cast(Initialize, model.init_parameter)
     model.to_empty(device="cpu" if offload else device)
     for name, parameter in model.named_parameters():
         full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)

@@ -18,7 +18,7 @@ class Llama(nn.Module):
     def __init__(self, shape: shapes.Llama) -> None:
         super().__init__()
         self.shape = shape
-        self.tok_embeddings: nn.Module | None = nn.Embedding(shape.vocab_size, shape.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
         # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)

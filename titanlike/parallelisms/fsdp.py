@@ -1,18 +1,20 @@
 """Data parallelism: FSDP2, HSDP (sharded copies) and plain replication are one transform on one or two mesh dimensions."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
 def apply_fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    units: list[nn.Module],
+    units: Sequence[nn.Module | list[nn.Module]],
     compute_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: Literal["auto", "always", "never"] = "auto",
@@ -29,14 +31,17 @@ def apply_fsdp(
         # Activations follow the weights' type by themselves, and the rotary angles must stay in float32.
         cast_forward_inputs=False,
     )
-    offload = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    )
     for index, unit in enumerate(units):
         # The backward pass starts with the last unit: letting go of it only to gather it again would be waste.
         reshard = reshard_after_forward == "always" or (reshard_after_forward == "auto" and index < len(units) - 1)
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, **offload)  # <- shards a layer
-    fully_shard(
-        model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward == "always", **offload
-    )
+        shard(unit, reshard_after_forward=reshard)  # <- shards a layer
+    shard(model, reshard_after_forward=reshard_after_forward == "always")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
