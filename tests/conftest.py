@@ -1,0 +1,16 @@
+"""Fixtures that many tests share."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """`ranks(4)` is a pool of four processes in one gloo group, kept for the whole session."""
+    pools: dict[int, Pool] = {}
+    yield lambda world_size: pools.setdefault(world_size, Pool(world_size))
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,156 @@
+"""Saved under one layout, loaded under another; stopped and resumed, bit for bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.training import GPT_, assert_same, result, tiny, train
+from titanlike.checkpoint import Saved
+from titanlike.config import UserError
+from titanlike.config.sections import Parallelism
+from titanlike.run_folder import check_resume
+
+Ranks = Callable[[int], Pool]
+LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
+
+
+def drop_last(folder: Path) -> None:
+    """Undo the second half of a run, as if it had been killed after its save at half-way."""
+    shutil.rmtree(sorted((folder / "checkpoints").iterdir())[-1])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_resumed_run_is_the_run_bit_for_bit(ranks: Ranks, tmp_path: Path, processes: int) -> None:
+    recipe = tiny(
+        tmp_path, "run", parallelism=LAYOUTS[processes], training=dict(steps=6), checkpoint=dict(interval=3),
+        validation=dict(interval=2),
+    )  # fmt: skip
+    whole = train(ranks(processes), recipe)
+    for _ in range(2):  # the second resume is where others break
+        drop_last(tmp_path / "run")
+        again = train(ranks(processes), recipe)
+        assert again.losses == whole.losses
+        assert again.grad_norms == whole.grad_norms
+        assert again.validation == whole.validation
+        for kind, tensors in whole.state.items():
+            for name, value in tensors.items():
+                assert torch.equal(value, again.state[kind][name]), name
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path, saver: int, loader: int) -> None:
+    options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
+    recipe = tiny(tmp_path, "run", parallelism=LAYOUTS[saver], **options)
+    whole = train(ranks(saver), recipe)
+    drop_last(tmp_path / "run")
+    before = result(recipe)
+    # Load and save again without a step between: every weight and every moment is what it was.
+    moved = tiny(tmp_path, "run", parallelism=LAYOUTS[loader], **options)
+    ranks(loader).run(_load_and_save_elsewhere, moved, tmp_path / "moved" / "checkpoints")
+    after = result(tiny(tmp_path, "moved"))
+    for kind, tensors in before.state.items():
+        for name, value in tensors.items():
+            assert torch.equal(value, after.state[kind][name]), name
+    # Then train on: the same data, so the same numbers to rounding.
+    assert_same(train(ranks(loader), moved), whole)
+
+
+def _load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
+    from titanlike import distributed
+    from titanlike.checkpoint import Checkpoints
+    from titanlike.models import build_model
+    from titanlike.models.initialize import initialize
+    from titanlike.optimizer import build_optimizer
+    from titanlike.parallelisms.mesh import build_mesh
+    from titanlike.run_folder import RunFolder
+    from titanlike.transform import transform
+
+    layout = recipe.parallelism.resolve(distributed.world_size())
+    with torch.device("meta"):
+        model = build_model(recipe.model)
+    transform(
+        model,
+        build_mesh("cpu", replicate=layout.replicate, shard=layout.shard),
+        training=recipe.training,
+        parallelism=layout,
+        activation_checkpoint=recipe.activation_checkpoint,
+        compile=recipe.compile,
+    )
+    initialize(model, torch.device("cpu"), seed=99)  # other values than the saved ones
+    optimizer = build_optimizer(model, recipe.optimizer)
+    checkpoints = Checkpoints(RunFolder(recipe).checkpoints, keep=2)
+    saved = checkpoints.latest()
+    assert saved is not None
+    checkpoints.load(model, optimizer, saved.step)
+    Checkpoints(folder, keep=2).save(model, optimizer, saved)
+    if distributed.is_main():
+        (folder.parent / "metrics.jsonl").write_text("")
+
+
+def test_only_the_newest_are_kept_and_leftovers_are_cleared(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-00000001.partial").mkdir(parents=True)
+    train(ranks(1), tiny(tmp_path, "run", checkpoint=dict(interval=1, keep=3)))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_a_save_cut_short_is_not_there(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = tiny(tmp_path, "run", checkpoint=dict(interval=4))
+    whole = train(ranks(1), recipe)
+    last = tmp_path / "run" / "checkpoints" / "step-00000005"
+    last.rename(last.with_name("step-00000005.partial"))
+    assert train(ranks(1), recipe).losses == whole.losses
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        5,
+    ]  # the last with its validation; no step twice
+
+
+def saved_by(recipe: Any) -> Saved:
+    from titanlike.run_folder import as_json
+
+    return Saved(step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(optimizer=dict(lr=0.5)), r"optimizer\.lr was 0\.01, now 0\.5"),
+        (dict(training=dict(seq_len=64)), r"training\.seq_len was 32, now 64"),
+        (dict(run=dict(seed=1)), r"run\.seed was 0, now 1"),
+        (dict(data=dict(validation_fraction=0.1)), r"data\.validation_fraction was 0\.02, now 0\.1"),
+        (dict(model=GPT_), r"model\.name was \"llama\", now \"gpt\""),
+    ],
+)
+def test_a_recipe_that_would_train_otherwise_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    saved = saved_by(tiny(tmp_path, "run"))
+    with pytest.raises(UserError, match=f"holds a run at step 3 that was trained otherwise: .*{message}.*--run.name"):
+        check_resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout)
+
+
+def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> None:
+    recipe = tiny(tmp_path, "run")
+    saved = saved_by(recipe)
+    assert check_resume(saved, recipe, "abc", saved.layout) == []
+    with pytest.raises(UserError, match=r"read other data \(fingerprint abc, now xyz\)"):
+        check_resume(saved, recipe, "xyz", saved.layout)
+    freely = tiny(tmp_path, "run", metrics=dict(interval=7), checkpoint=dict(interval=9))
+    assert check_resume(saved, freely, "abc", saved.layout) == []
+    longer = tiny(tmp_path, "run", training=dict(steps=9), compile=dict(mode="block"))
+    told = check_resume(saved, longer, "abc", {"replicate": 1, "shard": 1})
+    assert told == [
+        "the layout was {'replicate': 1, 'shard': 2}, now {'replicate': 1, 'shard': 1}",
+        "training.steps was 5, now 9",
+        'compile.mode was "none", now "block"',
+    ]

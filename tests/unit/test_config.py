@@ -1,0 +1,163 @@
+"""Recipes: what they accept, what they refuse, and the words in which they do."""
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
+from titanlike.config.models import GPT, GPT_SIZES, LLAMA_SIZES, Llama
+
+
+def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(folder: Path, text: str, **overrides: str) -> str:
+    path = write(folder, text)
+    with pytest.raises(UserError) as caught:
+        load(PretrainRecipe, path, overrides)
+    return str(caught.value).replace(str(folder), "DIR")
+
+
+def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
+    assert load(PretrainRecipe, write(tmp_path, "")) == PretrainRecipe()
+
+
+def test_precedence_is_defaults_then_extends_then_file_then_command_line(tmp_path: Path) -> None:
+    write(tmp_path, "[training]\nsteps = 1\nseq_len = 2\nglobal_batch_size = 3\n", "grandparent.toml")
+    write(tmp_path, 'extends = "grandparent.toml"\n[training]\nseq_len = 20\nglobal_batch_size = 30\n', "parent.toml")
+    path = write(tmp_path, 'extends = "parent.toml"\n[training]\nglobal_batch_size = 300\nlocal_batch_size = 400\n')
+    training = load(PretrainRecipe, path, {"training.local_batch_size": "5"}).training
+    assert (training.steps, training.seq_len, training.global_batch_size) == (1, 20, 300)
+    assert training.local_batch_size == 5
+    assert training.max_norm == PretrainRecipe().training.max_norm
+
+
+def test_a_size_sets_what_the_recipe_does_not(tmp_path: Path) -> None:
+    model = load(PretrainRecipe, write(tmp_path, '[model]\nsize = "3-8B"\nnum_layers = 2\n')).model
+    assert isinstance(model, Llama)
+    assert (model.dim, model.num_layers, model.num_kv_heads) == (4096, 2, 8)
+    assert isinstance(load(PretrainRecipe, write(tmp_path, '[model]\nname = "gpt"\n')).model, GPT)
+
+
+@pytest.mark.parametrize(("shape", "table"), [(Llama, LLAMA_SIZES), (GPT, GPT_SIZES)])
+def test_every_size_in_the_tables_can_be_named(tmp_path: Path, shape: type, table: dict[str, object]) -> None:
+    for size in table:
+        path = write(tmp_path, f'[model]\nname = "{shape.__name__.lower()}"\nsize = "{size}"\n')
+        assert load(PretrainRecipe, path).model.size == size
+
+
+def test_overrides_take_the_type_of_their_key(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    overrides = {"run.name": "007", "optimizer.lr": "1", "run.deterministic": "true", "sample.prompt": "a = 1"}
+    recipe = load(PretrainRecipe, path, overrides)
+    assert (recipe.run.name, recipe.optimizer.lr, recipe.run.deterministic) == ("007", 1.0, True)
+    assert recipe.sample.prompt == "a = 1"
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+    text = '[model]\nname = "gpt"\nsize = "124M"\n[sample]\nprompt = "\\"quoted\\" \\\\ \\n\\u007f é"\n[optimizer]\nlr = 1e-05\n'
+    recipe = load(PretrainRecipe, write(tmp_path, text))
+    again = load(PretrainRecipe, write(tmp_path, to_toml(recipe, "a comment\nof two lines"), "again.toml"))
+    assert again == recipe
+
+
+def test_recipes_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        PretrainRecipe().training.steps = 3  # type: ignore[misc]
+
+
+def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
+    @section
+    class Ema:
+        decay: float = 0.9
+
+    @section
+    class MyRecipe(PretrainRecipe):
+        ema: Ema = Ema()
+
+    path = write(tmp_path, "[ema]\ndecay = 0.5\n")
+    assert load(MyRecipe, path).ema.decay == 0.5
+    with pytest.raises(UserError, match=r"ema\.decai = 0\.5: there is no such key; did you mean ema\.decay\?"):
+        load(MyRecipe, write(tmp_path, "[ema]\ndecai = 0.5\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[training]\nstepz = 3",
+            "DIR/recipe.toml: training.stepz = 3: there is no such key; did you mean training.steps?",
+        ),
+        ("[training]\nlr = 3.0", "training.lr = 3.0: there is no such key; did you mean optimizer.lr?"),
+        ("[trainin]\nsteps = 3", "trainin: there is no such key; did you mean [training]?"),
+        ("[training]\nfoo = 3", "training.foo = 3: there is no such key; [training] has steps, seq_len,"),
+        ("zzz = 3", "zzz = 3: there is no such key; a recipe has activation_checkpoint, checkpoint, compile,"),
+        ('[training]\nsteps = "3"', 'training.steps = "3" must be a whole number, at least 1'),
+        ("[training]\nsteps = 3.0", "training.steps = 3.0 must be a whole number, at least 1"),
+        ("[training]\nsteps = true", "training.steps = true must be a whole number, at least 1"),
+        ("[training]\nsteps = 0", "training.steps = 0 must be a whole number, at least 1"),
+        ("[training]\nsteps = [3]", "training.steps = [3] must be a whole number, at least 1"),
+        ("[run]\ndeterministic = 1", "run.deterministic = 1 must be true or false"),
+        ("[run]\nname = 7", "run.name = 7 must be text"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan is not a finite number; it must be a number, above 0"),
+        ("[optimizer]\nlr = inf", "optimizer.lr = inf is not a finite number"),
+        ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number, at least 0, at most 1"),
+        (
+            '[compile]\nmode = "blocks"',
+            'compile.mode = "blocks" is not known; did you mean "block"? There are block, model, none',
+        ),
+        ('[compile]\nmode = "x"', 'compile.mode = "x" is not known; use block, model, none'),
+        ('[model]\nname = "lama"', 'model.name = "lama" is not known; did you mean "llama"? There are llama, gpt'),
+        ('[model]\nsize = "9B"', 'model.size = "9B" is not known; use debug, 3-8B,'),
+        ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not known; use debug, 124M,'),
+        (
+            '[model]\nname = "gpt"\nnum_kv_heads = 2',
+            "model.num_kv_heads = 2: there is no such key; did you mean model.num_heads?",
+        ),
+        ("training = 3", "training = 3 is not a table; write [training] and its keys below"),
+        ("a = = 3", "DIR/recipe.toml: is not valid TOML"),
+        ('extends = "none.toml"', 'extends = "none.toml", but there is no file DIR/none.toml'),
+        ('extends = "recipe.toml"', 'extends = "recipe.toml" comes back to itself'),
+        ("extends = 3", "extends = 3 must be the path of one recipe"),
+    ],
+)
+def test_refusals_name_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
+    said = refusal(tmp_path, text)
+    assert message in said
+    assert said.startswith("DIR/recipe.toml: ")
+
+
+def test_a_mistake_is_laid_at_the_door_of_the_file_that_has_it(tmp_path: Path) -> None:
+    write(tmp_path, "[training]\nsteps = 0\n", "base.toml")
+    said = refusal(tmp_path, 'extends = "base.toml"\n[run]\nsteps = 3\n', **{"optimizer.lr": "-1"})
+    assert [line.split(": ")[0] for line in said.splitlines()] == ["DIR/recipe.toml", "DIR/base.toml", "command line"]
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    assert "the recipe has a value, not a table, at training" in refusal(
+        tmp_path, "training = 3", **{"training.steps": "3"}
+    )
+
+
+def test_a_missing_recipe_suggests_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path, "", "llama3_8b.toml")
+    with pytest.raises(UserError, match=r"lama3_8b\.toml: there is no such recipe; did you mean .*llama3_8b\.toml\?"):
+        load(PretrainRecipe, tmp_path / "lama3_8b.toml")
+
+
+def test_a_binary_file_is_no_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read as a recipe"):
+        load(PretrainRecipe, path)
+
+
+def test_reading_and_checking_a_recipe_does_not_import_torch() -> None:
+    code = "import titanlike.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
