@@ -89,10 +89,10 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     return replace(recipe, run=replace(recipe.run, name=name))
 
 
-def program_of(recipe: Path) -> Path:
-    """The program that a recipe file names."""
+def program_of(recipe: Path, override: str | None = None) -> Path:
+    """The program that a recipe file names, or the command line in its place."""
     values, origins = read(recipe)
-    name = values.get("recipe", "pretrain")
+    name = override or values.get("recipe", "pretrain")
     if not isinstance(name, str):
         raise UserError(f"{origins['recipe']}: recipe = {name} must be the name of a program, as text")
     beside = Path(origins.get("recipe", recipe)).parent / (name if name.endswith(".py") else f"{name}.py")

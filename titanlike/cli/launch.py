@@ -13,7 +13,7 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         arguments = Arguments(words)
-        program = [sys.executable, str(program_of(arguments.recipe))]
+        program = [sys.executable, str(program_of(arguments.recipe, arguments.overrides.get("recipe")))]
         if arguments.help or arguments.check or environment.started_by_another_launcher():
             environment.become(program + words)
         slurm = environment.rank_variables_from_slurm()

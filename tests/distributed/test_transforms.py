@@ -1,0 +1,203 @@
+"""Compiling, recomputing and bfloat16 change cost, not numbers; and each really does what its name says."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.pool import Pool
+from tests.training import LLAMA, MODELS, Result, assert_same, tiny, train
+from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
+from titanlike.models import blocks, build_model
+from titanlike.models.initialize import initialize
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanlike.parallelisms.compile import apply_compile
+
+Ranks = Callable[[int], Pool]
+
+# Captures and partitions as the real compiler does, and leaves out the half minute of generating code.
+FAST = "aot_eager_decomp_partition"
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder = tmp_path_factory.mktemp("plain")
+    return {name: train(ranks(1), tiny(folder, name, model=model)) for name, model in MODELS.items()}
+
+
+CHECKPOINTING = [
+    dict(mode="selective"),
+    dict(mode="every_n", every_n=2),
+    dict(mode="full"),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", CHECKPOINTING, ids=lambda options: options["mode"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_recomputing_gives_the_same_numbers(
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, options: dict[str, Any], processes: int
+) -> None:
+    recipe = tiny(tmp_path, "run", model=MODELS[model], activation_checkpoint=ActivationCheckpoint(**options))
+    assert_same(train(ranks(processes), recipe), plain[model])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mode", ["block", "model"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_compiling_gives_the_same_numbers(
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, mode: Any, processes: int
+) -> None:
+    recipe = tiny(tmp_path, "run", model=MODELS[model], compile=Compile(mode=mode, backend=FAST))
+    assert_same(train(ranks(processes), recipe), plain[model])
+
+
+@pytest.mark.parametrize("options", [*CHECKPOINTING, dict(mode="memory_budget", memory_budget=0.2)], ids=str)
+def test_compiling_what_recomputes_gives_the_same_numbers(
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    recipe = tiny(
+        tmp_path, "run", compile=Compile(backend=FAST), activation_checkpoint=ActivationCheckpoint(**options),
+        parallelism=Parallelism(reshard_after_forward="always"),
+    )  # fmt: skip
+    try:
+        assert_same(train(ranks(2), recipe), plain["llama"])
+    finally:
+        ranks(2).run(_reset_memory_budget)
+
+
+def _reset_memory_budget() -> None:
+    torch._functorch.config.activation_memory_budget = 1.0
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["block", pytest.param("model", marks=pytest.mark.slow)])
+def test_the_real_compiler_gives_the_same_numbers(
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, mode: Any
+) -> None:
+    recipe = tiny(tmp_path, "run", compile=Compile(mode=mode, backend="inductor"))
+    assert_same(train(ranks(1), recipe), plain["llama"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str) -> None:
+    recipe = tiny(tmp_path, "run", model=MODELS[model], training=dict(compute_dtype="bfloat16"))
+    found = train(ranks(1), recipe)
+    # 8 bits of mantissa: 0.4% an operation, less on the average over tokens
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain[model].losses), rtol=5e-3, atol=0)
+    assert found.losses != plain[model].losses
+
+
+@pytest.mark.parametrize(
+    ("compute", "master"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_each_precision_is_where_it_should_be(ranks: Ranks, compute: Any, master: Any) -> None:
+    seen = ranks(1).run(_precisions, Training(compute_dtype=compute, master_dtype=master))[0]
+    assert seen == {"product": f"torch.{compute}", "weight": f"torch.{master}", "gradient": f"torch.{master}"}
+
+
+def _precisions(training: Training) -> dict[str, str]:
+    from titanlike.parallelisms.mesh import build_mesh
+    from titanlike.transform import transform
+
+    with torch.device("meta"):
+        model: nn.Module = build_model(LLAMA)
+    transform(
+        model, build_mesh("cpu"), training=training, parallelism=Parallelism(shard=1),
+        activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="none"),
+    )  # fmt: skip
+    initialize(model, torch.device("cpu"), 0)
+    with Products() as products:
+        model(torch.zeros(1, 8, dtype=torch.long)).float().sum().backward()
+    weight = model.get_parameter("layers.0.feed_forward.w1.weight")
+    assert weight.grad is not None
+    (product,) = products.dtypes
+    return {"product": str(product), "weight": str(weight.dtype), "gradient": str(weight.grad.dtype)}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attentions, and the types of the products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm"):
+            self.counts["products"] += 1
+            self.dtypes.add(out.dtype)
+        elif name.startswith("_scaled_dot_product") and not name.endswith("backward"):
+            self.counts["attentions"] += 1
+        return out
+
+
+@pytest.mark.parametrize(
+    ("options", "products", "attentions"),
+    [
+        # A block of Llama has 7 products and 1 attention, and nothing needs its last product again; there are 3 blocks.
+        (dict(mode="none"), 0, 0),
+        (dict(mode="full"), 18, 3),
+        (dict(mode="every_n", every_n=2), 12, 2),  # blocks 0 and 2
+        (dict(mode="selective"), 9, 0),  # of each 7 products 4 are kept, and the attention
+    ],
+    ids=lambda value: value["mode"] if isinstance(value, dict) else "",
+)
+def test_so_much_is_computed_again(options: dict[str, Any], products: int, attentions: int) -> None:
+    with torch.device("meta"):
+        model = build_model(LLAMA)
+    initialize(model, torch.device("cpu"), 0)
+    names = list(model.state_dict())
+    apply_activation_checkpoint(blocks(model), **options)
+    with Products() as forward:
+        loss = model(torch.zeros(2, 8, dtype=torch.long)).sum()
+    with Products() as backward:
+        loss.backward()
+    assert forward.counts["products"] == 22  # with the head
+    assert backward.counts["products"] - 2 * 22 == products
+    assert backward.counts["attentions"] == attentions
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_compiled_block_serves_all_without_breaks(model: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.device("meta"):
+        built = build_model(MODELS[model])
+    initialize(built, torch.device("cpu"), 0)
+    names = list(built.state_dict())
+    apply_compile(built, blocks(built), mode="block", backend=FAST)
+    for _ in range(3):
+        built(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert list(built.state_dict()) == names
+
+
+def test_a_smaller_memory_budget_keeps_less() -> None:
+    def kept(budget: float) -> int:
+        torch._dynamo.reset()
+        with torch.device("meta"):
+            model = build_model(LLAMA)
+        initialize(model, torch.device("cpu"), 0)
+        apply_activation_checkpoint(blocks(model), mode="memory_budget", memory_budget=budget)
+        apply_compile(model, blocks(model), mode="block", backend=FAST)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            model(torch.zeros(2, 32, dtype=torch.long))
+        return sum(sizes)
+
+    try:
+        whole, half, nothing = kept(1.0), kept(0.5), kept(0.0)
+    finally:
+        _reset_memory_budget()
+    assert nothing < half < whole

@@ -1,0 +1,74 @@
+"""Copy the program and a recipe elsewhere, add a section and a line: no change to the library."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.recipes.test_run_train import ROOT, SMALL, environment, losses, run
+
+SECTION = '''
+from titanlike.config import section
+
+
+@section
+class Noise:
+    """Gradient noise."""
+
+    scale: float = 0.0
+    """How much of it."""
+
+
+@section
+class NoisyRecipe(PretrainRecipe):
+    """Everything that this program reads."""
+
+    noise: Noise = Noise()
+
+'''
+
+
+def edited(text: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        assert text.count(old) == 1, f"the recipe no longer has one line {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
+def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
+    program = edited(
+        (ROOT / "recipes/pretrain.py").read_text(),
+        ("from titanlike.start import start\n", "from titanlike.start import start\n" + SECTION),
+        ("    recipe = start(PretrainRecipe)", "    recipe = start(NoisyRecipe)"),
+        ("def main(recipe: PretrainRecipe,", "def main(recipe: NoisyRecipe,"),
+        (
+            "            grad_norm = clip_gradients(",
+            "            for parameter in model.parameters():\n"
+            "                parameter.grad.add_(recipe.noise.scale)\n"
+            "            grad_norm = clip_gradients(",
+        ),
+    )
+    (tmp_path / "noisy.py").write_text(program)
+    debug = (ROOT / "train_configs/debug.toml").read_text()
+    (tmp_path / "quiet.toml").write_text(edited(debug, ('recipe = "pretrain"', 'recipe = "noisy"')))
+    (tmp_path / "loud.toml").write_text('extends = "quiet.toml"\n[noise]\nscale = 0.01\n')
+
+    for name in ("quiet", "loud"):
+        done = run(tmp_path, f"{name}.toml", **SMALL | {"run.name": name})
+        assert done.returncode == 0, done.stderr
+    shipped = run(tmp_path, **SMALL | {"run.name": "shipped"})
+    assert shipped.returncode == 0
+    assert losses(tmp_path / "runs/quiet") == losses(tmp_path / "runs/shipped")
+    assert losses(tmp_path / "runs/loud") != losses(tmp_path / "runs/shipped")
+
+    wrong = run(tmp_path, "loud.toml", "--noise.scalle=1")
+    assert "noise.scalle = 1: there is no such key; did you mean noise.scale?" in wrong.stderr
+    assert "--noise.scale" in run(tmp_path, "loud.toml", "--help").stdout
+    resolved = (tmp_path / "runs/loud/recipe.toml").read_text()
+    assert "[noise]\nscale = 0.01" in resolved
+    # The resolved recipe finds the copied program again, and the copy runs by itself as well.
+    assert "resumed at step 6" in run(tmp_path, "runs/loud/recipe.toml").stdout
+    alone = subprocess.run(
+        [sys.executable, "noisy.py", "runs/loud/recipe.toml"], cwd=tmp_path, env=environment(), capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert "resumed at step 6" in alone.stdout

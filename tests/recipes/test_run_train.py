@@ -1,0 +1,294 @@
+"""`./run_train.sh` as a user runs it: real processes, real launchers, and what they leave behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# A moment's work, for what is not about the numbers of the debug recipe itself.
+SMALL = {
+    "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "96",
+    "data.source": "synthetic", "training.seq_len": "32", "schedule.warmup_steps": "2", "validation.interval": "0",
+    "sample.tokens": "0", "metrics.interval": "1", "metrics.tensorboard": "false", "training.steps": "6",
+}  # fmt: skip
+
+
+def command(*words: str, **overrides: str) -> list[str]:
+    return [str(ROOT / "run_train.sh"), *words, *(f"--{key}={value}" for key, value in overrides.items())]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Ours, with this python first on the path and without what another launcher may have set."""
+    kept = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "MASTER_PORT")
+    }
+    return (
+        kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""} | variables
+    )
+
+
+def run(
+    folder: Path, *words: str, variables: dict[str, str] | None = None, **overrides: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words, **overrides), cwd=folder, env=environment(**variables or {}), capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+
+
+def start(folder: Path, variables: dict[str, str] | None = None, **overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(**overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def records(run_folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(run_folder) if "loss" in record}
+
+
+@pytest.fixture(scope="module")
+def debug(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The debug recipe as it is but for its length, in one process: its run folder and what it printed."""
+    folder = tmp_path_factory.mktemp("debug")
+    overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
+    done = run(folder, **overrides)
+    assert done.returncode == 0, done.stderr
+    (made,) = (folder / "runs").iterdir()
+    return made, done.stdout
+
+
+def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: tuple[Path, str]) -> None:
+    folder, said = debug
+    found = losses(folder)
+    assert list(found) == list(range(1, 21))
+    assert found[20] < found[1] - 2.0  # from ln(320) = 5.8 to below 3.8
+    validation = [record["validation_loss"] for record in records(folder) if "validation_loss" in record]
+    assert len(validation) == 2
+    assert validation[1] < validation[0] < found[1]
+    assert all(record["tokens_per_second"] > 0 for record in records(folder) if "loss" in record)
+    assert {path.name for path in folder.iterdir()} == {
+        "recipe.toml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints",
+    }  # fmt: skip
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000020"]
+    facts = json.loads((folder / "environment.json").read_text())
+    assert {"torch", "python", "device", "git_commit", "host", "command"} <= facts.keys()
+    assert "sample after 20 steps:\ndef " in said
+    assert said.splitlines()[-1] == f"done: runs/{folder.name}"
+
+
+def test_two_processes_give_the_losses_of_one(debug: tuple[Path, str], tmp_path: Path) -> None:
+    overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
+    done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "runs").iterdir()
+    assert "2 on cpu: replicate 1 x shard 2" in done.stdout
+    assert done.stdout.count("step     20/20  loss") == 1  # one of them speaks
+    assert losses(made) == pytest.approx(losses(debug[0]), rel=1e-4)
+
+
+def test_the_resolved_recipe_runs_as_it_is_and_finds_itself_done(debug: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(debug[0].parents[1], tmp_path, dirs_exist_ok=True)
+    folder = f"runs/{debug[0].name}"
+    before = losses(tmp_path / folder)
+    done = run(tmp_path, f"{folder}/recipe.toml")
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step 20" in done.stdout
+    assert losses(tmp_path / folder) == before
+
+
+def wait_for(path: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def descendants(parent: int) -> list[int]:
+    """A process and all that it started."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found = [parent]
+    for process in found:
+        found += [child for child, ppid in pairs if ppid == process]
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_killed_after_step_25_ends_as_if_it_had_not_been(tmp_path: Path, processes: int) -> None:
+    variables = {"NPROC": str(processes)}
+    options = SMALL | {"training.steps": "50", "checkpoint.interval": "25"}
+    whole = run(tmp_path, variables=variables, **options | {"run.name": "whole"})
+    assert whole.returncode == 0, whole.stderr
+
+    killed = start(tmp_path, variables, **options | {"run.name": "killed"})
+    wait_for(tmp_path / "runs/killed/checkpoints/step-00000025")
+    for process in descendants(killed.pid):  # torchrun gives its workers sessions of their own
+        os.kill(process, signal.SIGKILL)
+    killed.communicate()
+    assert not (tmp_path / "runs/killed/checkpoints/step-00000050").exists(), "it was too fast to be killed"
+
+    again = run(tmp_path, variables=variables, **options | {"run.name": "killed"})
+    assert again.returncode == 0, again.stderr
+    assert "resumed at step 25\n" in again.stdout
+    assert losses(tmp_path / "runs/killed") == losses(tmp_path / "runs/whole")
+
+
+def test_two_machines_are_two_launchers(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = run(tmp_path, **SMALL | {"run.name": "alone"})
+    assert alone.returncode == 0, alone.stderr
+    shared = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    machines = [start(tmp_path, shared | {"NODE_RANK": rank}, **SMALL | {"run.name": "both"}) for rank in "01"]
+    for machine in machines:
+        _, errors = machine.communicate(timeout=120)
+        assert machine.returncode == 0, errors
+    assert losses(tmp_path / "runs/both") == pytest.approx(losses(tmp_path / "runs/alone"), rel=1e-5)
+
+
+def test_slurm_tasks_are_ranks(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    slurm = {
+        "SLURM_STEP_ID": "0", "SLURM_NNODES": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost",
+        "MASTER_PORT": port,
+    }  # fmt: skip
+    tasks = [
+        start(tmp_path, slurm | {"SLURM_PROCID": r, "SLURM_LOCALID": r}, **SMALL | {"run.name": "s"}) for r in "01"
+    ]
+    for task in tasks:
+        _, errors = task.communicate(timeout=120)
+        assert task.returncode == 0, errors
+    assert json.loads((tmp_path / "runs/s/environment.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
+    options = SMALL | {"training.steps": "100000", "run.name": "r"}
+    running = start(tmp_path, {"NPROC": str(processes)}, **options)
+    wait_for(tmp_path / "runs/r/metrics.jsonl")
+    time.sleep(0.5)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to every process of the job
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "stopped; to go on from the last checkpoint: ./run_train.sh runs/r/recipe.toml" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, processes: int) -> None:
+    options = SMALL | {"optimizer.lr": "1e30", "checkpoint.interval": "1", "run.name": "r"}
+    done = run(tmp_path, variables={"NPROC": str(processes)}, **options)
+    assert done.returncode == 2
+    assert "The step was not taken and nothing was saved" in done.stderr
+    assert "Traceback" not in done.stderr
+    stopped = int(done.stderr.split("error: step ")[1].split(":")[0])
+    saved = sorted(path.name for path in (tmp_path / "runs/r/checkpoints").iterdir())
+    assert saved[-1] == f"step-{stopped - 1:08d}"
+    assert max(losses(tmp_path / "runs/r")) == stopped - 1
+
+
+def test_a_run_that_would_train_otherwise_is_refused_and_left_alone(tmp_path: Path) -> None:
+    options = SMALL | {"run.name": "r"}
+    assert run(tmp_path, **options).returncode == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    done = run(tmp_path, **options | {"optimizer.lr": "0.5"})
+    assert done.returncode == 2
+    assert (
+        "optimizer.lr was 0.003, now 0.5. Put these back to resume, or give --run.name to start a new run"
+        in done.stderr
+    )
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
+
+
+MISTAKES = [
+    (("--training.stepz=3",), {}, "training.stepz = 3: there is no such key; did you mean training.steps?"),
+    (("--training.steps", "abc"), {}, 'training.steps = "abc" must be a whole number, at least 1'),
+    (("--steps=5",), {}, "--steps: there is no such option; did you mean --training.steps?"),
+    (("--training=5",), {}, "--training is a table; name one of its keys, as in --training.steps=..."),
+    (("--optimizer.lr",), {}, "--optimizer.lr needs a value"),
+    (("-x",), {}, "-x: an option starts with two dashes"),
+    (("a.toml", "b.toml"), {}, "a.toml b.toml: one recipe at a time"),
+    (("none.toml",), {}, "none.toml: there is no such recipe"),
+    (("--model.name=lama",), {}, 'model.name = "lama" is not known; did you mean "llama"?'),
+    (("--model.size=9B",), {}, 'model.size = "9B" is not known; use debug, 3-8B'),
+    (("--check", "0"), {}, "--check 0: give a number of processes"),
+    (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
+    (("--recipe=none",), {}, "recipe = 'none': there is no program"),
+    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist here"),
+    (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
+    ((), {"NPROC": "3"}, "is not a multiple of training.local_batch_size x data ranks"),
+    (("--parallelism.replicate=2",), {"NPROC": "3"}, "replicate = 2 does not divide the 3 processes; use 1 or 3"),
+    ((), {"NPROC": "two"}, "NPROC=two is not a whole number"),
+    ((), {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
+    ((), {"NNODES": "2"}, "NNODES=2, but NODE_RANK and MASTER_ADDR not set"),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "message"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_gets_one_sentence_at_once_and_leaves_nothing(
+    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], message: str
+) -> None:
+    begun = time.monotonic()
+    done = run(tmp_path, *words, variables=variables)
+    seconds = time.monotonic() - begun
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2
+    assert seconds < 2.0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--training.stepz=3",)], ids=" ".join)
+def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, words: tuple[str, ...]) -> None:
+    times = []
+    for _ in range(3):
+        begun = time.monotonic()
+        done = run(tmp_path, *words, variables={"PYTHONPROFILEIMPORTTIME": "1"} if not times else {})
+        times.append(time.monotonic() - begun)
+        assert "| torch" not in done.stderr.replace("|   ", "| ").replace("  ", " ")
+    assert min(times) < 1.0  # the best of three: the machine may be busy, the program is not
+
+
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        machines = {"NPROC": "1", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launched = run(tmp_path, variables=machines)
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        by_hand = run(tmp_path, variables=rank)
+    for done in (launched, by_hand):
+        assert done.returncode == 2
+        assert "MASTER_PORT" in done.stderr
+        assert "is in use on this machine" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_check_answers_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
+    recipe = str(ROOT / "train_configs/llama3_8b.toml")
+    have = ["--data.source=synthetic", "--tokenizer.encoding=bytes"]
+    assert run(tmp_path, recipe, *have, "--check", "128").returncode == 0
+    refused = run(tmp_path, recipe, *have, "--check", "96")
+    assert refused.returncode == 2
+    assert "training.global_batch_size = 128 is not a multiple" in refused.stderr
