@@ -47,6 +47,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     # Data: text to tokens, tokens to batches that depend on the seed and the step alone.
     tokenizer = build_tokenizer(recipe.tokenizer.encoding, recipe.model.vocab_size)
     tokens = load_tokens(recipe.data, tokenizer)
+    data_id = distributed.same_everywhere("the data", fingerprint(tokens))
 
     def batches(held_out: bool) -> Batches:
         return Batches(
@@ -66,7 +67,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     run = RunFolder(recipe)
     checkpoints = Checkpoints(run.checkpoints, keep=recipe.checkpoint.keep)
     saved = checkpoints.latest()
-    inexact = check_resume(saved, recipe, fingerprint(tokens), layout) if saved else []
+    inexact = check_resume(saved, recipe, data_id, layout) if saved else []
     first_step = saved.step + 1 if saved else 1
 
     # Model: plain on the meta device, then made this rank's part of a parallel one, then given memory and values.
@@ -125,23 +126,23 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
                     monitor.validation(step, validate(model, validation_batches, recipe.validation.batches))
             if recipe.checkpoint.enabled and due(step, recipe.checkpoint.interval, training.steps):
                 with monitor.not_training():
-                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), fingerprint(tokens), layout))
+                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, layout))
             if due(step, training.gc_interval, training.steps):
                 gc.collect(1)
 
-        if recipe.sample.tokens:
-            text = generate(
-                model,
-                tokenizer,
-                recipe.sample.prompt,
-                num_tokens=recipe.sample.tokens,
-                window=min(training.seq_len, 256),
-                temperature=recipe.sample.temperature,
-                seed=recipe.run.seed,
-                device=device,
-            )
-            monitor.note(f"\nsample after {training.steps} steps:\n{text}\n")
-        monitor.note(f"done: {run.path}")
+    if recipe.sample.tokens:
+        text = generate(
+            model,
+            tokenizer,
+            recipe.sample.prompt,
+            num_tokens=recipe.sample.tokens,
+            window=min(training.seq_len, 256),
+            temperature=recipe.sample.temperature,
+            seed=recipe.run.seed,
+            device=device,
+        )
+        monitor.note(f"\nsample after {training.steps} steps:\n{text}\n")
+    monitor.note(f"done: {run.path}")
 
 
 def forward_backward(model: nn.Module, microbatches: list[Batch]) -> tuple[Tensor, Tensor]:

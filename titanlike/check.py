@@ -81,7 +81,8 @@ def _model_problems(recipe: PretrainRecipe) -> list[str]:
 
 def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
     steps, schedule = recipe.training.steps, recipe.schedule
-    if schedule.warmup_steps + schedule.decay_steps > steps:
+    # A run shorter than its warm-up is a try-out, and works; phases that overlap would not be what either of them says.
+    if schedule.decay_steps and schedule.warmup_steps + schedule.decay_steps > steps:
         return [
             f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + {schedule.decay_steps} is more than "
             f"training.steps = {steps}; shorten them or train longer"

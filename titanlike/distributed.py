@@ -102,6 +102,16 @@ def gather(value: T) -> list[T]:
     return box
 
 
+def same_everywhere(what: str, value: T) -> T:
+    """The value, after making sure that every rank has the same: machines that differ would train on a mixture."""
+    for rank, other in enumerate(gather(value)):
+        if other != value:
+            raise UserError(
+                f"{what} is not the same on all ranks: {value} here, {other} on rank {rank}; make them equal"
+            )
+    return value
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     dist.barrier()

@@ -212,7 +212,7 @@ def test_a_run_that_would_train_otherwise_is_refused_and_left_alone(tmp_path: Pa
     done = run(tmp_path, **options | {"optimizer.lr": "0.5"})
     assert done.returncode == 2
     assert (
-        "optimizer.lr was 0.003, now 0.5. Put these back to resume, or give --run.name to start a new run"
+        "optimizer.lr was 0.0015, now 0.5. Put these back to resume, or give --run.name to start a new run"
         in done.stderr
     )
     assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
@@ -283,6 +283,23 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
         assert "is in use on this machine" in done.stderr
         assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_offloading_from_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, **SMALL | {"parallelism.cpu_offload": "true"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: parallelism.cpu_offload = true moves weights from a GPU")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, **SMALL | {"run.device": "cuda"})
+    assert done.returncode == 2
+    assert "run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu'" in done.stderr
+    # The machine has GPUs and torch cannot use them: training on the CPU in silence would waste them.
+    done = run(tmp_path, variables={"CUDA_VISIBLE_DEVICES": "0"}, **SMALL)
+    assert done.returncode == 2
+    assert "this machine has 1 GPU(s) that the installed torch" in done.stderr
 
 
 def test_check_answers_for_a_machine_that_is_not_here(tmp_path: Path) -> None:

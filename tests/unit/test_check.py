@@ -22,6 +22,7 @@ def recipe(**sections: Any) -> PretrainRecipe:
 def test_the_defaults_are_right() -> None:
     check(PretrainRecipe(), 1)
     check(PretrainRecipe(), 8)
+    check(recipe(training=dict(steps=3)), 1)  # shorter than the warm-up
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_the_defaults_are_right() -> None:
             1,
             "seq_len = 9000 is longer than the model's max_seq_len = 8192; use 8192",
         ),
-        (dict(model=Llama(num_heads=3)), 1, "num_heads = 3 does not divide model.dim = 256; use 1, 2 or 4"),
+        (dict(model=Llama(num_heads=5)), 1, "num_heads = 5 does not divide model.dim = 192; use 3, 4, 6 or 8"),
         (dict(model=Llama(num_kv_heads=3)), 1, "num_kv_heads = 3 does not divide model.num_heads = 4; use 1, 2 or 4"),
         (dict(model=Llama(dim=12, num_heads=4)), 1, "model.dim / model.num_heads = 3 is odd"),
         (dict(model=GPT(vocab_size=256)), 1, "vocab_size = 256 is smaller than the tokenizer's 257 tokens; use 257"),
@@ -60,7 +61,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
-        check(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(warmup_steps=5000)), 1)
+        check(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(decay_steps=5000)), 1)
     assert len(str(caught.value).splitlines()) == 3
 
 

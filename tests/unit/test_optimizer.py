@@ -47,6 +47,7 @@ def test_the_learning_rate(decay: str, decay_steps: int, at: dict[int, float]) -
 def test_the_learning_rate_of_runs_too_short_to_warm_up() -> None:
     assert learning_rate(1, 1, 2.0, Schedule(warmup_steps=0)) == pytest.approx(0.2)
     assert learning_rate(5, 5, 2.0, Schedule(warmup_steps=5)) == pytest.approx(2.0)
+    assert learning_rate(3, 3, 2.0, Schedule(warmup_steps=6)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("shape", [Llama(num_layers=1), GPT(num_layers=1)], ids=["llama", "gpt"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from titanlike.cli.main import main
 from titanlike.config import PretrainRecipe
 from titanlike.config.load import tomllib
 from titanlike.config.schema import describe, editor_schema, help_text
@@ -50,3 +51,9 @@ def test_help_has_every_key_with_its_kind_default_and_reason() -> None:
         assert f"--{key.name} ({key.kind}; default {json.dumps(key.default)})" in words
         assert key.reason, f"{key.name} has no docstring below it"
         assert key.reason in words
+
+
+def test_titanlike_schema_prints_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["titanlike", "schema"])
+    main()
+    assert json.loads(capsys.readouterr().out) == editor_schema(PretrainRecipe)

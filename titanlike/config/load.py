@@ -33,7 +33,7 @@ def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None =
     _apply_overrides(recipe_type, values, origins, overrides or {})
     _expand_sizes(recipe_type, values)
     try:
-        return TypeAdapter(recipe_type).validate_json(json.dumps(values))
+        return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         lines = [_explain(recipe_type, dict(detail), origins, path) for detail in error.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None

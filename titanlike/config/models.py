@@ -74,7 +74,7 @@ class Llama(_Transformer):
     """The architecture. It decides which fields this section has."""
     size: Literal["debug", "3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B"] = "debug"
     """A published size, which sets every field below that the recipe does not."""
-    dim: Positive = 256
+    dim: Positive = 192
     """Width of the residual stream."""
     num_layers: Positive = 4
     """Number of blocks."""
@@ -82,7 +82,7 @@ class Llama(_Transformer):
     """Query heads. `dim / num_heads` is the head's width: 64 or 128 are fast, smaller ones slow."""
     num_kv_heads: Positive = 2
     """Key and value heads, shared by groups of query heads. Equal to `num_heads`: no grouping."""
-    ffn_dim: Positive = 704
+    ffn_dim: Positive = 512
     """Width of the feed-forward's hidden layer."""
     vocab_size: Positive = 320
     """Rows of the embedding and of the head: at least the tokenizer's vocabulary, better a multiple of 64."""
@@ -119,7 +119,7 @@ class GPT(_Transformer):
     """The architecture. It decides which fields this section has."""
     size: Literal["debug", "124M", "355M", "774M", "1.5B", "1.3B", "2.7B", "6.7B", "13B", "175B"] = "debug"
     """A published size, which sets every field below that the recipe does not."""
-    dim: Positive = 256
+    dim: Positive = 192
     """Width of the residual stream. The feed-forward is four times as wide."""
     num_layers: Positive = 4
     """Number of blocks."""

@@ -1,7 +1,6 @@
 """A run on the screen: one live line on a terminal, plain lines elsewhere."""
 
 import sys
-import time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -12,8 +11,6 @@ class Screen:
 
     def __init__(self, num_steps: int, first_step: int) -> None:
         self.num_steps = num_steps
-        self.first_step = first_step
-        self.started = time.perf_counter()
         self.validation = ""
         console = Console(file=sys.stdout, highlight=False, markup=False)
         self.progress: Progress | None = None
@@ -31,11 +28,14 @@ class Screen:
                 print(f"step {step:>6}/{self.num_steps}{self.validation}", flush=True)
             return
         mfu = values["mfu"]
+        left = (values["step_seconds"] or 0) * (self.num_steps - step)
+        # What matters most comes first: a narrow terminal cuts off the rest.
         text = (
             f"step {step:>6}/{self.num_steps}  loss {values['loss']:.4f}{self.validation if self.progress else ''}"
+            f"  {_short(values['tokens_per_second'] or 0)} tok/s  {_time(left)} left"
             f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}"
-            f"  {_short(values['tokens_per_second'] or 0)} tok/s  {values['tflops_per_device']:.3g} TFLOP/s"
-            f"  MFU {'unknown' if mfu is None else f'{mfu:.1%}'}  {values['memory_gib']:.2f} GiB  {self._left(step)}"
+            f"  {values['tflops_per_device']:.3g} TFLOP/s  MFU {'unknown' if mfu is None else f'{mfu:.1%}'}"
+            f"  {values['memory_gib']:.2f} GiB"
         )
         if self.progress is None:
             print(text, flush=True)
@@ -51,16 +51,16 @@ class Screen:
             self.progress.console.print(text)
 
     def close(self) -> None:
-        """Leave the live line as it stands."""
+        """Leave the live line as it stands; what is noted after it stands below."""
         if self.progress is not None:
             self.progress.stop()
+            self.progress = None
 
-    def _left(self, step: int) -> str:
-        done = step - self.first_step + 1
-        seconds = (time.perf_counter() - self.started) / done * (self.num_steps - step)
-        minutes, seconds = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _short(value: float) -> str:

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from titanlike.config import UserError
+
 
 def apply_fsdp(
     model: nn.Module,
@@ -25,6 +27,10 @@ def apply_fsdp(
     A mesh of two dimensions replicates over the first and shards over the second. Gradients are summed, not averaged:
     the loss is already divided by the tokens of the whole batch.
     """
+    if cpu_offload and mesh.device_type == "cpu":
+        raise UserError(
+            "parallelism.cpu_offload = true moves weights from a GPU to the host, but there is no GPU; set it false"
+        )
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,

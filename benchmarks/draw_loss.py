@@ -1,0 +1,29 @@
+"""Draw the training and validation loss of a run: python benchmarks/draw_loss.py METRICS.jsonl PICTURE.png"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def main(metrics: Path, picture: Path) -> None:
+    """Read one run's records and write one picture."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(8, 3.2), dpi=130)
+    for key, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        axes.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1.4, label=label)
+    axes.set(xlabel="step", ylabel="loss a byte (nats)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(picture)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,70 @@
+"""What the documents say can be done, can be done: their commands, keys, files and links."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.test_run_train import ROOT
+from titanlike.check import check
+from titanlike.config import PretrainRecipe, load
+from titanlike.config.schema import describe
+from titanlike.start import DEFAULT_RECIPE, Arguments
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+KEYS = {key.name for key in describe(PretrainRecipe)}
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
+    return sorted({line for line in lines if "./run_train.sh" in line and "-e ." not in line})
+
+
+def test_the_two_lines_are_there_once_for_ci_to_run() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines.count("pip install -e . && ./run_train.sh") == 1
+    assert lines.count('pip install -e ".[dev]" && pytest') == 1
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_documents_is_a_right_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command, comments=True)
+    arguments = Arguments(words[words.index("./run_train.sh") + 1 :])
+    recipe = load(PretrainRecipe, arguments.recipe, arguments.overrides)
+    processes = next((int(word.split("=")[1]) for word in words if word.startswith("NPROC=")), None)
+    check(recipe, arguments.check or processes or (1 if arguments.recipe == DEFAULT_RECIPE else 8))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_that_are_named_exist(page: Path) -> None:
+    sections = {key.partition(".")[0] for key in KEYS if "." in key}
+    for name in re.findall(r"`-{0,2}(\w+\.\w+)(?: ?=[^`]*)?`", page.read_text()):
+        if name.partition(".")[0] in sections:
+            assert name in KEYS, name
+
+
+def test_the_list_of_folders_is_that_of_the_package() -> None:
+    text = (ROOT / "README.md").read_text()
+    listed = text.split("```\nrun_train.sh")[1].split("```")[0]
+    for path in (ROOT / "titanlike").iterdir():
+        name = f"{path.name}/" if path.is_dir() else path.name
+        assert name.startswith("__") or f"  {name} " in listed, f"{name} is not on the README's map"
+
+
+def test_the_table_of_recipes_has_the_counts_that_are_built() -> None:
+    text = (ROOT / "README.md").read_text()
+    for path in (ROOT / "train_configs").glob("*.toml"):
+        count = load(PretrainRecipe, path).model.num_parameters()
+        assert re.search(rf"\[{path.stem}\].*\| {count:,} \|", text), f"{path.stem}: {count:,}"
