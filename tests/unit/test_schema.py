@@ -5,10 +5,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import tomli
 
 from titanlike.cli.main import main
 from titanlike.config import PretrainRecipe
-from titanlike.config.load import tomllib
 from titanlike.config.schema import describe, editor_schema, help_text
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_the_schema_is_valid_draft_4() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_an_editor_finds_no_fault_in_a_shipped_recipe(path: Path) -> None:
-    jsonschema.Draft4Validator(editor_schema(PretrainRecipe)).validate(tomllib.loads(path.read_text()))
+    jsonschema.Draft4Validator(editor_schema(PretrainRecipe)).validate(tomli.loads(path.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,16 @@ import dataclasses
 import difflib
 import json
 import math
-import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli
 from pydantic import TypeAdapter, ValidationError
 
 from titanlike.config.schema import describe
 from titanlike.config.section import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -42,7 +37,7 @@ def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None =
 def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a TOML file and of what it extends, and for each dotted key the file that it comes from."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomli.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         folder = path.parent if path.parent.is_dir() else Path("train_configs")
         near = nearest(path.name, [file.name for file in folder.glob("*.toml")])
@@ -51,7 +46,7 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a recipe: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except tomli.TOMLDecodeError as error:
         raise UserError(f"{path}: is not valid TOML: {error}") from None
     base = values.pop("extends", None)
     origins = {key: str(path) for key in _leaves(values)}
@@ -129,8 +124,8 @@ def _apply_overrides(
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
         return text
 
 
