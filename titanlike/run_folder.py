@@ -55,7 +55,7 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_t
         f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP a token",
         f"data    {recipe.data.source}: {num_tokens:,} tokens, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
-        f"{training.num_microbatches(ranks)} x {training.local_batch_size}",
+        f"{training.num_microbatches(ranks)} x {min(training.local_batch_size, training.global_batch_size // ranks)}",
         f"ranks   {ranks} on {device}: {' x '.join(f'{name} {size}' for name, size in layout.items())}; "
         f"compute {training.compute_dtype}, compile {recipe.compile.mode}",
     ]

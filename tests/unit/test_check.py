@@ -9,7 +9,7 @@ import pytest
 from titanlike.check import check, check_files
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.models import GPT, Llama
-from titanlike.config.sections import Data, Parallelism, Run, Tokenizer
+from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 
 
 def recipe(**sections: Any) -> PretrainRecipe:
@@ -28,8 +28,17 @@ def test_the_defaults_are_right() -> None:
 @pytest.mark.parametrize(
     ("sections", "processes", "message"),
     [
-        (dict(training=dict(global_batch_size=12, local_batch_size=8)), 1, "8 x 1; use 8 or 16, or another"),
-        (dict(training=dict(global_batch_size=16, local_batch_size=8)), 3, "8 x 3; use 24, or another"),
+        (
+            dict(training=dict(global_batch_size=16)),
+            3,
+            "= 16 does not divide over 3 data ranks; use 15 or 18, or another",
+        ),
+        (dict(training=dict(global_batch_size=2)), 3, "= 2 does not divide over 3 data ranks; use 3, or another"),
+        (
+            dict(training=dict(global_batch_size=24, local_batch_size=8)),
+            2,
+            "local_batch_size = 8 does not divide the 12 sequences of a rank (global_batch_size 24 over 2 data ranks); use 3,",
+        ),
         (dict(parallelism=dict(replicate=3)), 4, "replicate = 3 does not divide the 4 processes; use 1, 2 or 4"),
         (dict(parallelism=dict(replicate=2, shard=2)), 2, "2 x 2 = 4, but there are 2 processes; start 4, or set"),
         (dict(parallelism=dict(shard=0)), 1, "shard = 0 is not a number of ranks; use 1 or more, or -1"),
@@ -63,6 +72,11 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
         check(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(decay_steps=5000)), 1)
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(("processes", "passes"), [(1, 4), (2, 2), (4, 1), (8, 1), (16, 1)])
+def test_the_rest_of_the_batch_is_accumulated(processes: int, passes: int) -> None:
+    assert Training(global_batch_size=32, local_batch_size=8).num_microbatches(processes) == passes
 
 
 def test_shard_takes_what_is_left() -> None:

@@ -33,6 +33,7 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     path = FOLDER / f"{name}.toml"
     recipe = load(PretrainRecipe, path)
     check(recipe, processes)
+    check(recipe, 8)  # `./run_train.sh` takes every GPU of a machine
     with torch.device("meta"):
         model = build_model(recipe.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == count

@@ -80,7 +80,8 @@ class Training:
     global_batch_size: Positive = 32
     """Sequences in an optimizer step, over all ranks. Fixed by the recipe, so the result does not depend on the layout."""
     local_batch_size: Positive = 4
-    """Sequences that one rank takes through the model at once: as many as fit. The rest of the batch is accumulated."""
+    """Sequences that one rank takes through the model at once, at most: as many as fit. The rest of its share is
+    accumulated."""
     max_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     compute_dtype: DType = "bfloat16"
@@ -95,15 +96,20 @@ class Training:
 
     def num_microbatches(self, data_ranks: int) -> int:
         """Forward and backward passes that one rank makes in a step."""
-        sequences = self.local_batch_size * data_ranks
-        if self.global_batch_size % sequences:
-            below = self.global_batch_size // sequences * sequences
-            nearest = f"{below} or {below + sequences}" if below else f"{sequences}"
+        share, rest = divmod(self.global_batch_size, data_ranks)
+        if rest:
+            multiples = [n * data_ranks for n in (share, share + 1) if n]
             raise UserError(
-                f"training.global_batch_size = {self.global_batch_size} is not a multiple of training.local_batch_size x "
-                f"data ranks = {self.local_batch_size} x {data_ranks}; use {nearest}, or another local_batch_size"
+                f"training.global_batch_size = {self.global_batch_size} does not divide over {data_ranks} data ranks; "
+                f"use {one_of(multiples)}, or another number of processes"
             )
-        return self.global_batch_size // sequences
+        if share % min(self.local_batch_size, share):
+            divisors = [n for n in range(1, self.local_batch_size) if share % n == 0]
+            raise UserError(
+                f"training.local_batch_size = {self.local_batch_size} does not divide the {share} sequences of a rank "
+                f"(global_batch_size {self.global_batch_size} over {data_ranks} data ranks); use {one_of(divisors[-3:])}"
+            )
+        return share // min(self.local_batch_size, share)
 
 
 @section
