@@ -95,10 +95,10 @@ def whole_state(checkpoint: Path, recipe: PretrainRecipe) -> dict[str, dict[str,
     return state
 
 
-def assert_same(one: Result, other: Result, *, loss: float = 1e-5, weights: float = 1e-4) -> None:
+def assert_same(one: Result, other: Result, *, loss: float = 1e-5, norm: float = 1e-4, weights: float = 1e-4) -> None:
     """Losses, gradient norms, validation and every weight agree to these relative tolerances."""
     torch.testing.assert_close(torch.tensor(one.losses), torch.tensor(other.losses), rtol=loss, atol=0)
-    torch.testing.assert_close(torch.tensor(one.grad_norms), torch.tensor(other.grad_norms), rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.tensor(one.grad_norms), torch.tensor(other.grad_norms), rtol=norm, atol=0)
     torch.testing.assert_close(torch.tensor(one.validation), torch.tensor(other.validation), rtol=loss, atol=0)
     assert one.weights.keys() == other.weights.keys()
     for name, value in one.weights.items():

@@ -42,7 +42,9 @@ class RunFolder:
         (self.path / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
         if self.metrics.exists():
             lines = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= resumed_step]
-            self.metrics.write_text("".join(f"{line}\n" for line in lines))
+            shortened = self.metrics.with_suffix(".partial")
+            shortened.write_text("".join(f"{line}\n" for line in lines))
+            shortened.replace(self.metrics)
 
 
 def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_tokens: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Compiling, recomputing and bfloat16 change cost, not numbers; and each really does what its name says."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recipes.pretrain import main
 from tests.pool import Pool
 from tests.training import LLAMA, MODELS, Result, assert_same, tiny, train
+from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlike.models import blocks, build_model
 from titanlike.models.initialize import initialize
@@ -181,6 +184,26 @@ def test_one_compiled_block_serves_all_without_breaks(model: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert list(built.state_dict()) == names
+
+
+def _collections(recipe: PretrainRecipe) -> int:
+    seen = []
+    gc.callbacks.append(lambda phase, info: seen.append(info["generation"]) if phase == "start" else None)
+    try:
+        main(recipe, torch.device("cpu"))
+    finally:
+        gc.callbacks.pop()
+    return len(seen)
+
+
+def test_garbage_is_collected_when_the_recipe_says(ranks: Ranks, tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(checkpoint=dict(enabled=False), validation=dict(interval=0))
+    counts = [
+        ranks(1).run(_collections, tiny(tmp_path, f"every{n}", training=dict(steps=8, gc_interval=n), **options))[0]
+        for n in (1, 2, 8)
+    ]
+    assert counts[0] - counts[1] == 4
+    assert counts[1] - counts[2] == 3
 
 
 def test_a_smaller_memory_budget_keeps_less() -> None:

@@ -268,6 +268,40 @@ def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, 
     assert min(times) < 1.0  # the best of three: the machine may be busy, the program is not
 
 
+def test_a_terminal_gets_one_live_line(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    options = SMALL | {"validation.interval": "3", "validation.batches": "1", "run.name": "r"}
+    running = subprocess.Popen(
+        command(**options), cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="200"), stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(ours, 4096)
+        except OSError:  # the other side is closed
+            break
+    os.close(ours)
+    assert running.wait() == 0
+    said = seen.decode()
+    # Drawn over itself: back to the start of the line between two steps, and no new line.
+    first, _, after = said.partition("step      5/6  loss ")
+    between = after.partition("step      6/6  loss ")[0]
+    assert "step      4/6  loss " in first
+    assert "\r" in between
+    assert "\n" not in between.split("GiB")[1]
+    assert "  val " in between
+    assert "tok/s" in between
+    assert "\x1b[?25h" in said  # the cursor is shown again
+
+
+def test_a_deterministic_run_is_repeated_to_the_bit(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        done = run(tmp_path, **SMALL | {"run.deterministic": "true", "run.name": name})
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "runs/one") == losses(tmp_path / "runs/two")
+
+
 def test_a_port_in_use_is_told(tmp_path: Path) -> None:
     with socket.socket() as server:
         server.bind(("0.0.0.0", 0))
