@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ def session(
     """Join the process group, and leave it at the end. A user's mistake ends the process without a stack trace, and so
     does Ctrl-C, with `farewell`."""
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here Ctrl-C has ended the process by itself
         chosen = _join(device, timeout_minutes)
         if deterministic:
             environment.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
@@ -36,7 +38,7 @@ def session(
     except UserError as error:
         environment.fail(error)
     except KeyboardInterrupt:
-        if is_main():
+        if not dist.is_initialized() or is_main():
             print(farewell, file=sys.stderr)
         sys.exit(130)
     finally:
@@ -56,9 +58,10 @@ def _join(device: str, timeout_minutes: int) -> torch.device:
             "install torch for CUDA, or set run.device = 'cpu'"
         )
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    if on_gpu and ranks.local_rank >= torch.cuda.device_count():
+    if on_gpu and ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
-            f"process {ranks.local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; set NPROC to that"
+            f"{ranks.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): one each; "
+            f"set NPROC={torch.cuda.device_count()}, or run.device = 'cpu'"
         )
     chosen = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:

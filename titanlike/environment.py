@@ -6,6 +6,7 @@ The launcher asks it how many processes to start; every program asks it which of
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
     started_by_launcher: bool = False
 
 
@@ -58,10 +60,10 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
             "which set all of them, or unset them all to train in one process"
         )
     rank, world_size, local_rank = (_number(environ, name) for name in identifying)
-    found = Ranks(rank, world_size, local_rank, started_by_launcher=True)
-    if not 0 <= found.rank < found.world_size:
-        raise UserError(f"RANK={found.rank} is not below WORLD_SIZE={found.world_size}: ranks count from 0")
-    return found
+    if not 0 <= rank < world_size:
+        raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", local_rank + 1)
+    return Ranks(rank, world_size, local_rank, local_world_size, started_by_launcher=True)
 
 
 def is_first_on_machine(environ: Mapping[str, str] = os.environ) -> bool:
@@ -75,6 +77,11 @@ def fail(error: UserError, code: int = 2) -> NoReturn:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
     sys.exit(code)
+
+
+def end_quietly_on_interrupt() -> None:
+    """Let Ctrl-C end this process without a stack trace, while there is nothing yet to tidy up."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def job(environ: Mapping[str, str] = os.environ) -> Job:

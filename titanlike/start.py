@@ -67,6 +67,7 @@ class Arguments:
 
 def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     """The checked recipe of this command line. Ends the process after `--help`, after `--check`, and on a user's mistake."""
+    environment.end_quietly_on_interrupt()
     try:
         ranks = environment.ranks()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)

@@ -20,12 +20,12 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_no_variables_mean_one_process() -> None:
-    assert ranks({}) == Ranks(rank=0, world_size=1, local_rank=0, started_by_launcher=False)
+    assert ranks({}) == Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, started_by_launcher=False)
     assert job(NO_GPU) == Job(num_nodes=1, node_rank=0, processes=1, master_address="127.0.0.1", master_port=29500)
 
 
 def test_torchrun_tells_the_rank() -> None:
-    assert ranks(TORCHRUN) == Ranks(rank=3, world_size=8, local_rank=1, started_by_launcher=True)
+    assert ranks(TORCHRUN) == Ranks(rank=3, world_size=8, local_rank=1, local_world_size=2, started_by_launcher=True)
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)
@@ -71,7 +71,7 @@ def test_slurm_with_one_task_a_machine_starts_the_processes_of_that_machine() ->
 def test_slurm_with_one_task_a_rank_is_taken_as_it_is() -> None:
     found = rank_variables_from_slurm(SLURM | {"SLURM_NTASKS": "4"})
     assert found is not None
-    assert ranks(found) == Ranks(rank=3, world_size=4, local_rank=1, started_by_launcher=True)
+    assert ranks(found) == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2, started_by_launcher=True)
     assert found["MASTER_ADDR"] == "gpu007"
 
 

@@ -10,6 +10,7 @@ from titanlike.start import Arguments, program_of
 
 def main() -> None:
     """Replace this process by the training program, or stay as the launcher of several."""
+    environment.end_quietly_on_interrupt()
     words = sys.argv[1:]
     try:
         arguments = Arguments(words)
@@ -57,15 +58,15 @@ def torchrun(job: environment.Job, program: list[str]) -> int:
         run(parse_args([*rendezvous, f"--nproc-per-node={job.processes}", *program]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # A program that left with 2 has already said why; of any other end, say at least which process it was.
-        if failure.exitcode not in (2, 130):
+        # The first process of a machine that leaves with 2 has said why; of any other end, say which process it was.
+        if failure.exitcode not in (2, 130) or (failure.exitcode == 2 and failure.local_rank != 0):
             print(
                 f"error: process {rank} ended with exit code {failure.exitcode}; its own words are above",
                 file=sys.stderr,
             )
         return failure.exitcode if failure.exitcode > 0 else 1
-    except (SignalException, KeyboardInterrupt):
-        return 130
+    except SignalException as stopped:
+        return 128 + stopped.sigval
     return 0
 
 

@@ -40,7 +40,7 @@ class Run:
     dir: str = "runs"
     """Folder that holds the runs, relative to where the command is given."""
     seed: NonNegative = 0
-    """Decides the initial weights and the order of the data, and nothing else."""
+    """Decides the initial weights, the order of the data and the sample at the end, and nothing else."""
     deterministic: bool = False
     """Refuse operations that may differ from run to run on a GPU. Slower; a CPU is deterministic without it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
