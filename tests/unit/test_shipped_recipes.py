@@ -4,11 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlike.check import check
 from titanlike.config import PretrainRecipe, load
 from titanlike.models import build_model
+from titanlike.parallelisms.mesh import build_mesh
 from titanlike.start import program_of
+from titanlike.transform import transform
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 
@@ -39,3 +44,24 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert recipe.model.num_parameters() == count
     assert program_of(path).name == "pretrain.py"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str) -> None:
+    """The transforms of the real recipe at its real size, on the meta device, over ranks that are only pretended."""
+    count, processes = SHIPPED[name]
+    recipe = load(PretrainRecipe, FOLDER / f"{name}.toml")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    try:
+        layout = recipe.parallelism.resolve(processes)
+        with torch.device("meta"):
+            model = build_model(recipe.model)
+        transform(
+            model, build_mesh("cpu", replicate=layout.replicate, shard=layout.shard), training=recipe.training,
+            parallelism=layout, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+        )  # fmt: skip
+        mine = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        assert sum(part.numel() for part in mine) == pytest.approx(count / processes, rel=1e-3)
+        assert {part.dtype for part in mine} == {torch.float32}
+    finally:
+        dist.destroy_process_group()
