@@ -5,13 +5,9 @@
 # or `srun ./run_train.sh ...` under Slurm. titanlike/cli/launch.py does the work.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 python=$(command -v python || command -v python3) || { echo "error: there is no python on the PATH" >&2; exit 2; }
 
-# The library beside this script is the one that runs, whatever else is installed.
+# The library beside this script is the one that runs, whatever else is installed or lies in the current folder.
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-if ! "$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "pydantic", "tiktoken"))))'; then
-    echo "error: $python lacks what titanlike needs; run: $python -m pip install -e \"$here\"" >&2
-    exit 2
-fi
-exec "$python" -m titanlike.cli.launch "$@"
+exec "$python" "$here/titanlike/cli/launch.py" "$@"

@@ -27,9 +27,16 @@ from titanlike.metrics import Monitor
 from titanlike.metrics.hardware import device_name
 from titanlike.models import build_model
 from titanlike.models.initialize import initialize
-from titanlike.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate, stop_if_not_finite
+from titanlike.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    set_learning_rate,
+    stop_if_not_finite,
+)
 from titanlike.parallelisms.mesh import build_mesh, data_coordinate
-from titanlike.run_folder import RunFolder, as_json, check_resume, headlines
+from titanlike.run_folder import RunFolder, as_json, check_resume, headlines, machine_facts
 from titanlike.transform import transform
 
 
@@ -51,7 +58,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
     def batches(held_out: bool) -> Batches:
         return Batches(
-            Windows(tokens, training.seq_len, held_out=held_out, validation_fraction=recipe.data.validation_fraction),
+            Windows(tokens, training.seq_len, held_out=held_out, validation_every=recipe.data.validation_every),
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
             data_rank=data_rank,
@@ -64,11 +71,12 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     validation_batches = batches(held_out=True) if recipe.validation.interval else None
 
     # Resume or not: decided before anything is built or written.
-    run = RunFolder(recipe)
+    run, machine = RunFolder(recipe), machine_facts(device)
     checkpoints = Checkpoints(run.checkpoints, keep=recipe.checkpoint.keep)
     saved = checkpoints.latest()
-    inexact = check_resume(saved, recipe, data_id, layout) if saved else []
+    inexact = check_resume(saved, recipe, data_id, layout, machine) if saved else []
     first_step = saved.step + 1 if saved else 1
+    beginning = run.beginning(saved, inexact)
 
     # Model: plain on the meta device, then made this rank's part of a parallel one, then given memory and values.
     with torch.device("meta"):
@@ -105,8 +113,8 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     with monitor:
         for line in headlines(recipe, layout, device_name(device), len(tokens)):
             monitor.note(line)
-        if saved:
-            monitor.note(f"resumed at step {saved.step}" + "".join(f"; not bit-exact: {reason}" for reason in inexact))
+        if beginning:
+            monitor.note(beginning)
 
         for step in range(first_step, training.steps + 1):
             with monitor.waiting_for_data():
@@ -114,8 +122,9 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             loss, local_loss = forward_backward(model, microbatches)
-            grad_norm = clip_gradients(model, training.max_norm)
+            grad_norm = gradient_norm(model)
             stop_if_not_finite(step, loss, local_loss, grad_norm, model)
+            clip_gradients(model, grad_norm, training.max_norm)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -126,7 +135,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
                     monitor.validation(step, validate(model, validation_batches, recipe.validation.batches))
             if recipe.checkpoint.enabled and due(step, recipe.checkpoint.interval, training.steps):
                 with monitor.not_training():
-                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, layout))
+                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, layout, machine))
             if due(step, training.gc_interval, training.steps):
                 gc.collect(1)
 
@@ -161,7 +170,7 @@ def forward_backward(model: nn.Module, microbatches: list[Batch]) -> tuple[Tenso
 def validate(model: nn.Module, batches: Batches, num_batches: int) -> float:
     """Mean loss a token over held-out batches: the same ones each time, the same number on every rank."""
     total = torch.zeros(2, device=batches.device, dtype=torch.float64)
-    for index in range(1, num_batches + 1):
+    for index in range(1, batches.num_distinct(num_batches) + 1):
         for batch in batches.microbatches(index):
             total += torch.stack([cross_entropy_sum(model(batch.tokens), batch.labels), num_valid(batch.labels)])
     loss, num_tokens = distributed.sum_over(total).tolist()
@@ -177,6 +186,6 @@ if __name__ == "__main__":
     with distributed.session(
         recipe.run.device,
         deterministic=recipe.run.deterministic,
-        farewell=f"stopped; to go on from the last checkpoint: ./run_train.sh {RunFolder(recipe).path}/recipe.toml",
+        farewell=RunFolder(recipe).farewell,
     ) as device:
         main(recipe, device)

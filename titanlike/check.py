@@ -24,7 +24,7 @@ def check(recipe: PretrainRecipe, world_size: int) -> None:
 def check_files(recipe: PretrainRecipe) -> None:
     """Raise `UserError` if the data is not there or the run folder cannot be written. Creates nothing."""
     problems = []
-    if recipe.data.source == "text" and not glob.glob(recipe.data.path):
+    if recipe.data.source == "text" and not Path(recipe.data.path).exists() and not glob.glob(recipe.data.path):
         problems.append(
             f"data.path = {recipe.data.path!r} does not exist here; give a text file, a folder or a pattern, "
             "or set data.source = 'synthetic' to run without data"
@@ -35,6 +35,10 @@ def check_files(recipe: PretrainRecipe) -> None:
             f"tokenizer.encoding = {encoding!r}: there is no such file; put the tokenizer's rank file there, or give the "
             "name of a tiktoken encoding such as 'gpt2', or 'bytes'"
         )
+    elif encoding != "bytes" and not Path(encoding).is_file():
+        from titanlike.data.tokenizer import check_name  # only here: most recipes do without what it imports
+
+        check_name(encoding)
     folder = Path(recipe.run.dir, recipe.run.name).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
@@ -43,6 +47,8 @@ def check_files(recipe: PretrainRecipe) -> None:
         )
     elif not os.access(existing, os.W_OK | os.X_OK):
         problems.append(f"run.dir = {recipe.run.dir!r}: {existing} cannot be written to; choose another run.dir")
+    elif recipe.run.name and (folder / "checkpoints").is_file():
+        problems.append(f"{folder / 'checkpoints'} is a file, not a folder; remove it, or choose another run.name")
     if problems:
         raise UserError("\n".join(problems))
 
@@ -51,9 +57,7 @@ def _model_problems(recipe: PretrainRecipe) -> list[str]:
     model, seq_len = recipe.model, recipe.training.seq_len
     problems = []
     if model.dim % model.num_heads:
-        near = [
-            n for n in range(1, model.dim + 1) if model.dim % n == 0 and abs(n - model.num_heads) <= model.num_heads
-        ]
+        near = [n for n in range(1, min(model.dim, 2 * model.num_heads) + 1) if model.dim % n == 0]
         problems.append(
             f"model.num_heads = {model.num_heads} does not divide model.dim = {model.dim}; use {one_of(near[-4:])}"
         )
@@ -97,11 +101,13 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
             "activation_checkpoint.mode = 'memory_budget' is a choice that the compiler makes, but compile.mode = 'none'; "
             "set compile.mode = 'block', or use activation_checkpoint.mode = 'selective'"
         )
-    if recipe.validation.interval and not recipe.data.validation_fraction:
+    if recipe.validation.interval and not recipe.data.validation_every:
         problems.append(
-            "validation.interval is set, but data.validation_fraction = 0 holds nothing out; "
-            "set validation.interval = 0, or data.validation_fraction = 0.01"
+            "validation.interval is set, but data.validation_every = 0 holds nothing out; "
+            "set validation.interval = 0, or data.validation_every = 50"
         )
+    if recipe.data.validation_every == 1:
+        problems.append("data.validation_every = 1 holds everything out; use 2 or more, or 0 for nothing")
     if recipe.parallelism.cpu_offload and recipe.run.device == "cpu":
         problems.append(
             "parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = 'cpu'; set it false"

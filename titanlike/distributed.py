@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -24,13 +24,14 @@ def session(
     *,
     deterministic: bool = False,
     timeout_minutes: int = 10,
-    farewell: str = "stopped",
+    farewell: Callable[[], str] = lambda: "stopped",
 ) -> Iterator[torch.device]:
     """Join the process group, and leave it at the end. A user's mistake ends the process without a stack trace, and so
     does Ctrl-C, with `farewell`."""
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # until here Ctrl-C has ended the process by itself
         chosen = _join(device, timeout_minutes)
+        # Until here Ctrl-C ended the process by itself, even where it waits inside torch for ranks that do not come.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if deterministic:
             environment.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
@@ -38,8 +39,8 @@ def session(
     except UserError as error:
         environment.fail(error)
     except KeyboardInterrupt:
-        if not dist.is_initialized() or is_main():
-            print(farewell, file=sys.stderr)
+        if is_main():
+            print(farewell(), file=sys.stderr)
         sys.exit(130)
     finally:
         if dist.is_initialized():
@@ -120,9 +121,9 @@ def barrier() -> None:
     dist.barrier()
 
 
-def sum_over(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def sum_over(tensor: Tensor) -> Tensor:
     """The sum over ranks, in place, without the host waiting for it on a GPU."""
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor)
     return tensor
 
 

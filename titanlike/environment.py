@@ -49,7 +49,7 @@ class Job:
 def ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
     """The rank variables of torchrun, or a single process where there are none."""
     identifying = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if not any(name in environ for name in identifying):
+    if not any(environ.get(name) for name in identifying):
         return Ranks()
     needed = (*identifying, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environ.get(name)]
@@ -121,6 +121,7 @@ def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[s
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(-(-tasks // nodes)),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ["SLURM_JOB_NODELIST"]),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(DEFAULT_PORT),
     }
@@ -153,13 +154,7 @@ def share_cores(processes: int) -> dict[str, str]:
 
 def started_by_another_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun or the like has already made this process one rank of many."""
-    return "RANK" in environ
-
-
-def become(command: list[str], variables: Mapping[str, str] | None = None) -> NoReturn:
-    """Turn this process into another program, with these variables added."""
-    sys.stdout.flush()
-    os.execve(command[0], command, {**os.environ, **(variables or {})})
+    return bool(environ.get("RANK"))
 
 
 def port_is_free(port: int) -> bool:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.tokenizer import Tokenizer
+from titanlike.distributed import seed_of
 
 
 @torch.no_grad()
@@ -23,7 +24,7 @@ def generate(
     The model always sees `window` places, so that compiled code fits; what stands behind the text does not matter to a
     causal model.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(seed, "sample"))
     tokens: list[int] = tokenizer.encode(prompt).tolist() or [tokenizer.end_of_text]
     for _ in range(num_tokens):
         seen = tokens[-window:]

@@ -1,6 +1,7 @@
 """From gradients to new weights: AdamW, the learning rate, clipping, and the stop before a bad step."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,34 +48,48 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients down to `max_norm`. Returns their norm before, over all ranks and all shards."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The norm of all gradients together, over all ranks and all shards."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients down so that their norm, which is `norm` now, is `max_norm` at most."""
+    torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], max_norm, norm)
 
 
 def stop_if_not_finite(step: int, loss: Tensor, local_loss: Tensor, grad_norm: Tensor, model: nn.Module) -> None:
-    """Raise before the optimizer takes a step that would ruin the weights, naming the step and the ranks it came from.
+    """Raise before the gradients are used, if they would ruin the weights, naming the step and where it came from.
 
     `loss` and `grad_norm` are the same on all ranks, so all of them stop here together; `local_loss` is each rank's own.
     """
     if bool(torch.isfinite(loss + grad_norm)):
         return
-    by_rank = distributed.gather(local_loss.item())
-    guilty = [str(rank) for rank, value in enumerate(by_rank) if not math.isfinite(value)]
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
+    reports = distributed.gather((local_loss.item(), bad))
+    guilty = [rank for rank, (value, _) in enumerate(reports) if not math.isfinite(value)]
+    holders = [rank for rank, (_, names) in enumerate(reports) if names]
     if guilty:
-        cause = f"the loss is {by_rank[int(guilty[0])]} on rank {', '.join(guilty)}"
+        cause = f"the loss is {reports[guilty[0]][0]} on rank {_list(guilty)}"
+    elif holders:
+        names = reports[holders[0]][1]
+        cause = (
+            f"the loss is finite, but not the gradient of {_list(names[:3])}, in the part held by rank {_list(holders)}"
+        )
     else:
-        names = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
-        cause = f"the loss is finite, but the gradient norm is {grad_norm.item()}, from {', '.join(names[:3]) or 'overflow'}"
+        cause = (
+            f"loss and gradients are finite, but the gradient norm is {grad_norm.item()}: they are too large to add up"
+        )
     raise UserError(
         f"step {step}: {cause}. The step was not taken and nothing was saved; earlier checkpoints are sound. "
-        "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at that rank's data"
+        "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of that step"
     )
+
+
+def _list(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items))
 
 
 def _all_finite(gradient: Tensor) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -16,10 +17,28 @@ import titanlike
 from titanlike.checkpoint import Saved
 from titanlike.config import PretrainRecipe, UserError, to_toml
 
-# Changing one of these changes what the next steps compute; the rest of a recipe may differ from one start to the next.
-MEANING = ("model", "tokenizer", "data", "training", "optimizer", "schedule")
-# ... except these, which only place or bound the same work.
-FREE = {"training.steps", "training.local_batch_size", "training.gc_interval", "optimizer.fused"}
+# Sections that may differ from one start of a run to the next: they place, watch or keep the work, and do not change it.
+# All others, those of a copied program among them, decide what the next steps compute.
+FREE_SECTIONS = {
+    "run",
+    "parallelism",
+    "compile",
+    "activation_checkpoint",
+    "checkpoint",
+    "validation",
+    "sample",
+    "metrics",
+}
+# Single keys that may differ. Where the data lies does not matter: its fingerprint is compared.
+FREE_KEYS = {
+    "training.steps", "training.local_batch_size", "training.gc_interval", "optimizer.fused",
+    "data.source", "data.path", "tokenizer.encoding",
+}  # fmt: skip
+# Of these, what rounds otherwise or ends elsewhere: the run goes on, and is no longer the same to the bit.
+INEXACT = (
+    "training.steps", "training.local_batch_size", "optimizer.fused", "parallelism.cpu_offload", "compile.",
+    "activation_checkpoint.",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -33,18 +52,38 @@ class RunFolder:
     def open(self, recipe: PretrainRecipe, device: str, world_size: int, resumed_step: int) -> None:
         """Make the folder, write the recipe and the facts, and cut off what the metrics say of steps to be done again."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"run.dir = {recipe.run.dir!r}: {error}; choose another run.dir") from None
-        comment = f"The whole recipe of this run. Run it again to resume:\n./run_train.sh {self.path}/recipe.toml"
+        comment = f"The whole recipe of this run. Run it again to resume:\n{self.command()}"
         (self.path / "recipe.toml").write_text(to_toml(recipe, comment))
         facts = environment_facts(device, world_size) | {"resumed_step": resumed_step}
         (self.path / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
         if self.metrics.exists():
-            lines = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= resumed_step]
+            lines = [
+                line for line in self.metrics.read_text(errors="replace").splitlines() if _step_of(line) <= resumed_step
+            ]
             shortened = self.metrics.with_suffix(".partial")
             shortened.write_text("".join(f"{line}\n" for line in lines))
             shortened.replace(self.metrics)
+
+    def command(self) -> str:
+        """What takes this run up again."""
+        return f"./run_train.sh {shlex.quote(str(self.path / 'recipe.toml'))}"
+
+    def farewell(self) -> str:
+        """What to say when the run is stopped by hand."""
+        if not any(self.checkpoints.glob("step-*/state.json")):
+            return "stopped before the first checkpoint"
+        return f"stopped; to go on from the last checkpoint: {self.command()}"
+
+    def beginning(self, saved: Saved | None, inexact: list[str]) -> str | None:
+        """Where in the run this start begins, if that is not simply the beginning."""
+        if saved:
+            return f"resumed at step {saved.step}" + "".join(f"; not bit-exact: {reason}" for reason in inexact)
+        if self.metrics.exists():
+            return f"{self.path} has no checkpoint to resume from: beginning again at step 1"
+        return None
 
 
 def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_tokens: int) -> list[str]:
@@ -63,13 +102,15 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_t
     ]
 
 
-def check_resume(saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[str, int]) -> list[str]:
+def check_resume(
+    saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
+) -> list[str]:
     """Refuse a checkpoint that this recipe would not continue. Returns what to tell the user if it is not bit-exact."""
     differences = _differences(saved.recipe, as_json(recipe))
     changed = [
         line
         for key, line in differences.items()
-        if key == "run.seed" or (key.partition(".")[0] in MEANING and key not in FREE)
+        if key == "run.seed" or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
     ]
     where = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
     if changed:
@@ -82,18 +123,26 @@ def check_resume(saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[s
             f"{where} that read other data (fingerprint {saved.data}, now {data}). Bring the data back to resume, "
             "or give --run.name to start a new run"
         )
-    inexact = []
-    if saved.layout != layout:
-        inexact.append(f"the layout was {saved.layout}, now {layout}")
-    inexact += [differences[key] for key in ("training.steps", "training.local_batch_size") if key in differences]
-    inexact += [line for key, line in differences.items() if key.startswith(("compile", "activation_checkpoint"))]
-    return inexact
+    if saved.step > recipe.training.steps:
+        raise UserError(
+            f"{where}, past training.steps = {recipe.training.steps}; set it to {saved.step} or more, "
+            "or give --run.name to start a new run"
+        )
+    inexact = [line for key, line in differences.items() if key.startswith(INEXACT)]
+    return inexact + list(
+        _differences({"layout": saved.layout, **saved.machine}, {"layout": layout, **machine}).values()
+    )
 
 
 def as_json(recipe: PretrainRecipe) -> dict[str, Any]:
-    """A recipe as plain dictionaries."""
+    """A recipe as plain dictionaries. Its program goes by name: where the file lies is no part of what it means."""
     values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return values
+    return values | {"recipe": Path(recipe.recipe).stem}
+
+
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """What of the machine decides how results are rounded."""
+    return {"device": device.type, "torch": torch.__version__.partition("+")[0]}
 
 
 def environment_facts(device: str, world_size: int) -> dict[str, Any]:
@@ -139,5 +188,5 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):  # the last line of a killed run may be cut short
+    except (ValueError, KeyError, TypeError):  # the last line of a killed run may be cut short
         return float("inf")

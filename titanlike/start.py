@@ -3,6 +3,8 @@
 Called before torch is imported, so that a wrong recipe costs a moment and not the start of a job.
 """
 
+import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from titanlike.check import check, check_files
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import nearest, read
 from titanlike.config.schema import describe, help_text
+from titanlike.config.sections import Run
 
 R = TypeVar("R", bound=PretrainRecipe)
 
@@ -23,7 +26,7 @@ DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
 
 USAGE = """\
 usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
-       ./run_train.sh RECIPE.toml --check N     is this recipe right for N processes? starts nothing
+       ./run_train.sh RECIPE.toml --check N     is this recipe right for N processes, anywhere? starts nothing
        ./run_train.sh --help                    this text: every key, its kind, its default and the reason for it
 
 Without a recipe it trains train_configs/debug.toml. NPROC=n sets the number of processes on this machine; by default it is
@@ -37,7 +40,8 @@ class Arguments:
         self.recipe = DEFAULT_RECIPE
         self.overrides: dict[str, str] = {}
         self.help = False
-        self.check: int | None = None
+        self.check: int | None = None  # for so many processes
+        self.here = True  # and with the files of this machine
         words = list(argv)
         paths = []
         while words:
@@ -49,14 +53,16 @@ class Arguments:
                 paths.append(word)
             elif not word.startswith("--") or not name:
                 raise UserError(f"{word}: an option starts with two dashes and names a key: --training.steps=100")
-            elif not equals and not words:
+            elif not equals and (not words or words[0].startswith("--")):
                 raise UserError(f"{word} needs a value: {word}=...")
             else:
                 value = value if equals else words.pop(0)
-                if name == "check":
+                if name in ("check", "preflight"):
                     if not value.isdigit() or int(value) < 1:
-                        raise UserError(f"--check {value}: give a number of processes, such as --check 8")
-                    self.check = int(value)
+                        raise UserError(f"--{name} {value}: give a number of processes, such as --{name} 8")
+                    self.check, self.here = int(value), name == "preflight"
+                elif any("\ud800" <= character <= "\udfff" for character in value):  # bytes that were not UTF-8
+                    raise UserError(f"--{name}: {value!r} is not text in this terminal's encoding")
                 else:
                     self.overrides[name] = value
         if len(paths) > 1:
@@ -77,23 +83,37 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         _refuse_unknown_options(recipe_type, arguments)
         recipe = load(recipe_type, arguments.recipe, arguments.overrides)
         check(recipe, arguments.check or ranks.world_size)
-        check_files(recipe)
+        if arguments.here:
+            check_files(recipe)
     except UserError as error:
         environment.fail(error)
     if arguments.check:
-        print(f"{arguments.recipe}: nothing speaks against {arguments.check} processes")
+        print(f"{arguments.recipe}: nothing speaks against {arguments.check} processes; its files are not looked for")
         sys.exit(0)
-    name = recipe.run.name or f"{arguments.recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    recipe = replace(recipe, run=_place(recipe.run, arguments))
     program = Path(sys.argv[0]).resolve()
     if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # so that the resolved recipe finds its program again
-    return replace(recipe, run=replace(recipe.run, name=name))
+    return recipe
+
+
+def _place(run: Run, arguments: Arguments) -> Run:
+    """The run's folder: the one that a resolved recipe lies in, the one that is named, or a fresh one."""
+    folder = arguments.recipe.parent
+    if (folder / "environment.json").exists() and not {"run.name", "run.dir"} & arguments.overrides.keys():
+        folder = folder.absolute()
+        return replace(run, dir=os.path.relpath(folder.parent), name=folder.name)
+    # The last part keeps apart what starts within one second, as the jobs of an array do.
+    fresh = f"{arguments.recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return replace(run, name=run.name or fresh)
 
 
 def program_of(recipe: Path, override: str | None = None) -> Path:
     """The program that a recipe file names, or the command line in its place."""
     values, origins = read(recipe)
-    name = override or values.get("recipe", "pretrain")
+    name = override or values.get("recipe")
+    if name is None:
+        name, origins["recipe"] = "pretrain", str(REPOSITORY / "recipes" / "recipe.toml")
     if not isinstance(name, str):
         raise UserError(f"{origins['recipe']}: recipe = {name} must be the name of a program, as text")
     beside = Path(origins.get("recipe", recipe)).parent / (name if name.endswith(".py") else f"{name}.py")

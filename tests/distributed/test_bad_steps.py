@@ -6,11 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
 from titanlike import distributed
 from titanlike.config import UserError
-from titanlike.optimizer import clip_gradients, stop_if_not_finite
+from titanlike.optimizer import gradient_norm, stop_if_not_finite
+from titanlike.parallelisms.fsdp import apply_fsdp
+from titanlike.parallelisms.mesh import build_mesh
 
 Ranks = Callable[[int], Pool]
 
@@ -21,7 +24,7 @@ def _step_with_nan(guilty: int) -> str:
     (model(torch.ones(1, 2)).sum() * local_loss).backward()
     assert model.weight.grad is not None
     distributed.sum_over(model.weight.grad)
-    grad_norm = clip_gradients(model, 1.0)
+    grad_norm = gradient_norm(model)
     try:
         stop_if_not_finite(7, distributed.sum_over(local_loss.clone()), local_loss, grad_norm, model)
     except UserError as error:
@@ -39,3 +42,25 @@ def test_the_rank_is_named_by_all(ranks: Ranks, guilty: int) -> None:
 
 def test_good_steps_pass(ranks: Ranks) -> None:
     assert ranks(2).run(_step_with_nan, 2) == ["nothing said"] * 2
+
+
+def _step_with_infinite_shard(guilty: int) -> str:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    apply_fsdp(model, build_mesh("cpu", shard=2)["shard"], units=[], compute_dtype=torch.float32)
+    model(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == guilty:
+        gradient = model.get_parameter("1.weight").grad
+        assert isinstance(gradient, DTensor)
+        gradient.to_local().fill_(float("inf"))
+    loss = torch.tensor(1.0)
+    try:
+        stop_if_not_finite(7, loss, loss, gradient_norm(model), model)
+    except UserError as error:
+        return str(error)
+    return "nothing said"
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_the_parameter_and_the_rank_that_holds_it_are_named_by_all(ranks: Ranks, guilty: int) -> None:
+    for said in ranks(2).run(_step_with_infinite_shard, guilty):
+        assert f"but not the gradient of 1.weight, in the part held by rank {guilty}." in said

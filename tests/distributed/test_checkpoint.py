@@ -11,10 +11,10 @@ import torch
 
 from tests.pool import Pool
 from tests.training import GPT_, assert_same, result, tiny, train
-from titanlike.checkpoint import Saved
+from titanlike.checkpoint import Checkpoints, Saved
 from titanlike.config import UserError
 from titanlike.config.sections import Parallelism
-from titanlike.run_folder import check_resume
+from titanlike.run_folder import RunFolder, check_resume
 
 Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
@@ -52,6 +52,7 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path, saver: int, loa
     before = result(recipe)
     # Load and save again without a step between: every weight and every moment is what it was.
     moved = tiny(tmp_path, "run", parallelism=LAYOUTS[loader], **options)
+    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
     ranks(loader).run(_load_and_save_elsewhere, moved, tmp_path / "moved" / "checkpoints")
     after = result(tiny(tmp_path, "moved"))
     for kind, tensors in before.state.items():
@@ -63,12 +64,10 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path, saver: int, loa
 
 def _load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
     from titanlike import distributed
-    from titanlike.checkpoint import Checkpoints
     from titanlike.models import build_model
     from titanlike.models.initialize import initialize
     from titanlike.optimizer import build_optimizer
     from titanlike.parallelisms.mesh import build_mesh
-    from titanlike.run_folder import RunFolder
     from titanlike.transform import transform
 
     layout = recipe.parallelism.resolve(distributed.world_size())
@@ -117,10 +116,13 @@ def test_a_save_cut_short_is_not_there(ranks: Ranks, tmp_path: Path) -> None:
     ]  # the last with its validation; no step twice
 
 
+MACHINE = {"device": "cpu", "torch": "2.13.0"}
+
+
 def saved_by(recipe: Any) -> Saved:
     from titanlike.run_folder import as_json
 
-    return Saved(step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2})
+    return Saved(step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -129,28 +131,88 @@ def saved_by(recipe: Any) -> Saved:
         (dict(optimizer=dict(lr=0.5)), r"optimizer\.lr was 0\.01, now 0\.5"),
         (dict(training=dict(seq_len=64)), r"training\.seq_len was 32, now 64"),
         (dict(run=dict(seed=1)), r"run\.seed was 0, now 1"),
-        (dict(data=dict(validation_fraction=0.1)), r"data\.validation_fraction was 0\.02, now 0\.1"),
+        (dict(data=dict(validation_every=10)), r"data\.validation_every was 50, now 10"),
+        (dict(recipe="mine/other.py"), r"recipe was \"pretrain\", now \"other\""),
         (dict(model=GPT_), r"model\.name was \"llama\", now \"gpt\""),
     ],
 )
 def test_a_recipe_that_would_train_otherwise_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     saved = saved_by(tiny(tmp_path, "run"))
     with pytest.raises(UserError, match=f"holds a run at step 3 that was trained otherwise: .*{message}.*--run.name"):
-        check_resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout)
+        check_resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout, MACHINE)
 
 
 def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> None:
     recipe = tiny(tmp_path, "run")
     saved = saved_by(recipe)
-    assert check_resume(saved, recipe, "abc", saved.layout) == []
+    assert check_resume(saved, recipe, "abc", saved.layout, MACHINE) == []
     with pytest.raises(UserError, match=r"read other data \(fingerprint abc, now xyz\)"):
-        check_resume(saved, recipe, "xyz", saved.layout)
-    freely = tiny(tmp_path, "run", metrics=dict(interval=7), checkpoint=dict(interval=9))
-    assert check_resume(saved, freely, "abc", saved.layout) == []
+        check_resume(saved, recipe, "xyz", saved.layout, MACHINE)
+    freely = tiny(
+        tmp_path,
+        "run",
+        metrics=dict(interval=7),
+        checkpoint=dict(interval=9),
+        data=dict(source="text", path="elsewhere"),
+    )
+    assert check_resume(saved, freely, "abc", saved.layout, MACHINE) == []
     longer = tiny(tmp_path, "run", training=dict(steps=9), compile=dict(mode="block"))
-    told = check_resume(saved, longer, "abc", {"replicate": 1, "shard": 1})
+    told = check_resume(saved, longer, "abc", {"replicate": 1, "shard": 1}, {"device": "cuda", "torch": "2.11.0"})
     assert told == [
-        "the layout was {'replicate': 1, 'shard': 2}, now {'replicate': 1, 'shard': 1}",
         "training.steps was 5, now 9",
         'compile.mode was "none", now "block"',
+        "layout.shard was 2, now 1",
+        'device was "cpu", now "cuda"',
+        'torch was "2.13.0", now "2.11.0"',
     ]
+    shorter = tiny(tmp_path, "run", training=dict(steps=2))
+    with pytest.raises(
+        UserError, match=r"at step 3, past training\.steps = 2; set it to 3 or more, or give --run\.name"
+    ):
+        check_resume(saved, shorter, "abc", saved.layout, MACHINE)
+
+
+def test_a_resumed_run_has_the_records_of_one_that_was_never_stopped(ranks: Ranks, tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(
+        metrics=dict(interval=4), checkpoint=dict(interval=5), training=dict(steps=10), validation=dict(interval=0)
+    )
+    recipe = tiny(tmp_path, "run", **options)
+
+    def recorded() -> list[int]:
+        return [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+    train(ranks(1), recipe)
+    assert recorded() == [1, 4, 8, 10]
+    drop_last(tmp_path / "run")
+    with (tmp_path / "run/metrics.jsonl").open("ab") as records:
+        records.write(b'5\n{"step": 9, "lo\xff')  # what a killed process, or a full disk, may leave
+    train(ranks(1), recipe)
+    assert recorded() == [1, 4, 8, 10]
+
+
+def test_a_folder_without_a_whole_checkpoint_begins_again(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = tiny(tmp_path, "run")
+    whole = train(ranks(1), recipe)
+    (tmp_path / "run/checkpoints/step-00000005/state.json").unlink()
+    run = RunFolder(recipe)
+    assert run.beginning(None, []) == f"{run.path} has no checkpoint to resume from: beginning again at step 1"
+    assert train(ranks(1), recipe).losses == whole.losses
+
+
+def test_a_run_folder_that_vanishes_is_told(tmp_path: Path, ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="checkpoints is gone: the run's folder was moved or deleted"):
+        ranks(1).run(_save_into, tmp_path / "gone" / "checkpoints")
+
+
+def _save_into(folder: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    saved = Saved(1, {}, "", {}, {})
+    Checkpoints(folder, keep=1).save(model, torch.optim.AdamW(model.parameters()), saved)
+
+
+def test_what_is_said_when_a_run_is_stopped(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = tiny(tmp_path / "with space", "run")
+    run = RunFolder(recipe)
+    assert run.farewell() == "stopped before the first checkpoint"
+    train(ranks(1), recipe)
+    assert run.farewell() == f"stopped; to go on from the last checkpoint: ./run_train.sh '{run.path}/recipe.toml'"

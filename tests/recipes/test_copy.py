@@ -41,10 +41,10 @@ def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
         ("    recipe = start(PretrainRecipe)", "    recipe = start(NoisyRecipe)"),
         ("def main(recipe: PretrainRecipe,", "def main(recipe: NoisyRecipe,"),
         (
-            "            grad_norm = clip_gradients(",
+            "            grad_norm = gradient_norm(model)",
             "            for parameter in model.parameters():\n"
             "                parameter.grad.add_(recipe.noise.scale)\n"
-            "            grad_norm = clip_gradients(",
+            "            grad_norm = gradient_norm(model)",
         ),
     )
     (tmp_path / "noisy.py").write_text(program)
@@ -59,6 +59,12 @@ def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
     assert shipped.returncode == 0
     assert losses(tmp_path / "runs/quiet") == losses(tmp_path / "runs/shipped")
     assert losses(tmp_path / "runs/loud") != losses(tmp_path / "runs/shipped")
+
+    # Its section and its name are part of what a run means: another scale, or the shipped program, is another run.
+    for other in (("loud.toml", "--noise.scale=0.5"), ("quiet.toml", "--recipe=pretrain")):
+        refused = run(tmp_path, *other, **SMALL | {"run.name": "loud"})
+        assert refused.returncode == 2
+    assert "noise.scale" in run(tmp_path, "loud.toml", "--noise.scale=0.5", **SMALL | {"run.name": "loud"}).stderr
 
     wrong = run(tmp_path, "loud.toml", "--noise.scalle=1")
     assert "noise.scalle = 1: there is no such key; did you mean noise.scale?" in wrong.stderr

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +103,59 @@ def test_two_processes_give_the_losses_of_one(debug: tuple[Path, str], tmp_path:
     assert losses(made) == pytest.approx(losses(debug[0]), rel=1e-4)
 
 
-def test_the_resolved_recipe_runs_as_it_is_and_finds_itself_done(debug: tuple[Path, str], tmp_path: Path) -> None:
-    shutil.copytree(debug[0].parents[1], tmp_path, dirs_exist_ok=True)
-    folder = f"runs/{debug[0].name}"
-    before = losses(tmp_path / folder)
-    done = run(tmp_path, f"{folder}/recipe.toml")
+def test_the_resolved_recipe_finds_its_folder_again_and_that_it_is_done(
+    debug: tuple[Path, str], tmp_path: Path
+) -> None:
+    """From another working directory, after the folder was moved and renamed."""
+    moved = tmp_path / "elsewhere" / "renamed"
+    shutil.copytree(debug[0], moved)
+    (tmp_path / "here").mkdir()
+    before = losses(moved)
+    done = run(tmp_path / "here", "../elsewhere/renamed/recipe.toml")
     assert done.returncode == 0, done.stderr
-    assert "resumed at step 20" in done.stdout
-    assert losses(tmp_path / folder) == before
+    assert "resumed at step 20\n" in done.stdout
+    assert losses(moved) == before
+    assert not list((tmp_path / "here").iterdir())
+    fresh = run(tmp_path / "here", "../elsewhere/renamed/recipe.toml", "--run.name=fresh", *few_steps())
+    assert fresh.returncode == 0, fresh.stderr
+    assert "resumed" not in fresh.stdout
+
+
+def few_steps() -> list[str]:
+    return ["--training.steps=2", "--sample.tokens=0", "--validation.interval=0"]
+
+
+def test_starts_within_one_second_are_two_runs(tmp_path: Path) -> None:
+    both = [start(tmp_path, **SMALL) for _ in range(2)]
+    for one in both:
+        _, errors = one.communicate(timeout=60)
+        assert one.returncode == 0, errors
+    assert [len(losses(folder)) for folder in (tmp_path / "runs").iterdir()] == [6, 6]
+
+
+def test_the_library_beside_the_script_runs_whatever_lies_around(tmp_path: Path) -> None:
+    for name in ("tomli.py", "glob.py", "titanlike.py", "main.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong module')")
+    (tmp_path / "link").symlink_to(ROOT / "run_train.sh")
+    done = subprocess.run(
+        [str(tmp_path / "link"), "--check", "1"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0, 2.0])
+def test_ctrl_c_at_the_start_is_quiet(tmp_path: Path, seconds: float) -> None:
+    running = start(tmp_path, **SMALL | {"training.steps": "100000"})
+    time.sleep(seconds)
+    os.killpg(running.pid, signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in errors
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:
@@ -188,7 +235,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to every process of the job
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "stopped; to go on from the last checkpoint: ./run_train.sh runs/r/recipe.toml" in errors
+    assert "stopped before the first checkpoint\n" in errors
     assert "Traceback" not in errors
 
 
@@ -224,6 +271,14 @@ MISTAKES = [
     (("--steps=5",), {}, "--steps: there is no such option; did you mean --training.steps?"),
     (("--training=5",), {}, "--training is a table; name one of its keys, as in --training.steps=..."),
     (("--optimizer.lr",), {}, "--optimizer.lr needs a value"),
+    (("--run.name", "--training.steps=5"), {}, "--run.name needs a value"),
+    (("--run.name=\udcff",), {}, "--run.name: '\\udcff' is not text in this terminal's encoding"),
+    (("--tokenizer.encoding=nope",), {}, "tokenizer.encoding = 'nope' is neither a file nor a tiktoken encoding"),
+    (
+        ("--model.num_heads=7", "--model.num_kv_heads=1", "--model.dim=300000000"),
+        {},
+        "num_heads = 7 does not divide model.dim = 300000000; use 6,",
+    ),
     (("-x",), {}, "-x: an option starts with two dashes"),
     (("a.toml", "b.toml"), {}, "a.toml b.toml: one recipe at a time"),
     (("none.toml",), {}, "none.toml: there is no such recipe"),
@@ -264,7 +319,8 @@ def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, 
         begun = time.monotonic()
         done = run(tmp_path, *words, variables={"PYTHONPROFILEIMPORTTIME": "1"} if not times else {})
         times.append(time.monotonic() - begun)
-        assert "| torch" not in done.stderr.replace("|   ", "| ").replace("  ", " ")
+        assert not re.search(r"\|\s+torch$", done.stderr, flags=re.MULTILINE)
+        assert bool(times) or re.search(r"\|\s+pydantic$", done.stderr, flags=re.MULTILINE)  # the look-out works
     assert min(times) < 1.0  # the best of three: the machine may be busy, the program is not
 
 
@@ -300,6 +356,14 @@ def test_a_deterministic_run_is_repeated_to_the_bit(tmp_path: Path) -> None:
         done = run(tmp_path, **SMALL | {"run.deterministic": "true", "run.name": name})
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "runs/one") == losses(tmp_path / "runs/two")
+
+
+def test_a_python_without_the_install_is_told_what_to_run(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    done = run(tmp_path, variables={"PATH": f"{tmp_path / 'bare' / 'bin'}:/usr/bin:/bin"})
+    assert done.returncode == 2
+    assert "bare/bin/python lacks torch, pydantic, tiktoken, tomli; run: pip install -e " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_port_in_use_is_told(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def test_the_defaults_are_right() -> None:
             1,
             "a choice that the compiler makes, but compile.mode = 'none'; set compile.mode = 'block'",
         ),
-        (dict(data=dict(validation_fraction=0.0)), 1, "holds nothing out; set validation.interval = 0, or"),
+        (dict(data=dict(validation_every=0)), 1, "holds nothing out; set validation.interval = 0, or"),
+        (dict(data=dict(validation_every=1)), 1, "validation_every = 1 holds everything out; use 2 or more"),
         (dict(parallelism=dict(cpu_offload=True), run=dict(device="cpu")), 1, "but run.device = 'cpu'; set it false"),
     ],
 )
@@ -92,6 +93,16 @@ def test_a_missing_data_path_is_told(tmp_path: Path) -> None:
 def test_a_missing_tokenizer_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.encoding = '.*tokenizer\.model': there is no such file"):
         check_files(recipe(tokenizer=Tokenizer(encoding=str(tmp_path / "tokenizer.model")), run=Run(dir=str(tmp_path))))
+
+
+def test_an_unknown_encoding_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'\?"):
+        check_files(recipe(tokenizer=Tokenizer(encoding="gpt-2"), run=Run(dir=str(tmp_path))))
+
+
+def test_a_data_path_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "d [v1]").mkdir()
+    check_files(recipe(data=Data(source="text", path=str(tmp_path / "d [v1]")), run=Run(dir=str(tmp_path))))
 
 
 def test_a_run_folder_below_a_file_is_told_and_nothing_is_made(tmp_path: Path) -> None:

@@ -104,10 +104,15 @@ def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
         ("[training]\nsteps = 0", "training.steps = 0 must be a whole number, at least 1"),
         ("[training]\nsteps = [3]", "training.steps = [3] must be a whole number, at least 1"),
         ("[run]\ndeterministic = 1", "run.deterministic = 1 must be true or false"),
-        ("[run]\nname = 7", "run.name = 7 must be text"),
+        ("[run]\nname = 7", "run.name = 7 must be a name of letters, digits and . _ + = @ -"),
+        ('[run]\nname = "a/b"', 'run.name = "a/b" must be a name of letters, digits and . _ + = @ -'),
+        ("[run]\ndir = 7", "run.dir = 7 must be text"),
+        ("[run]\ndir = 2024-01-01", "2024-01-01 is a date or a time, which no key takes; as text it stands in quotes"),
+        ("model = 3", "model = 3 is not a table; write [model] and its keys below"),
+        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0 must be a number, at least 0, below 1"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan is not a finite number; it must be a number, above 0"),
         ("[optimizer]\nlr = inf", "optimizer.lr = inf is not a finite number"),
-        ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number, at least 0, at most 1"),
+        ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number, at least 0, below 1"),
         (
             '[compile]\nmode = "blocks"',
             'compile.mode = "blocks" is not known; did you mean "block"? There are block, model, none',
@@ -143,6 +148,28 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
     assert "the recipe has a value, not a table, at training" in refusal(
         tmp_path, "training = 3", **{"training.steps": "3"}
     )
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"\xef\xbb\xbf[training]\nsteps = 7\n")
+    assert load(PretrainRecipe, path).training.steps == 7
+
+
+def test_lists_and_absent_values_of_a_section_of_ones_own(tmp_path: Path) -> None:
+    @section
+    class Mine:
+        names: tuple[int, ...] = ()
+        cap: int | None = None
+
+    @section
+    class MyRecipe(PretrainRecipe):
+        mine: Mine = Mine()
+
+    recipe = load(MyRecipe, write(tmp_path, "[mine]\nnames = [1, 2]\n"))
+    assert load(MyRecipe, write(tmp_path, to_toml(recipe), "again.toml")) == recipe
+    with pytest.raises(UserError, match=r"mine\.names = \"x\""):
+        load(MyRecipe, write(tmp_path, '[mine]\nnames = [1, "x"]\n'))
 
 
 def test_a_missing_recipe_suggests_its_neighbour(tmp_path: Path) -> None:

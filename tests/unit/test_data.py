@@ -23,11 +23,9 @@ def batches(windows: Windows, *, ranks: int = 1, rank: int = 0, local: int = 2, 
     )  # fmt: skip
 
 
-def counting(count: int, *, held_out: bool = False, fraction: float = 0.0, seq_len: int = 4) -> Windows:
+def counting(count: int, *, held_out: bool = False, every: int = 0, seq_len: int = 4) -> Windows:
     """Windows of 0 1 2 3 | 4 5 6 7 | ...: a window is known by its first token."""
-    return Windows(
-        np.arange(count * seq_len + 1, dtype=np.uint32), seq_len, held_out=held_out, validation_fraction=fraction
-    )
+    return Windows(np.arange(count * seq_len + 1, dtype=np.uint32), seq_len, held_out=held_out, validation_every=every)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
@@ -47,13 +45,14 @@ def test_labels_are_the_next_tokens() -> None:
     assert batch.tokens.shape == (2, 4)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.1, 0.3, 0.5])
-def test_training_and_validation_share_no_window_and_miss_none(fraction: float) -> None:
-    train = counting(101, fraction=fraction)
+@pytest.mark.parametrize("every", [0, 2, 3, 10, 50])
+def test_training_and_validation_share_no_window_and_miss_none(every: int) -> None:
+    train = counting(101, every=every)
     found = set(train.read(np.arange(train.count))[:, 0] // 4)
     assert len(found) == train.count
-    if fraction:
-        held_out = counting(101, fraction=fraction, held_out=True)
+    if every:
+        assert train.count == 101 - 101 // every
+        held_out = counting(101, every=every, held_out=True)
         apart = set(held_out.read(np.arange(held_out.count))[:, 0] // 4)
         assert not found & apart
         found |= apart
@@ -83,6 +82,12 @@ def test_the_global_order_does_not_depend_on_the_layout(ranks: int, local: int) 
         assert torch.equal(torch.cat([part.tokens for rank in parts for part in rank]), whole)
 
 
+def test_validation_reads_no_window_twice() -> None:
+    assert batches(counting(33)).num_distinct(10) == 4  # batches of 8
+    assert batches(counting(33)).num_distinct(2) == 2
+    assert batches(counting(5)).num_distinct(2) == 1
+
+
 def test_another_seed_is_another_order() -> None:
     one, other = (batches(counting(50), seed=seed).microbatches(1)[0].tokens for seed in (0, 1))
     assert not torch.equal(one, other)
@@ -90,9 +95,9 @@ def test_another_seed_is_another_order() -> None:
 
 def test_too_little_data_is_told() -> None:
     with pytest.raises(UserError, match=r"the data has 9 tokens, too few for training sequences .* = 16"):
-        Windows(np.arange(9, dtype=np.uint16), 16, held_out=False, validation_fraction=0.0)
+        Windows(np.arange(9, dtype=np.uint16), 16, held_out=False, validation_every=0)
     with pytest.raises(UserError, match=r"too few for validation sequences .* one in 50 held out"):
-        counting(10, held_out=True, fraction=0.02)
+        counting(10, held_out=True, every=50)
 
 
 def test_bytes_come_back_as_they_went_in() -> None:
@@ -111,6 +116,14 @@ def test_a_rank_file_is_read(tmp_path: Path) -> None:
     assert tokenizer.encode("abc ab").tolist() == [257, ord(" "), 256]
     assert tokenizer.decode([257, 256]) == "abcab"
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (260, 259)
+    for text, message in (
+        ("", "the byte 0 has no rank"),
+        ("YQ== 0\n", "the byte 0 has no rank"),
+        (path.read_text().replace(" 257\n", " 300\n"), "its ranks do not count from 0 without a gap"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"tokenizer.model: not a whole rank file: {message}"):
+            build_tokenizer(str(path), 320)
     path.write_text("YQ== 0\nwrong\n")
     with pytest.raises(UserError, match=r"tokenizer\.model, line 2: not a rank file"):
         build_tokenizer(str(path), 320)
@@ -151,6 +164,15 @@ def test_bad_text_is_told_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"")
     with pytest.raises(UserError, match="every file that it names is empty"):
         load_tokens(Data(source="text", path=str(tmp_path)), BYTES)
+
+
+def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    (tmp_path / "d [v1]").mkdir()
+    (tmp_path / "d [v1]" / "a.txt").write_text("a")
+    assert load_tokens(Data(source="text", path=str(tmp_path / "d [v1]")), BYTES).tolist() == [ord("a"), 256]
+    (tmp_path / "d [v1]" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file"):
+        load_tokens(Data(source="text", path=str(tmp_path / "d [v1]")), BYTES)
 
 
 def test_the_standard_library_is_there_and_synthetic_tokens_repeat() -> None:

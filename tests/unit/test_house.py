@@ -58,12 +58,6 @@ def test_imports_go_downward(path: Path) -> None:
             assert floor(target) >= floor(here), f"{here} imports {target}, which stands above it"
 
 
-def test_float8_and_parallelisms_do_not_know_each_other() -> None:
-    for path in SOURCES:
-        if path.parent.name == "parallelisms":
-            assert not any(target.startswith("titanlike.float8") for target in imports(path))
-
-
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.stem != "environment"], ids=module_of)
 def test_only_environment_touches_the_environment(path: Path) -> None:
     assert not any(word in path.read_text() for word in ("os.environ", "getenv")), "ask titanlike.environment"

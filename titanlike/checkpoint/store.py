@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from titanlike import distributed
+from titanlike.config import UserError
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -38,6 +39,7 @@ class Saved:
     recipe: dict[str, Any]
     data: str  # fingerprint
     layout: dict[str, int]
+    machine: dict[str, str]  # kind of device, version of torch
 
 
 class Checkpoints:
@@ -60,9 +62,11 @@ class Checkpoints:
         path = self._path(saved.step)
         partial = path.with_name(path.name + ".partial")
         if distributed.is_main():
+            if not self.folder.is_dir():
+                raise UserError(f"{self.folder} is gone: the run's folder was moved or deleted while it trained")
             for leftover in self.folder.glob("*.partial"):
                 shutil.rmtree(leftover)
-            partial.mkdir(parents=True)
+            partial.mkdir()
         distributed.barrier()
         # One thread a rank: with several, torch 2.13 still reports success when a thread meets a full disk.
         dcp.save(_state(model, optimizer), storage_writer=dcp.FileSystemWriter(partial, thread_count=1))
@@ -88,7 +92,7 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def _steps(self) -> list[int]:
-        names = [entry.name for entry in self.folder.glob("step-*")]
+        names = [entry.parent.name for entry in self.folder.glob("step-*/state.json")]
         return sorted(int(match.group(1)) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name)))
 
 

@@ -1,31 +1,45 @@
-"""What `run_train.sh` runs: find the recipe's program, check the recipe, and start the program's processes."""
+"""What `run_train.sh` runs: find the recipe's program, check the recipe, and run the program here or in many processes."""
 
-import subprocess
+import importlib.util
+import signal
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Before the first import that takes a moment: Ctrl-C ends what has not begun without a stack trace.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    missing = [name for name in ("torch", "pydantic", "tiktoken", "tomli") if importlib.util.find_spec(name) is None]
+    if missing:
+        repository = Path(__file__).resolve().parents[2]
+        print(f"error: {sys.executable} lacks {', '.join(missing)}; run: pip install -e {repository}", file=sys.stderr)
+        sys.exit(2)
+
+import runpy
+import subprocess
+from typing import NoReturn
 
 from titanlike import environment
 from titanlike.config import UserError
 from titanlike.start import Arguments, program_of
 
 
-def main() -> None:
-    """Replace this process by the training program, or stay as the launcher of several."""
-    environment.end_quietly_on_interrupt()
+def main() -> NoReturn:
+    """Be the training program, or the launcher of several."""
     words = sys.argv[1:]
     try:
         arguments = Arguments(words)
-        program = [sys.executable, str(program_of(arguments.recipe, arguments.overrides.get("recipe")))]
+        program = program_of(arguments.recipe, arguments.overrides.get("recipe"))
         if arguments.help or arguments.check or environment.started_by_another_launcher():
-            environment.become(program + words)
+            _run_here(program, words)
         slurm = environment.rank_variables_from_slurm()
         if slurm is not None:
-            environment.become(program + words, slurm)
+            environment.set_variables(slurm)
+            _run_here(program, words)
         job = environment.job()
         if job.world_size == 1:
-            environment.become(program + words)
-        checked = subprocess.run(
-            [*program, *words, f"--check={job.world_size}"], stdout=subprocess.DEVNULL, check=False
-        )
+            _run_here(program, words)
+        preflight = [sys.executable, str(program), *words, f"--preflight={job.world_size}"]
+        checked = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False)
         if checked.returncode:
             sys.exit(checked.returncode)
         if job.num_nodes > 1 and job.node_rank == 0 and not environment.port_is_free(job.master_port):
@@ -35,10 +49,18 @@ def main() -> None:
             )
     except UserError as error:
         environment.fail(error)
-    sys.exit(torchrun(job, [program[1], *words]))
+    sys.exit(_torchrun(job, [str(program), *words]))
 
 
-def torchrun(job: environment.Job, program: list[str]) -> int:
+def _run_here(program: Path, words: list[str]) -> NoReturn:
+    """Run the program in this process, as `python program.py words` would."""
+    sys.argv = [str(program), *words]
+    sys.path[0] = str(program.parent)
+    runpy.run_path(str(program), run_name="__main__")
+    sys.exit(0)
+
+
+def _torchrun(job: environment.Job, program: list[str]) -> int:
     """Start this machine's share of the job under torchrun and wait for it. The exit code of what failed first."""
     environment.set_variables(environment.share_cores(job.processes))
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -60,10 +82,8 @@ def torchrun(job: environment.Job, program: list[str]) -> int:
         rank, failure = error.get_first_failure()
         # The first process of a machine that leaves with 2 has said why; of any other end, say which process it was.
         if failure.exitcode not in (2, 130) or (failure.exitcode == 2 and failure.local_rank != 0):
-            print(
-                f"error: process {rank} ended with exit code {failure.exitcode}; its own words are above",
-                file=sys.stderr,
-            )
+            code = failure.exitcode
+            print(f"error: process {rank} ended with exit code {code}; its own words are above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as stopped:
         return 128 + stopped.sigval

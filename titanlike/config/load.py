@@ -9,6 +9,7 @@ import json
 import math
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None =
     _apply_overrides(recipe_type, values, origins, overrides or {})
     _expand_sizes(recipe_type, values)
     try:
-        return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=str))
+        return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
     except ValidationError as error:
         lines = [_explain(recipe_type, dict(detail), origins, path) for detail in error.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
@@ -37,7 +38,7 @@ def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None =
 def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a TOML file and of what it extends, and for each dotted key the file that it comes from."""
     try:
-        values = tomli.loads(path.read_text(encoding="utf-8"))
+        values = tomli.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         folder = path.parent if path.parent.is_dir() else Path("train_configs")
         near = nearest(path.name, [file.name for file in folder.glob("*.toml")])
@@ -72,8 +73,10 @@ def to_toml(recipe: Any, comment: str = "") -> str:
         value = getattr(recipe, field.name)
         if dataclasses.is_dataclass(value):
             tables += ["", f"[{field.name}]"]
-            tables += [f"{inner.name} = {_toml(getattr(value, inner.name))}" for inner in dataclasses.fields(value)]
-        else:
+            given = {inner.name: getattr(value, inner.name) for inner in dataclasses.fields(value)}
+            # TOML has no null: a key that is None is one that is not there.
+            tables += [f"{name} = {_toml(inner)}" for name, inner in given.items() if inner is not None]
+        elif value is not None:
             lines.append(f"{field.name} = {_toml(value)}")
     return "\n".join(lines + tables) + "\n"
 
@@ -122,6 +125,10 @@ def _apply_overrides(
         origins[name] = COMMAND_LINE
 
 
+def _refuse_dates(path: Path, value: Any) -> str:
+    raise UserError(f"{path}: {value} is a date or a time, which no key takes; as text it stands in quotes")
+
+
 def _parse_value(text: str) -> Any:
     try:
         return tomli.loads(f"value = {text}")["value"]
@@ -149,8 +156,10 @@ def _explain(recipe_type: type, detail: dict[str, Any], origins: Mapping[str, st
     """One pydantic complaint as: where, which key, which value, and what to change."""
     location = [str(part) for part in detail["loc"]]
     # Where a table has variants, pydantic puts the variant's name between the table and the key.
-    variant = location.pop(1) if len(location) > 2 else ""
-    name = ".".join(location)
+    variants = {key.variant for key in describe(recipe_type) if key.name.startswith(f"{location[0]}.")}
+    variant = location.pop(1) if location[1:] and location[1] in variants else ""
+    # Below a key there is only the place in its list.
+    name = ".".join(location[:2])
     keys = {key.name: key for key in describe(recipe_type) if key.variant in ("", variant)}
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     where = origins.get(name) or next((origins[key] for key in origins if key.startswith(name + ".")), str(path))
@@ -162,7 +171,7 @@ def _explain(recipe_type: type, detail: dict[str, Any], origins: Mapping[str, st
         return f"{where}: {name}.name = {json.dumps(context['tag'])} is not known; {_one_of(context['tag'], tags)}"
     if kind == "literal_error":
         return f"{subject} is not known; {_one_of(str(value), keys[name].choices)}"
-    if kind == "dataclass_type":
+    if kind in ("dataclass_type", "dict_type"):
         return f"{subject} is not a table; write [{name}] and its keys below"
     if name in keys and isinstance(value, float) and not math.isfinite(value):
         return f"{where}: {name} = {value} is not a finite number; it must be {keys[name].kind}"

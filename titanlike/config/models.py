@@ -140,6 +140,3 @@ class GPT(_Transformer):
     def num_parameters(self) -> int:
         biases_and_norms = self.num_layers * 13 * self.dim + 2 * self.dim
         return self.num_matmul_parameters() + biases_and_norms + self.max_seq_len * self.dim
-
-
-Model = Llama | GPT

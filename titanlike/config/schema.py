@@ -8,6 +8,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+BOUNDS = (
+    ("minimum", "at least"),
+    ("exclusiveMinimum", "above"),
+    ("maximum", "at most"),
+    ("exclusiveMaximum", "below"),
+)
 KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 
 
@@ -46,11 +52,9 @@ def describe(recipe_type: type) -> list[Key]:
 def _key(name: str, section: str, variant: str, prop: dict[str, Any]) -> Key:
     choices = tuple(prop.get("enum", [prop["const"]] if "const" in prop else []))
     kind = f"one of {', '.join(choices)}" if choices else KINDS.get(prop.get("type", ""), prop.get("type", "value"))
-    bounds = [
-        f"{phrase} {prop[bound]:g}"
-        for bound, phrase in (("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"))
-        if bound in prop
-    ]
+    if "pattern" in prop:
+        kind = "a name of letters, digits and . _ + = @ -"
+    bounds = [f"{phrase} {prop[bound]:g}" for bound, phrase in BOUNDS if bound in prop]
     reason = " ".join(prop.get("description", "").split())
     return Key(
         name=name,
@@ -101,6 +105,8 @@ def _to_draft4(node: Any) -> Any:
             result["enum"] = [value]
         elif key == "exclusiveMinimum":
             result["minimum"], result["exclusiveMinimum"] = value, True
+        elif key == "exclusiveMaximum":
+            result["maximum"], result["exclusiveMaximum"] = value, True
         elif key == "$ref":
             result["$ref"] = value.replace("#/$defs/", "#/definitions/")
         elif key == "oneOf":  # a recipe that extends another may leave out the key that tells the variants apart

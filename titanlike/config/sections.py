@@ -20,6 +20,7 @@ from pydantic import Field
 from titanlike.config.models import GPT, Llama
 from titanlike.config.section import (
     Fraction,
+    Name,
     NonNegative,
     NonNegativeFloat,
     Positive,
@@ -29,13 +30,14 @@ from titanlike.config.section import (
 )
 
 DType = Literal["float32", "bfloat16"]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 @section
 class Run:
     """Where a run lives and what makes it repeatable."""
 
-    name: str = ""
+    name: Name = ""
     """Folder of the run. The same name again resumes it. Empty: the recipe's file name and the time, so a fresh run."""
     dir: str = "runs"
     """Folder that holds the runs, relative to where the command is given."""
@@ -65,8 +67,9 @@ class Data:
     `synthetic`: random tokens, to measure speed."""
     path: str = ""
     """For `text`: a file, a folder (every file below it) or a pattern such as `corpus/*.txt`. A file is a document."""
-    validation_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
-    """Share of the sequences, evenly spread, that is never trained on. 0 turns validation off."""
+    validation_every: NonNegative = 50
+    """One sequence in so many, evenly spread, is held out for validation and never trained on. 0 holds nothing out, and
+    goes with `validation.interval = 0`."""
 
 
 @section
@@ -118,9 +121,9 @@ class Optimizer:
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
-    beta1: Fraction = 0.9
+    beta1: Beta = 0.9
     """Memory of the gradient's mean."""
-    beta2: Fraction = 0.95
+    beta2: Beta = 0.95
     """Memory of the gradient's square. 0.95 recovers from a loss spike sooner than Adam's usual 0.999."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the mean square, against a division by zero."""
@@ -223,7 +226,8 @@ class Validation:
     interval: NonNegative = 250
     """Steps between validations. 0 turns them off."""
     batches: Positive = 8
-    """Global batches in a validation: always the same ones, the same number on every rank."""
+    """Global batches in a validation: always the same ones, the same number on every rank. Fewer where less is held out:
+    none is read twice."""
 
 
 @section
@@ -234,7 +238,7 @@ class Sample:
     """Length of the sample. 0 turns it off."""
     prompt: str = "def "
     """What the sample starts from."""
-    temperature: PositiveFloat = 0.7
+    temperature: Annotated[float, Field(ge=0.01)] = 0.7
     """Below 1 keeps to likely tokens, above 1 wanders."""
 
 

@@ -23,12 +23,11 @@ class Batch:
 class Windows:
     """Tokens cut into sequences of one length, some of them held out, evenly spread."""
 
-    def __init__(self, tokens: Tokens, seq_len: int, *, held_out: bool, validation_fraction: float) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, *, held_out: bool, validation_every: int) -> None:
         self.tokens = tokens
         self.seq_len = seq_len
         self.held_out = held_out
-        # Every so many-th window is held out; 0 means none.
-        self.period = round(1 / validation_fraction) if validation_fraction else 0
+        self.period = validation_every  # the last of every so many windows is held out; 0 means none
         total = (len(tokens) - 1) // seq_len  # a window needs one token more, for its last label
         reserved = total // self.period if self.period else 0
         self.count = reserved if held_out else total - reserved
@@ -80,6 +79,10 @@ class Batches:
             Batch(tokens=part[:, :-1].contiguous(), labels=part[:, 1:].contiguous())
             for part in sequences.split(self.local_batch_size)
         ]
+
+    def num_distinct(self, wanted: int) -> int:
+        """How many of so many global batches have no window twice; at least one."""
+        return max(1, min(wanted, self.windows.count // self.global_batch_size))
 
     def _order(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Which window stands at each place of the endless stream: each epoch is shuffled in its own way."""

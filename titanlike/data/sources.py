@@ -15,7 +15,7 @@ from titanlike.data.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-SYNTHETIC_TOKENS = 4_000_000  # more than any cache holds, made in a moment
+SYNTHETIC_TOKENS = 4_000_000  # enough that batches differ, made in a moment
 
 
 def load_tokens(section: Data, tokenizer: Tokenizer) -> Tokens:
@@ -46,9 +46,9 @@ def _stdlib_files() -> list[Path]:
 
 def _text_files(pattern: str) -> list[Path]:
     found = []
-    for match in sorted(glob.glob(pattern)):
+    for match in [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern)):
         path = Path(match)
-        found += sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        found += sorted(file for file in path.rglob("*") if not file.is_dir()) if path.is_dir() else [path]
     if not found:
         raise UserError(f"data.path = {pattern!r}: there is no file to read")
     return found
@@ -56,9 +56,10 @@ def _text_files(pattern: str) -> list[Path]:
 
 def _texts(paths: list[Path]) -> Iterator[str]:
     for path in paths:
-        data = path.read_bytes()
         try:
-            text = data.decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: byte {error.start} is not UTF-8; convert the file, or leave it out") from None
         if text:

@@ -43,6 +43,17 @@ def build_tokenizer(encoding: str, model_vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def check_name(encoding: str) -> None:
+    """Refuse what is not the name of a tiktoken encoding."""
+    names = tiktoken.list_encoding_names()
+    if encoding not in names:
+        near = nearest(encoding, ["bytes", *names])
+        raise UserError(
+            f"tokenizer.encoding = {encoding!r} is neither a file nor a tiktoken encoding; "
+            + (f"did you mean {near!r}?" if near else f"use 'bytes', a path, or one of {', '.join(names)}")
+        )
+
+
 def _find(encoding: str) -> Tokenizer:
     if encoding == "bytes":
         ranks = {bytes([value]): value for value in range(256)}
@@ -51,13 +62,7 @@ def _find(encoding: str) -> Tokenizer:
     if Path(encoding).is_file():
         # Llama 3's first special token begins a text, the second ends it.
         return _with_end(encoding, WORDS, _read_ranks(Path(encoding)), ["<|begin_of_text|>", "<|end_of_text|>"])
-    names = tiktoken.list_encoding_names()
-    if encoding not in names:
-        near = nearest(encoding, ["bytes", *names])
-        raise UserError(
-            f"tokenizer.encoding = {encoding!r} is neither a file nor a tiktoken encoding; "
-            + (f"did you mean {near!r}?" if near else f"use 'bytes', a path, or one of {', '.join(names)}")
-        )
+    check_name(encoding)
     try:
         found = tiktoken.get_encoding(encoding)
     except OSError as error:  # requests' errors are OSErrors
@@ -84,4 +89,10 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             raise UserError(
                 f"{path}, line {number}: not a rank file: expected a token in base64 and its rank"
             ) from None
+    lacking = [value for value in range(256) if bytes([value]) not in ranks]
+    if lacking or sorted(ranks.values()) != list(range(len(ranks))):
+        raise UserError(
+            f"{path}: not a whole rank file: "
+            + (f"the byte {lacking[0]} has no rank" if lacking else "its ranks do not count from 0 without a gap")
+        )
     return ranks

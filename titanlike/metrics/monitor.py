@@ -47,7 +47,6 @@ class Monitor:
         self.started = self.window_started = time.perf_counter()
         self.window_steps = 0
         self.data_wait = 0.0
-        self.first_step = first_step
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -66,7 +65,7 @@ class Monitor:
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
         """A step is done. Every `interval` steps, and at the first and the last, it is recorded."""
         self.window_steps += 1
-        if step % self.interval and step not in (self.first_step, self.num_steps):
+        if step % self.interval and step not in (1, self.num_steps):
             return
         values: dict[str, float | None] = {
             "loss": loss.item(),

@@ -1,0 +1,66 @@
+"""The program against a training loop written by hand from the textbook: no library code but the model and the data."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.pool import Pool
+from tests.training import MODELS, tiny, train
+from titanlike.config import PretrainRecipe
+from titanlike.data.loader import Batches, Windows
+from titanlike.data.sources import load_tokens
+from titanlike.data.tokenizer import build_tokenizer
+from titanlike.models import build_model
+from titanlike.models.initialize import initialize
+
+Ranks = Callable[[int], Pool]
+
+
+def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms: the whole batch at once, the mean over its tokens, the schedule as a formula."""
+    tokens = load_tokens(recipe.data, build_tokenizer("bytes", 320))
+    windows = Windows(tokens, recipe.training.seq_len, held_out=False, validation_every=recipe.data.validation_every)
+    size = recipe.training.global_batch_size
+    source = Batches(
+        windows, global_batch_size=size, local_batch_size=size, data_rank=0, data_ranks=1, seed=0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = build_model(recipe.model)
+    initialize(model, torch.device("cpu"), 0)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    spared = [p for p in model.parameters() if p.dim() == 1]
+    section = recipe.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": section.weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        betas=(section.beta1, section.beta2), eps=section.eps, foreach=False,
+    )  # fmt: skip
+    losses, norms = [], []
+    steps, warmup = recipe.training.steps, recipe.schedule.warmup_steps
+    for step in range(1, steps + 1):
+        (batch,) = source.microbatches(step)
+        loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.training.max_norm)
+        down = 0.1 + 0.9 * (1 + math.cos(math.pi * max(step - warmup, 0) / (steps - warmup))) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = section.lr * min(step / warmup, down)
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_program_does_what_a_plain_loop_does(ranks: Ranks, tmp_path: Path, model: str, processes: int) -> None:
+    recipe = tiny(tmp_path, "run", model=MODELS[model], training=dict(steps=8, local_batch_size=2))
+    losses, norms = by_hand(recipe)
+    found = train(ranks(processes), recipe)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.grad_norms == pytest.approx(norms, rel=1e-4)
