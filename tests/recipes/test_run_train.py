@@ -227,6 +227,15 @@ def test_slurm_tasks_are_ranks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/s/environment.json").read_text())["processes"] == 2
 
 
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+    running = start(tmp_path, {"NPROC": "2"}, **SMALL | {"training.steps": "100000", "run.name": "r"})
+    wait_for(tmp_path / "runs/r/metrics.jsonl")
+    os.kill(descendants(running.pid)[-1], signal.SIGKILL)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert re.search(r"error: process [01] ended with exit code -9; its own words are above", errors)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
     options = SMALL | {"training.steps": "100000", "run.name": "r"}
@@ -253,12 +262,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, processes: int)
     assert max(losses(tmp_path / "runs/r")) == stopped - 1
 
 
-def test_a_run_that_would_train_otherwise_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_would_train_otherwise_is_refused_and_left_alone(tmp_path: Path, processes: int) -> None:
     options = SMALL | {"run.name": "r"}
-    assert run(tmp_path, **options).returncode == 0
+    variables = {"NPROC": str(processes)}
+    assert run(tmp_path, variables=variables, **options).returncode == 0
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
-    done = run(tmp_path, **options | {"optimizer.lr": "0.5"})
+    done = run(tmp_path, variables=variables, **options | {"optimizer.lr": "0.5"})
     assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
     assert (
         "optimizer.lr was 0.0015, now 0.5. Put these back to resume, or give --run.name to start a new run"
         in done.stderr

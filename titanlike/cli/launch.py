@@ -14,6 +14,7 @@ if __name__ == "__main__":
         print(f"error: {sys.executable} lacks {', '.join(missing)}; run: pip install -e {repository}", file=sys.stderr)
         sys.exit(2)
 
+import logging
 import runpy
 import subprocess
 from typing import NoReturn
@@ -67,6 +68,8 @@ def _torchrun(job: environment.Job, program: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    # What went wrong is said below, in one line; torchrun's own would stand between the user and the program's message.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if job.num_nodes == 1:
         rendezvous = ["--standalone"]
     else:
