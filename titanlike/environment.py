@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import NoReturn
 from titanlike.config import UserError
 
 DEFAULT_PORT = 29500
+SPEAK_AFTER = 3.0  # seconds: torchrun looks at its processes ten times a second
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,15 @@ def is_first_on_machine(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def fail(error: UserError, code: int = 2) -> NoReturn:
-    """Show a user's mistake, one line a problem, and leave. Of several processes on a machine, one speaks."""
-    if is_first_on_machine():
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+    """Show a user's mistake, one line a problem, and leave.
+
+    Of several processes that meet the same mistake, the first of the machine speaks: the others wait, and the launcher
+    ends them. One that has met a mistake of its own is not ended, and speaks after its wait.
+    """
+    if not is_first_on_machine():
+        time.sleep(SPEAK_AFTER)
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

@@ -227,6 +227,21 @@ def test_slurm_tasks_are_ranks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/s/environment.json").read_text())["processes"] == 2
 
 
+def test_a_mistake_that_only_one_process_meets_is_told(tmp_path: Path) -> None:
+    program = (ROOT / "recipes/pretrain.py").read_text()
+    line = "    # Data: text to tokens"
+    assert program.count(line) == 1
+    mistake = "    if data_rank == 1:\n        raise UserError('only I can see it')\n"
+    program = program.replace(line, mistake + line).replace(
+        "import gc\n", "import gc\nfrom titanlike.config import UserError\n"
+    )
+    (tmp_path / "alone.py").write_text(program)
+    (tmp_path / "alone.toml").write_text(f'recipe = "alone"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+    done = run(tmp_path, "alone.toml", variables={"NPROC": "2"}, **SMALL)
+    assert done.returncode in (1, 2)  # 1 if the other process is seen first to have lost its partner
+    assert "error: only I can see it\n" in done.stderr
+
+
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     running = start(tmp_path, {"NPROC": "2"}, **SMALL | {"training.steps": "100000", "run.name": "r"})
     wait_for(tmp_path / "runs/r/metrics.jsonl")

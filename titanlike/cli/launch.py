@@ -83,8 +83,8 @@ def _torchrun(job: environment.Job, program: list[str]) -> int:
         run(parse_args([*rendezvous, f"--nproc-per-node={job.processes}", *program]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # The first process of a machine that leaves with 2 has said why; of any other end, say which process it was.
-        if failure.exitcode not in (2, 130) or (failure.exitcode == 2 and failure.local_rank != 0):
+        # A process that leaves with 2 has said why; of any other end, say at least which process it was.
+        if failure.exitcode not in (2, 130):
             code = failure.exitcode
             print(f"error: process {rank} ended with exit code {code}; its own words are above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
