@@ -38,7 +38,10 @@ def check_files(recipe: PretrainRecipe) -> None:
     elif encoding != "bytes" and not Path(encoding).is_file():
         from titanlike.data.tokenizer import check_name  # only here: most recipes do without what it imports
 
-        check_name(encoding)
+        try:
+            check_name(encoding)
+        except UserError as problem:
+            problems.append(str(problem))
     folder = Path(recipe.run.dir, recipe.run.name).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():

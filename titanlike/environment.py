@@ -1,6 +1,6 @@
-"""Who this process is among how many, and what the machine has: the one reader of environment variables, without torch.
+"""Who this process is among how many, what the machine has, and how the process leaves, without torch.
 
-The launcher asks it how many processes to start; every program asks it which of them it is.
+The one reader of environment variables: the launcher asks it how many processes to start, every program which of them it is.
 """
 
 import os

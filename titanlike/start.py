@@ -111,13 +111,14 @@ def _place(run: Run, arguments: Arguments) -> Run:
 def program_of(recipe: Path, override: str | None = None) -> Path:
     """The program that a recipe file names, or the command line in its place."""
     values, origins = read(recipe)
-    name = override or values.get("recipe")
-    if name is None:
-        name, origins["recipe"] = "pretrain", str(REPOSITORY / "recipes" / "recipe.toml")
+    name = override or values.get("recipe", "pretrain")
     if not isinstance(name, str):
         raise UserError(f"{origins['recipe']}: recipe = {name} must be the name of a program, as text")
-    beside = Path(origins.get("recipe", recipe)).parent / (name if name.endswith(".py") else f"{name}.py")
-    for program in (beside, REPOSITORY / "recipes" / f"{name}.py"):
+    file = name if name.endswith(".py") else f"{name}.py"
+    beside = Path(origins.get("recipe", recipe)).parent / file
+    # A recipe that names no program means the shipped one, whatever lies beside it.
+    named = override is not None or "recipe" in values
+    for program in ([beside] if named else []) + [REPOSITORY / "recipes" / file]:
         if program.is_file():
             return program
     shipped = sorted(program.stem for program in (REPOSITORY / "recipes").glob("*.py"))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
@@ -18,18 +18,21 @@ from titanlike.parallelisms.mesh import build_mesh
 Ranks = Callable[[int], Pool]
 
 
+def _said(loss: Tensor, local_loss: Tensor, model: nn.Module) -> str:
+    try:
+        stop_if_not_finite(7, loss, local_loss, gradient_norm(model), model)
+    except UserError as error:
+        return str(error)
+    return "nothing said"
+
+
 def _step_with_nan(guilty: int) -> str:
     model = nn.Linear(2, 1, bias=False)
     local_loss = torch.tensor(float("nan") if dist.get_rank() == guilty else 1.0)
     (model(torch.ones(1, 2)).sum() * local_loss).backward()
     assert model.weight.grad is not None
     distributed.sum_over(model.weight.grad)
-    grad_norm = gradient_norm(model)
-    try:
-        stop_if_not_finite(7, distributed.sum_over(local_loss.clone()), local_loss, grad_norm, model)
-    except UserError as error:
-        return str(error)
-    return "nothing said"
+    return _said(distributed.sum_over(local_loss.clone()), local_loss, model)
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
@@ -53,11 +56,7 @@ def _step_with_infinite_shard(guilty: int) -> str:
         assert isinstance(gradient, DTensor)
         gradient.to_local().fill_(float("inf"))
     loss = torch.tensor(1.0)
-    try:
-        stop_if_not_finite(7, loss, loss, gradient_norm(model), model)
-    except UserError as error:
-        return str(error)
-    return "nothing said"
+    return _said(loss, loss, model)
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes.test_run_train import SMALL, losses, records, run
+from tests.launching import SMALL, losses, records, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}

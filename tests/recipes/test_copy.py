@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.recipes.test_run_train import ROOT, SMALL, environment, losses, run
+from tests.launching import ROOT, SMALL, environment, losses, run
 
 SECTION = '''
 from titanlike.config import section

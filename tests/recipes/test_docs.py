@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_run_train import ROOT
+from tests.launching import ROOT
 from titanlike.check import check
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.schema import describe

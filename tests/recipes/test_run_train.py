@@ -7,60 +7,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-import venv
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-# A moment's work, for what is not about the numbers of the debug recipe itself.
-SMALL = {
-    "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "96",
-    "data.source": "synthetic", "training.seq_len": "32", "schedule.warmup_steps": "2", "validation.interval": "0",
-    "sample.tokens": "0", "metrics.interval": "1", "metrics.tensorboard": "false", "training.steps": "6",
-}  # fmt: skip
-
-
-def command(*words: str, **overrides: str) -> list[str]:
-    return [str(ROOT / "run_train.sh"), *words, *(f"--{key}={value}" for key, value in overrides.items())]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Ours, with this python first on the path and without what another launcher may have set."""
-    kept = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "MASTER_PORT")
-    }
-    return (
-        kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""} | variables
-    )
-
-
-def run(
-    folder: Path, *words: str, variables: dict[str, str] | None = None, **overrides: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words, **overrides), cwd=folder, env=environment(**variables or {}), capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-
-
-def start(folder: Path, variables: dict[str, str] | None = None, **overrides: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(**overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-
-
-def records(run_folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run_folder: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in records(run_folder) if "loss" in record}
+from tests.launching import ROOT, SMALL, command, descendants, environment, losses, records, run, start, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +108,6 @@ def test_ctrl_c_at_the_start_is_quiet(tmp_path: Path, seconds: float) -> None:
     _, errors = running.communicate(timeout=60)
     assert running.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in errors
-
-
-def wait_for(path: Path, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.02)
-
-
-def descendants(parent: int) -> list[int]:
-    """A process and all that it started."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    found = [parent]
-    for process in found:
-        found += [child for child, ppid in pairs if ppid == process]
-    return found
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -293,65 +228,6 @@ def test_a_run_that_would_train_otherwise_is_refused_and_left_alone(tmp_path: Pa
     assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
 
 
-MISTAKES = [
-    (("--training.stepz=3",), {}, "training.stepz = 3: there is no such key; did you mean training.steps?"),
-    (("--training.steps", "abc"), {}, 'training.steps = "abc" must be a whole number, at least 1'),
-    (("--steps=5",), {}, "--steps: there is no such option; did you mean --training.steps?"),
-    (("--training=5",), {}, "--training is a table; name one of its keys, as in --training.steps=..."),
-    (("--optimizer.lr",), {}, "--optimizer.lr needs a value"),
-    (("--run.name", "--training.steps=5"), {}, "--run.name needs a value"),
-    (("--run.name=\udcff",), {}, "--run.name: '\\udcff' is not text in this terminal's encoding"),
-    (("--tokenizer.encoding=nope",), {}, "tokenizer.encoding = 'nope' is neither a file nor a tiktoken encoding"),
-    (
-        ("--model.num_heads=7", "--model.num_kv_heads=1", "--model.dim=300000000"),
-        {},
-        "num_heads = 7 does not divide model.dim = 300000000; use 6,",
-    ),
-    (("-x",), {}, "-x: an option starts with two dashes"),
-    (("a.toml", "b.toml"), {}, "a.toml b.toml: one recipe at a time"),
-    (("none.toml",), {}, "none.toml: there is no such recipe"),
-    (("--model.name=lama",), {}, 'model.name = "lama" is not known; did you mean "llama"?'),
-    (("--model.size=9B",), {}, 'model.size = "9B" is not known; use debug, 3-8B'),
-    (("--check", "0"), {}, "--check 0: give a number of processes"),
-    (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
-    (("--recipe=none",), {}, "recipe = 'none': there is no program"),
-    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist here"),
-    (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
-    ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data ranks; use 15 or 18"),
-    (("--parallelism.replicate=2",), {"NPROC": "3"}, "replicate = 2 does not divide the 3 processes; use 1 or 3"),
-    ((), {"NPROC": "two"}, "NPROC=two is not a whole number"),
-    ((), {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
-    ((), {"NNODES": "2"}, "NNODES=2, but NODE_RANK and MASTER_ADDR not set"),
-]
-
-
-@pytest.mark.parametrize(("words", "variables", "message"), MISTAKES, ids=lambda value: str(value)[:40])
-def test_a_mistake_gets_one_sentence_at_once_and_leaves_nothing(
-    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], message: str
-) -> None:
-    begun = time.monotonic()
-    done = run(tmp_path, *words, variables=variables)
-    seconds = time.monotonic() - begun
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
-    assert done.returncode == 2
-    assert seconds < 2.0
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("words", [("--help",), ("--training.stepz=3",)], ids=" ".join)
-def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, words: tuple[str, ...]) -> None:
-    times = []
-    for _ in range(3):
-        begun = time.monotonic()
-        done = run(tmp_path, *words, variables={"PYTHONPROFILEIMPORTTIME": "1"} if not times else {})
-        times.append(time.monotonic() - begun)
-        assert not re.search(r"\|\s+torch$", done.stderr, flags=re.MULTILINE)
-        assert bool(times) or re.search(r"\|\s+pydantic$", done.stderr, flags=re.MULTILINE)  # the look-out works
-    assert min(times) < 1.0  # the best of three: the machine may be busy, the program is not
-
-
 def test_a_terminal_gets_one_live_line(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     options = SMALL | {"validation.interval": "3", "validation.batches": "1", "run.name": "r"}
@@ -384,54 +260,3 @@ def test_a_deterministic_run_is_repeated_to_the_bit(tmp_path: Path) -> None:
         done = run(tmp_path, **SMALL | {"run.deterministic": "true", "run.name": name})
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "runs/one") == losses(tmp_path / "runs/two")
-
-
-def test_a_python_without_the_install_is_told_what_to_run(tmp_path: Path) -> None:
-    venv.create(tmp_path / "bare", with_pip=False)
-    done = run(tmp_path, variables={"PATH": f"{tmp_path / 'bare' / 'bin'}:/usr/bin:/bin"})
-    assert done.returncode == 2
-    assert "bare/bin/python lacks torch, pydantic, tiktoken, tomli; run: pip install -e " in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_port_in_use_is_told(tmp_path: Path) -> None:
-    with socket.socket() as server:
-        server.bind(("0.0.0.0", 0))
-        server.listen()
-        port = str(server.getsockname()[1])
-        machines = {"NPROC": "1", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        launched = run(tmp_path, variables=machines)
-        rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        by_hand = run(tmp_path, variables=rank)
-    for done in (launched, by_hand):
-        assert done.returncode == 2
-        assert "MASTER_PORT" in done.stderr
-        assert "is in use on this machine" in done.stderr
-        assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_offloading_from_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
-    done = run(tmp_path, **SMALL | {"parallelism.cpu_offload": "true"})
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: parallelism.cpu_offload = true moves weights from a GPU")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
-    done = run(tmp_path, **SMALL | {"run.device": "cuda"})
-    assert done.returncode == 2
-    assert "run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu'" in done.stderr
-    # The machine has GPUs and torch cannot use them: training on the CPU in silence would waste them.
-    done = run(tmp_path, variables={"CUDA_VISIBLE_DEVICES": "0"}, **SMALL)
-    assert done.returncode == 2
-    assert "this machine has 1 GPU(s) that the installed torch" in done.stderr
-
-
-def test_check_answers_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
-    recipe = str(ROOT / "train_configs/llama3_8b.toml")
-    have = ["--data.source=synthetic", "--tokenizer.encoding=bytes"]
-    assert run(tmp_path, recipe, *have, "--check", "128").returncode == 0
-    refused = run(tmp_path, recipe, *have, "--check", "96")
-    assert refused.returncode == 2
-    assert "training.global_batch_size = 128 does not divide over 96 data ranks" in refused.stderr

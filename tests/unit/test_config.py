@@ -106,6 +106,7 @@ def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
         ("[run]\ndeterministic = 1", "run.deterministic = 1 must be true or false"),
         ("[run]\nname = 7", "run.name = 7 must be a name of letters, digits and . _ + = @ -"),
         ('[run]\nname = "a/b"', 'run.name = "a/b" must be a name of letters, digits and . _ + = @ -'),
+        ('[run]\nname = ".."', 'run.name = ".." must be a name of letters, digits'),
         ("[run]\ndir = 7", "run.dir = 7 must be text"),
         ("[run]\ndir = 2024-01-01", "2024-01-01 is a date or a time, which no key takes; as text it stands in quotes"),
         ("model = 3", "model = 3 is not a table; write [model] and its keys below"),

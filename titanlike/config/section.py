@@ -20,7 +20,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Name = Annotated[str, Field(pattern=r"^[\w.+=@-]*$")]  # of a folder
+Name = Annotated[str, Field(pattern=r"^([\w+=@-][\w.+=@-]*)?$")]  # of a folder: no path, not hidden
 
 T = TypeVar("T")
 

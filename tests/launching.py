@@ -1,0 +1,73 @@
+"""Run `./run_train.sh` as a user does, in real processes, and read what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+# A moment's work, for what is not about the numbers of the debug recipe itself.
+SMALL = {
+    "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "96",
+    "data.source": "synthetic", "training.seq_len": "32", "schedule.warmup_steps": "2", "validation.interval": "0",
+    "sample.tokens": "0", "metrics.interval": "1", "metrics.tensorboard": "false", "training.steps": "6",
+}  # fmt: skip
+
+
+def command(*words: str, **overrides: str) -> list[str]:
+    return [str(ROOT / "run_train.sh"), *words, *(f"--{key}={value}" for key, value in overrides.items())]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Ours, with this python first on the path and without what another launcher may have set."""
+    kept = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "MASTER_PORT")
+    }
+    return (
+        kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""} | variables
+    )
+
+
+def run(
+    folder: Path, *words: str, variables: dict[str, str] | None = None, **overrides: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words, **overrides), cwd=folder, env=environment(**variables or {}), capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+
+
+def start(folder: Path, variables: dict[str, str] | None = None, **overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(**overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def records(run_folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(run_folder) if "loss" in record}
+
+
+def wait_for(path: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def descendants(parent: int) -> list[int]:
+    """A process and all that it started."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found = [parent]
+    for process in found:
+        found += [child for child, ppid in pairs if ppid == process]
+    return found

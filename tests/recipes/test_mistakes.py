@@ -1,0 +1,129 @@
+"""A user's mistakes: each gets one sentence, at once, and leaves nothing behind."""
+
+import re
+import socket
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, SMALL, run
+from titanlike.start import program_of
+
+MISTAKES = [
+    (("--training.stepz=3",), {}, "training.stepz = 3: there is no such key; did you mean training.steps?"),
+    (("--training.steps", "abc"), {}, 'training.steps = "abc" must be a whole number, at least 1'),
+    (("--steps=5",), {}, "--steps: there is no such option; did you mean --training.steps?"),
+    (("--training=5",), {}, "--training is a table; name one of its keys, as in --training.steps=..."),
+    (("--optimizer.lr",), {}, "--optimizer.lr needs a value"),
+    (("--run.name", "--training.steps=5"), {}, "--run.name needs a value"),
+    (("--run.name=\udcff",), {}, "--run.name: '\\udcff' is not text in this terminal's encoding"),
+    (("--tokenizer.encoding=nope",), {}, "tokenizer.encoding = 'nope' is neither a file nor a tiktoken encoding"),
+    (
+        ("--model.num_heads=7", "--model.num_kv_heads=1", "--model.dim=300000000"),
+        {},
+        "num_heads = 7 does not divide model.dim = 300000000; use 6,",
+    ),
+    (("-x",), {}, "-x: an option starts with two dashes"),
+    (("a.toml", "b.toml"), {}, "a.toml b.toml: one recipe at a time"),
+    (("none.toml",), {}, "none.toml: there is no such recipe"),
+    (("--model.name=lama",), {}, 'model.name = "lama" is not known; did you mean "llama"?'),
+    (("--model.size=9B",), {}, 'model.size = "9B" is not known; use debug, 3-8B'),
+    (("--check", "0"), {}, "--check 0: give a number of processes"),
+    (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
+    (("--recipe=none",), {}, "recipe = 'none': there is no program"),
+    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist here"),
+    (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
+    ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data ranks; use 15 or 18"),
+    (("--parallelism.replicate=2",), {"NPROC": "3"}, "replicate = 2 does not divide the 3 processes; use 1 or 3"),
+    ((), {"NPROC": "two"}, "NPROC=two is not a whole number"),
+    ((), {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
+    ((), {"NNODES": "2"}, "NNODES=2, but NODE_RANK and MASTER_ADDR not set"),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "message"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_gets_one_sentence_at_once_and_leaves_nothing(
+    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], message: str
+) -> None:
+    begun = time.monotonic()
+    done = run(tmp_path, *words, variables=variables)
+    seconds = time.monotonic() - begun
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2
+    assert seconds < 2.0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--training.stepz=3",)], ids=" ".join)
+def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, words: tuple[str, ...]) -> None:
+    times = []
+    for _ in range(3):
+        begun = time.monotonic()
+        done = run(tmp_path, *words, variables={"PYTHONPROFILEIMPORTTIME": "1"} if not times else {})
+        times.append(time.monotonic() - begun)
+        assert not re.search(r"\|\s+torch$", done.stderr, flags=re.MULTILINE)
+        assert bool(times) or re.search(r"\|\s+pydantic$", done.stderr, flags=re.MULTILINE)  # the look-out works
+    assert min(times) < 1.0  # the best of three: the machine may be busy, the program is not
+
+
+def test_a_python_without_the_install_is_told_what_to_run(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    done = run(tmp_path, variables={"PATH": f"{tmp_path / 'bare' / 'bin'}:/usr/bin:/bin"})
+    assert done.returncode == 2
+    assert "bare/bin/python lacks torch, pydantic, tiktoken, tomli; run: pip install -e " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        machines = {"NPROC": "1", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launched = run(tmp_path, variables=machines)
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        by_hand = run(tmp_path, variables=rank)
+    for done in (launched, by_hand):
+        assert done.returncode == 2
+        assert "MASTER_PORT" in done.stderr
+        assert "is in use on this machine" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_offloading_from_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, **SMALL | {"parallelism.cpu_offload": "true"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: parallelism.cpu_offload = true moves weights from a GPU")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, **SMALL | {"run.device": "cuda"})
+    assert done.returncode == 2
+    assert "run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu'" in done.stderr
+    # The machine has GPUs and torch cannot use them: training on the CPU in silence would waste them.
+    done = run(tmp_path, variables={"CUDA_VISIBLE_DEVICES": "0"}, **SMALL)
+    assert done.returncode == 2
+    assert "this machine has 1 GPU(s) that the installed torch" in done.stderr
+
+
+def test_check_answers_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
+    recipe = str(ROOT / "train_configs/llama3_8b.toml")
+    have = ["--data.source=synthetic", "--tokenizer.encoding=bytes"]
+    assert run(tmp_path, recipe, *have, "--check", "128").returncode == 0
+    refused = run(tmp_path, recipe, *have, "--check", "96")
+    assert refused.returncode == 2
+    assert "training.global_batch_size = 128 does not divide over 96 data ranks" in refused.stderr
+
+
+def test_a_recipe_that_names_no_program_means_the_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "pretrain.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "silent.toml").write_text("")
+    assert program_of(tmp_path / "silent.toml") == ROOT / "recipes" / "pretrain.py"
+    (tmp_path / "naming.toml").write_text('recipe = "pretrain"')
+    assert program_of(tmp_path / "naming.toml") == tmp_path / "pretrain.py"
