@@ -12,6 +12,7 @@ if __name__ == "__main__":
     recipe = start(PretrainRecipe)  # before torch is imported: a wrong recipe is refused within a second
 
 import gc
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,9 @@ from titanlike.optimizer import (
     set_learning_rate,
     stop_if_not_finite,
 )
-from titanlike.parallelisms.mesh import build_mesh, data_coordinate
+from titanlike.parallelisms.context import context_places
+from titanlike.parallelisms.mesh import Mesh, build_mesh
+from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.run_folder import RunFolder, as_json, check_resume, headlines, machine_facts
 from titanlike.transform import transform
 
@@ -47,9 +50,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
     # Ranks: how many share what.
     parallelism = recipe.parallelism.resolve(distributed.world_size())
-    layout = {"replicate": parallelism.replicate, "shard": parallelism.shard}
-    mesh = build_mesh(device.type, **layout)
-    data_rank, data_ranks = data_coordinate(mesh)
+    mesh = build_mesh(device.type, **parallelism.dimensions())
 
     # Data: text to tokens, tokens to batches that depend on the seed and the step alone.
     tokenizer = build_tokenizer(recipe.tokenizer.encoding, recipe.model.vocab_size)
@@ -61,10 +62,12 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
             Windows(tokens, training.seq_len, held_out=held_out, validation_every=recipe.data.validation_every),
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
-            data_rank=data_rank,
-            data_ranks=data_ranks,
+            data_rank=mesh.data_rank,
+            data_ranks=mesh.data_ranks,
+            places=context_places(training.seq_len, mesh.context),
             seed=recipe.run.seed,
             device=device,
+            noise=recipe.model.dropout > 0 and not held_out,
         )
 
     train_batches = batches(held_out=False)
@@ -74,7 +77,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     run, machine = RunFolder(recipe), machine_facts(device)
     checkpoints = Checkpoints(run.checkpoints, keep=recipe.checkpoint.keep)
     saved = checkpoints.latest()
-    inexact = check_resume(saved, recipe, data_id, layout, machine) if saved else []
+    inexact = check_resume(saved, recipe, data_id, mesh.sizes, machine) if saved else []
     first_step = saved.step + 1 if saved else 1
     beginning = run.beginning(saved, inexact)
 
@@ -84,6 +87,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     model = transform(
         model,
         mesh,
+        split=parallelism.split(recipe.model),
         training=training,
         parallelism=parallelism,
         activation_checkpoint=recipe.activation_checkpoint,
@@ -111,7 +115,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         gc.disable()
 
     with monitor:
-        for line in headlines(recipe, layout, device_name(device), len(tokens)):
+        for line in headlines(recipe, mesh.sizes, device_name(device), len(tokens)):
             monitor.note(line)
         if beginning:
             monitor.note(beginning)
@@ -121,8 +125,8 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
                 microbatches = train_batches.microbatches(step)
 
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
-            loss, local_loss = forward_backward(model, microbatches)
-            grad_norm = gradient_norm(model)
+            loss, local_loss = forward_backward(model, microbatches, mesh)
+            grad_norm = gradient_norm(model, mesh.pipeline)
             stop_if_not_finite(step, loss, local_loss, grad_norm, model)
             clip_gradients(model, grad_norm, training.max_norm)
             optimizer.step()
@@ -132,16 +136,17 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
             if validation_batches and due(step, recipe.validation.interval, training.steps):
                 with monitor.not_training():
-                    monitor.validation(step, validate(model, validation_batches, recipe.validation.batches))
+                    monitor.validation(step, validate(model, validation_batches, recipe.validation.batches, mesh))
             if recipe.checkpoint.enabled and due(step, recipe.checkpoint.interval, training.steps):
                 with monitor.not_training():
-                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, layout, machine))
+                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, mesh.sizes, machine))
             if due(step, training.gc_interval, training.steps):
                 gc.collect(1)
 
     if recipe.sample.tokens:
         text = generate(
             model,
+            mesh,
             tokenizer,
             recipe.sample.prompt,
             num_tokens=recipe.sample.tokens,
@@ -154,27 +159,40 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     monitor.note(f"done: {run.path}")
 
 
-def forward_backward(model: nn.Module, microbatches: list[Batch]) -> tuple[Tensor, Tensor]:
+def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """Gradients of the loss over the global batch. Returns that loss, and this rank's part of it."""
     # Every token weighs the same, on whatever rank and in whatever micro-batch: count them all, then divide each sum.
-    num_tokens = distributed.sum_over(torch.stack([num_valid(batch.labels) for batch in microbatches]).sum())
-    local_loss = torch.zeros((), device=num_tokens.device)
-    for batch in microbatches:
-        loss = cross_entropy_sum(model(batch.tokens), batch.labels) / num_tokens
-        loss.backward()
-        local_loss += loss.detach()
-    return distributed.sum_over(local_loss.clone()), local_loss
+    counts = [num_valid(batch.labels) for batch in microbatches]
+    num_tokens = distributed.sum_over(torch.stack(counts).sum(), mesh.tokens)
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy_sum(logits, labels, mesh.vocabulary) / num_tokens
+
+    if isinstance(model, Pipeline):
+        local_loss = model.forward_backward(microbatches, loss_of)
+    else:
+        local_loss = torch.zeros((), device=num_tokens.device)
+        for batch in microbatches:
+            loss = loss_of(model(**batch.inputs), batch.labels)
+            loss.backward()
+            local_loss += loss.detach()
+    return distributed.sum_over(local_loss.clone(), [*mesh.tokens, mesh.pipeline.get_group()]), local_loss
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Batches, num_batches: int) -> float:
+def validate(model: nn.Module, batches: Batches, num_batches: int, mesh: Mesh) -> float:
     """Mean loss a token over held-out batches: the same ones each time, the same number on every rank."""
-    total = torch.zeros(2, device=batches.device, dtype=torch.float64)
+    total, num_tokens = torch.zeros(2, device=batches.device, dtype=torch.float64)
+    loss_of = partial(cross_entropy_sum, vocabulary=mesh.vocabulary)
     for index in range(1, batches.num_distinct(num_batches) + 1):
-        for batch in batches.microbatches(index):
-            total += torch.stack([cross_entropy_sum(model(batch.tokens), batch.labels), num_valid(batch.labels)])
-    loss, num_tokens = distributed.sum_over(total).tolist()
-    return loss / num_tokens
+        microbatches = batches.microbatches(index)
+        if isinstance(model, Pipeline):
+            total += model.evaluate(microbatches, loss_of)
+        else:
+            total += sum(loss_of(model(**batch.inputs), batch.labels) for batch in microbatches)
+        num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
+    distributed.sum_over(total, [*mesh.tokens, mesh.pipeline.get_group()])
+    return (total / distributed.sum_over(num_tokens, mesh.tokens)).item()
 
 
 def due(step: int, interval: int, last: int) -> bool:

@@ -7,6 +7,10 @@ import pytest
 from tests.pool import Pool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", help="write what the parity tests measure to this JSON file")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
     """`ranks(4)` is a pool of four processes in one gloo group, kept for the whole session."""

@@ -1,19 +1,25 @@
 """Train a tiny model by the shipped program, under any layout, and read what came of it."""
 
 import dataclasses
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
+import torch.distributed as dist
+from torch import nn
 
-from recipes.pretrain import main
+from recipes import pretrain
 from tests.pool import Pool
 from titanlike.config import PretrainRecipe
 from titanlike.config.models import GPT, Llama
 from titanlike.models import build_model
+from titanlike.models.initialize import initialize
+from titanlike.parallelisms.mesh import Mesh, build_mesh
+from titanlike.transform import transform
+from titanlike.verify import Result, differences
+
+mesh_of = functools.cache(build_mesh)
 
 LLAMA = Llama(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 GPT_ = GPT(dim=64, num_layers=3, num_heads=4, vocab_size=320)
@@ -42,22 +48,25 @@ def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
     return dataclasses.replace(base, **made)
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run leaves behind."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    validation: list[float]
-    state: dict[str, dict[str, Tensor]]  # "model" and "optimizer", whole tensors by name
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return self.state["model"]
+def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
+    """This rank's part of the recipe's model, with its first values, and the mesh, as the program makes them."""
+    layout = recipe.parallelism.resolve(dist.get_world_size())
+    mesh = mesh_of("cpu", **layout.dimensions())
+    with torch.device("meta"):
+        model: nn.Module = build_model(recipe.model)
+    model = transform(
+        model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout,
+        activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+    )  # fmt: skip
+    initialize(model, torch.device("cpu"), recipe.run.seed)
+    return model, mesh
 
 
 def _train(recipe: PretrainRecipe) -> None:
-    main(recipe, torch.device("cpu"))
+    # Groups are made once for each layout, and the compiler starts afresh: a process here outlives many runs.
+    pretrain.build_mesh = mesh_of  # type: ignore[assignment]
+    torch._dynamo.reset()
+    pretrain.main(recipe, torch.device("cpu"))
 
 
 def train(pool: Pool, recipe: PretrainRecipe) -> Result:
@@ -68,41 +77,13 @@ def train(pool: Pool, recipe: PretrainRecipe) -> Result:
 
 def result(recipe: PretrainRecipe) -> Result:
     """Read a run's metrics and its last checkpoint."""
-    folder = Path(recipe.run.dir, recipe.run.name)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "loss" in record]
-    return Result(
-        losses=[record["loss"] for record in steps],
-        grad_norms=[record["grad_norm"] for record in steps],
-        validation=[record["validation_loss"] for record in records if "validation_loss" in record],
-        state=whole_state(sorted((folder / "checkpoints").iterdir())[-1], recipe),
-    )
+    return Result.of(Path(recipe.run.dir, recipe.run.name))
 
 
-def whole_state(checkpoint: Path, recipe: PretrainRecipe) -> dict[str, dict[str, Tensor]]:
-    """A checkpoint's tensors without any layout."""
-    with torch.device("meta"):
-        names = {name: parameter.shape for name, parameter in build_model(recipe.model).named_parameters()}
-    state = {
-        "model": {name: torch.empty(shape) for name, shape in names.items()},
-        "optimizer": {
-            f"state.{name}.{moment}": torch.empty(shape)
-            for name, shape in names.items()
-            for moment in ("exp_avg", "exp_avg_sq")
-        },
-    }
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-    return state
-
-
-def assert_same(one: Result, other: Result, *, loss: float = 1e-5, norm: float = 1e-4, weights: float = 1e-4) -> None:
+def assert_same(
+    found: Result, expected: Result, *, loss: float = 1e-5, norm: float = 1e-4, weights: float = 1e-4
+) -> None:
     """Losses, gradient norms, validation and every weight agree to these relative tolerances."""
-    torch.testing.assert_close(torch.tensor(one.losses), torch.tensor(other.losses), rtol=loss, atol=0)
-    torch.testing.assert_close(torch.tensor(one.grad_norms), torch.tensor(other.grad_norms), rtol=norm, atol=0)
-    torch.testing.assert_close(torch.tensor(one.validation), torch.tensor(other.validation), rtol=loss, atol=0)
-    assert one.weights.keys() == other.weights.keys()
-    for name, value in one.weights.items():
-        # A weight that has stayed near 0 is compared with one step of the optimizer.
-        scale = max(value.abs().max().item(), TINY["optimizer"]["lr"])
-        worst = (value - other.weights[name]).abs().max().item() / scale
-        assert worst <= weights, f"{name} differs by {worst:.1e} of its largest value"
+    tolerances = {"loss": loss, "gradient norm": norm, "weights": weights}
+    for what, (worst, where) in differences(found, expected).items():
+        assert worst <= tolerances[what], f"{what} differs by {worst:.1e} ({where}), more than {tolerances[what]:.0e}"

@@ -1,20 +1,25 @@
 """What cannot work, said before anything starts: one pure look at the recipe, and one at the files that it names."""
 
 import glob
+import math
 import os
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.layout import SCHEDULES
 from titanlike.config.models import Llama
-from titanlike.config.sections import one_of
+from titanlike.config.section import one_of
 
 
 def check(recipe: PretrainRecipe, world_size: int) -> None:
     """Raise `UserError` with one line for each thing in the recipe that cannot work on so many processes."""
     problems = [*_model_problems(recipe), *_schedule_problems(recipe), *_option_problems(recipe)]
+    problems += [*_tensor_problems(recipe), *_stage_problems(recipe)]
     try:
         layout = recipe.parallelism.resolve(world_size)
-        recipe.training.num_microbatches(layout.replicate * layout.shard)
+        data_ranks = layout.replicate * layout.shard
+        num_microbatches = recipe.training.num_microbatches(data_ranks)
+        problems += _microbatch_problems(recipe, num_microbatches, recipe.training.global_batch_size // data_ranks)
     except UserError as problem:
         problems.append(str(problem))
     if problems:
@@ -84,6 +89,114 @@ def _model_problems(recipe: PretrainRecipe) -> list[str]:
             f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's 257 tokens; use 257 or more"
         )
     return problems
+
+
+def _tensor_problems(recipe: PretrainRecipe) -> list[str]:
+    """What does not divide over the ranks that share matrices and sequences."""
+    model, parallelism, seq_len = recipe.model, recipe.parallelism, recipe.training.seq_len
+    tensor, context = parallelism.tensor, parallelism.context
+    problems = []
+    shared = {"num_heads": model.num_heads, "vocab_size": model.vocab_size}
+    if isinstance(model, Llama):
+        shared |= {"num_kv_heads": model.num_kv_heads, "ffn_dim": model.ffn_dim}
+    common = [n for n in range(1, tensor + 1) if all(size % n == 0 for size in shared.values())]
+    for name, size in shared.items():
+        if size % tensor:
+            step = math.lcm(64, tensor)
+            larger = f", or model.vocab_size = {-(-size // step) * step}" if name == "vocab_size" else ""
+            problems.append(
+                f"parallelism.tensor = {tensor} does not divide model.{name} = {size}; use {one_of(common)}{larger}"
+            )
+    pieces = tensor * (2 * context if context > 1 else 1)
+    if seq_len % pieces:
+        near = [n * pieces for n in (seq_len // pieces, seq_len // pieces + 1) if n]
+        why = "tensor" if context == 1 else "twice context" if tensor == 1 else "tensor x twice context"
+        problems.append(
+            f"training.seq_len = {seq_len} does not divide into {pieces} pieces ({why}); use {one_of(near)}"
+        )
+    if tensor > 1 and recipe.compile.mode == "model":
+        problems.append(f"compile.mode = 'model' does not go with parallelism.tensor = {tensor}; use 'block'")
+    if parallelism.async_tensor:
+        reasons = {
+            "there is nothing to overlap while parallelism.tensor = 1": tensor == 1,
+            "it is the compiler that overlaps, but compile.mode = 'none'": recipe.compile.mode == "none",
+            "it wants GPUs that reach each other's memory, but run.device = 'cpu'": recipe.run.device == "cpu",
+        }
+        problems += [
+            f"parallelism.async_tensor = true: {reason}; set it false" for reason, holds in reasons.items() if holds
+        ]
+    return problems
+
+
+def _stage_problems(recipe: PretrainRecipe) -> list[str]:
+    """What is wrong with the stages of the pipeline, whatever the batch."""
+    parallelism, num_layers = recipe.parallelism, recipe.model.num_layers
+    pipeline, name = parallelism.pipeline, parallelism.pipeline_schedule
+    schedule, per_rank, split = SCHEDULES[name], parallelism.pipeline_stages, parallelism.pipeline_split
+    if pipeline == 1:
+        given = "pipeline_split" if split else "pipeline_stages" if per_rank > 1 else ""
+        return (
+            [f"parallelism.{given} is set, but parallelism.pipeline = 1 has one stage; leave it out"] if given else []
+        )
+    if split and per_rank and len(split) != per_rank * pipeline:
+        return [
+            f"parallelism.pipeline_split has {len(split)} stages, but pipeline_stages x pipeline = {per_rank} x {pipeline}; "
+            "leave out pipeline_stages"
+        ]
+    if len(split) % pipeline:
+        return [
+            f"parallelism.pipeline_split has {len(split)} stages, which do not divide over pipeline = {pipeline} ranks; "
+            f"give {pipeline} or a multiple"
+        ]
+    per_rank = len(split) // pipeline or per_rank or schedule.stages_per_rank
+    if schedule.fixed and per_rank != schedule.stages_per_rank:
+        others = [other for other, kind in SCHEDULES.items() if not kind.fixed]
+        return [
+            f"parallelism.pipeline_schedule = '{name}' has {schedule.stages_per_rank} stage(s) on each rank, not {per_rank}; "
+            f"use {schedule.stages_per_rank}, or another schedule such as '{others[0]}'"
+        ]
+    if not split and per_rank * pipeline > num_layers:
+        return [
+            f"parallelism.pipeline = {pipeline} makes {per_rank * pipeline} stages with the schedule '{name}', but "
+            f"model.num_layers = {num_layers}; use {max(num_layers // per_rank, 1)} or less"
+        ]
+    if split and sum(split) != num_layers:
+        return [
+            f"parallelism.pipeline_split = {list(split)} has {sum(split)} blocks, but model.num_layers = {num_layers}; "
+            "make them equal, or leave it out"
+        ]
+    mode = recipe.activation_checkpoint.mode
+    if schedule.splits_backward and mode == "selective" and recipe.compile.mode == "none":
+        return [
+            f"parallelism.pipeline_schedule = '{name}' walks a block twice backward, and activation_checkpoint.mode = "
+            "'selective' can be recomputed once only; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'"
+        ]
+    return []
+
+
+def _microbatch_problems(recipe: PretrainRecipe, num_microbatches: int, share: int) -> list[str]:
+    """Whether the pipeline's schedule works with so many micro-batches, of the `share` of sequences that a rank has."""
+    parallelism = recipe.parallelism
+    pipeline, name = parallelism.pipeline, parallelism.pipeline_schedule
+    num_stages = pipeline * SCHEDULES[name].stages_per_rank
+
+    def works(count: int) -> bool:
+        if name in ("1f1b", "dualpipev"):
+            return count >= num_stages
+        if name in ("interleaved_1f1b", "zero_bubble"):
+            return count % max(1, count // pipeline) == 0
+        return True
+
+    if pipeline == 1 or works(num_microbatches):
+        return []
+    wants = f"{num_stages} or more" if name in ("1f1b", "dualpipev") else f"a multiple of {pipeline}"
+    sizes = [size for size in range(1, share + 1) if share % size == 0 and works(share // size)]
+    remedy = f"use training.local_batch_size = {one_of(sizes[-3:])}" if sizes else "raise training.global_batch_size"
+    return [
+        f"parallelism.pipeline_schedule = '{name}' over {pipeline} ranks wants {wants} micro-batches, but a rank has "
+        f"{num_microbatches} ({share} sequences, training.local_batch_size = {recipe.training.local_batch_size}); "
+        f"{remedy}, or another schedule such as 'gpipe'"
+    ]
 
 
 def _schedule_problems(recipe: PretrainRecipe) -> list[str]:

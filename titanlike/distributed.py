@@ -4,12 +4,13 @@ import datetime
 import hashlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from titanlike import environment
@@ -121,10 +122,55 @@ def barrier() -> None:
     dist.barrier()
 
 
-def sum_over(tensor: Tensor) -> Tensor:
-    """The sum over ranks, in place, without the host waiting for it on a GPU."""
-    dist.all_reduce(tensor)
+def sum_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The sum over one group of ranks after the other, in place, without the host waiting for it on a GPU."""
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(tensor, group=group)
     return tensor
+
+
+# torch 2.13 has new names for these, and warnings for the old ones.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+
+
+def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's tensor, one after the other along `dim`. Each rank's gradient is the sum of what all make of its part."""
+    return _Gather.apply(tensor, dim, group)
+
+
+def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, of which each gets its share along `dim`. The gradient is that of all shares."""
+    return _ScatterSum.apply(tensor, dim, group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.wait_tensor(_reduce_scatter(gradient.contiguous(), "sum", ctx.dim, ctx.group)), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return collectives.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(gradient, ctx.dim, ctx.group), None, None
+
+
+def _gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    # Along the first dimension, then moved: torch 2.11 cannot compile its own way of gathering along another one.
+    gathered = collectives.wait_tensor(_all_gather(tensor.contiguous(), 0, group))
+    return torch.cat(gathered.chunk(group.size()), dim) if dim else gathered
 
 
 def seed_of(seed: int, name: str) -> int:

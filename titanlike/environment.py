@@ -175,6 +175,20 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def variables(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process to be started here: ours with these changes, and no place in another job."""
+    identifying = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_JOB_NUM_NODES",
+    )
+    return {name: value for name, value in os.environ.items() if name not in identifying} | dict(changes)
+
+
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set variables that a library reads, except those that the user has set."""
     for name, value in variables.items():

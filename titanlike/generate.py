@@ -4,12 +4,15 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.tokenizer import Tokenizer
-from titanlike.distributed import seed_of
+from titanlike.distributed import gather_along, seed_of
+from titanlike.parallelisms.context import context_places, gather_sequence
+from titanlike.parallelisms.mesh import Mesh
 
 
 @torch.no_grad()
 def generate(
     model: nn.Module,
+    mesh: Mesh,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -21,15 +24,22 @@ def generate(
 ) -> str:
     """The prompt and what follows it. Every rank calls it and gets the same text: a sharded model needs them all.
 
-    The model always sees `window` places, so that compiled code fits; what stands behind the text does not matter to a
-    causal model.
+    The model always sees as many places, `window` or what divides over the ranks that share a sequence, so that compiled
+    code fits; what stands behind the text does not matter to a causal model.
     """
+    unit = 2 * mesh.sizes["context"] * mesh.sizes["tensor"]
+    window = max(window // unit, 1) * unit
+    places = context_places(window, mesh.context).to(device)
     generator = torch.Generator().manual_seed(seed_of(seed, "sample"))
     tokens: list[int] = tokenizer.encode(prompt).tolist() or [tokenizer.end_of_text]
     for _ in range(num_tokens):
         seen = tokens[-window:]
         padded = torch.tensor([seen + [0] * (window - len(seen))], device=device)
-        logits: Tensor = model(padded)[0, len(seen) - 1, : tokenizer.vocab_size].float().cpu()
+        logits: Tensor = model(tokens=padded[:, places], positions=places[None])
+        logits = gather_sequence(logits, 1, mesh.context)[:, len(seen) - 1]  # (1, vocabulary)
+        if mesh.vocabulary is not None:
+            logits = gather_along(logits, 1, mesh.vocabulary)
+        logits = logits[0, : tokenizer.vocab_size].float().cpu()
         token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
         if token == tokenizer.end_of_text:
             break

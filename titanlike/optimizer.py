@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlike import distributed
@@ -48,10 +50,31 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(model: nn.Module) -> Tensor:
-    """The norm of all gradients together, over all ranks and all shards."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def gradient_norm(model: nn.Module, pipeline: DeviceMesh | None = None) -> Tensor:
+    """The norm of all gradients together, over all shards, and over the ranks of a pipeline that hold other blocks."""
+    copies = getattr(model, "copies", {})  # counted where their original is
+    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # by the groups of ranks that have the other shards
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and name not in copies:
+            groups = _sharers(parameter.grad)
+            shards.setdefault(groups, []).append(_local(parameter.grad))
+    squares = [
+        distributed.sum_over(torch.nn.utils.get_total_norm(gradients).square(), groups)
+        for groups, gradients in shards.items()
+    ]
+    across = [] if pipeline is None else [pipeline.get_group()]
+    return distributed.sum_over(torch.stack(squares).sum(), across).sqrt()
+
+
+def _sharers(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh, placements = gradient.device_mesh, gradient.placements
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 @torch.no_grad()
@@ -93,5 +116,4 @@ def _list(items: Sequence[object]) -> str:
 
 
 def _all_finite(gradient: Tensor) -> bool:
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(torch.isfinite(local).all())
+    return bool(torch.isfinite(_local(gradient)).all())

@@ -36,8 +36,8 @@ FREE_KEYS = {
 }  # fmt: skip
 # Of these, what rounds otherwise or ends elsewhere: the run goes on, and is no longer the same to the bit.
 INEXACT = (
-    "training.steps", "training.local_batch_size", "optimizer.fused", "parallelism.cpu_offload", "compile.",
-    "activation_checkpoint.",
+    "training.steps", "training.local_batch_size", "optimizer.fused", "parallelism.cpu_offload",
+    "parallelism.pipeline_", "parallelism.async_tensor", "compile.", "activation_checkpoint.",
 )  # fmt: skip
 
 
@@ -89,16 +89,25 @@ class RunFolder:
 def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_tokens: int) -> list[str]:
     """What is about to be trained, in a few lines."""
     model, training = recipe.model, recipe.training
-    ranks = math.prod(layout.values())
+    ranks, data_ranks = math.prod(layout.values()), layout["replicate"] * layout["shard"]
+    share, num_microbatches = training.global_batch_size // data_ranks, training.num_microbatches(data_ranks)
+    stages = [str(number) for number in recipe.parallelism.split(model)]
+    what = {
+        "pipeline": f"{recipe.parallelism.pipeline_schedule}, stages of {' + '.join(stages)} blocks",
+        "replicate": "copies of the model",
+        "shard": "shares of weights, gradients and optimizer state",
+        "context": f"shares of a sequence, {training.seq_len // layout['context']} tokens each",
+        "tensor": f"shares of a matrix, {model.num_heads // layout['tensor']} heads each",
+    }
     return [
         f"run     {Path(recipe.run.dir, recipe.run.name)}",
         f"model   {model.name} {model.size}: {model.num_parameters():,} parameters, "
         f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP a token",
         f"data    {recipe.data.source}: {num_tokens:,} tokens, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
-        f"{training.num_microbatches(ranks)} x {min(training.local_batch_size, training.global_batch_size // ranks)}",
-        f"ranks   {ranks} on {device}: {' x '.join(f'{name} {size}' for name, size in layout.items())}; "
-        f"compute {training.compute_dtype}, compile {recipe.compile.mode}",
+        f"{num_microbatches} x {share // num_microbatches}",
+        f"ranks   {ranks} on {device}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
+        *(f"          {name:<9} {size:>4}  {what[name]}" for name, size in layout.items() if size > 1),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from titanlike import environment
 from titanlike.check import check, check_files
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.load import nearest, read
 from titanlike.config.schema import describe, help_text
 from titanlike.config.sections import Run
@@ -27,6 +27,7 @@ DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
 USAGE = """\
 usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
        ./run_train.sh RECIPE.toml --check N     is this recipe right for N processes, anywhere? starts nothing
+       ./run_train.sh RECIPE.toml --resolved    the whole recipe, every key written out
        ./run_train.sh --help                    this text: every key, its kind, its default and the reason for it
 
 Without a recipe it trains train_configs/debug.toml. NPROC=n sets the number of processes on this machine; by default it is
@@ -40,6 +41,7 @@ class Arguments:
         self.recipe = DEFAULT_RECIPE
         self.overrides: dict[str, str] = {}
         self.help = False
+        self.resolved = False
         self.check: int | None = None  # for so many processes
         self.here = True  # and with the files of this machine
         words = list(argv)
@@ -49,6 +51,8 @@ class Arguments:
             name, equals, value = word.removeprefix("--").partition("=")
             if word in ("-h", "--help"):
                 self.help = True
+            elif word == "--resolved":
+                self.resolved = True
             elif not word.startswith("-"):
                 paths.append(word)
             elif not word.startswith("--") or not name:
@@ -82,6 +86,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             sys.exit(0)
         _refuse_unknown_options(recipe_type, arguments)
         recipe = load(recipe_type, arguments.recipe, arguments.overrides)
+        if arguments.resolved:
+            print(to_toml(recipe), end="")
+            sys.exit(0)
         check(recipe, arguments.check or ranks.world_size)
         if arguments.here:
             check_files(recipe)

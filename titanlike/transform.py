@@ -1,29 +1,59 @@
 """The one order of the transforms: a plain model on the meta device in, this rank's trainable model out."""
 
+from collections.abc import Mapping, Sequence
+from typing import cast
+
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlike.models import blocks
+from titanlike.models.layers import TiedHead
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
+from titanlike.parallelisms.context import apply_context
 from titanlike.parallelisms.fsdp import apply_fsdp
-from titanlike.parallelisms.mesh import data_mesh
+from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.parallelisms.tensor import apply_tensor, overlap_tensor
 
 
 def transform(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     *,
+    split: Sequence[int],
     training: Training,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> nn.Module:
-    """Apply what the recipe asks for, in the order in which the parts need each other."""
+    """Apply what the recipe asks for, in the order in which the parts need each other.
+
+    `split` has the number of blocks of each pipeline stage. The result is the model itself or, where there is more than one
+    stage, the `Pipeline` that holds this rank's part of it.
+    """
+    plan = cast(Mapping[str, str], model.tensor_plan)
+    compute_dtype = getattr(torch, training.compute_dtype)
     model.to(getattr(torch, training.master_dtype))
+    # First of all: what is on another rank needs no transform.
+    parts = [model]
+    if mesh.pipeline.size() > 1:
+        model = Pipeline(
+            model,
+            mesh.pipeline,
+            schedule=parallelism.pipeline_schedule,
+            split=split,
+            dtype=compute_dtype,
+            tensor=mesh.tensor.size(),
+        )
+        parts = list(model.parts.values())
+    for part in parts:
+        apply_tensor(part, plan, mesh.tensor)
+    if parallelism.async_tensor:
+        overlap_tensor(mesh.tensor)
     layers = blocks(model)
+    apply_context(layers, mesh.context)
     apply_activation_checkpoint(
         layers,
         mode=activation_checkpoint.mode,
@@ -32,29 +62,33 @@ def transform(
     )
     # After checkpointing: the compiler sees what is recomputed and plans for it.
     apply_compile(model, layers, mode=compile.mode, backend=compile.backend)
+    reshard = parallelism.reshard_after_forward
+    if reshard == "auto" and len(split) > 1:
+        reshard = "never"  # every micro-batch would gather a stage's weights again
     # Last: its hooks gather weights around a block, outside of what was compiled.
-    apply_fsdp(
-        model,
-        data_mesh(mesh),
-        units=[] if compile.mode == "model" else _units(model, layers),
-        compute_dtype=getattr(torch, training.compute_dtype),
-        reduce_dtype=getattr(torch, training.reduce_dtype),
-        reshard_after_forward=parallelism.reshard_after_forward,
-        cpu_offload=parallelism.cpu_offload,
-    )
+    for part in parts:
+        apply_fsdp(
+            part,
+            mesh.weights,
+            units=[] if compile.mode == "model" else _units(part),
+            compute_dtype=compute_dtype,
+            reduce_dtype=getattr(torch, training.reduce_dtype),
+            reshard_after_forward=reshard,
+            cpu_offload=parallelism.cpu_offload,
+        )
     return model
 
 
-def _units(model: nn.Module, layers: nn.ModuleDict) -> list[nn.Module | list[nn.Module]]:
-    """What FSDP gathers at once: a block, and each end of the model that has weights of its own.
+def _units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:
+    """What FSDP gathers at once: a block, and each end that is here.
 
-    An embedding that is also the head stays with the root: it is used outside its own `forward`.
+    An embedding that is also the head stays with the root, and all that is not a block with it: it is used at both ends.
     """
-    units: list[nn.Module | list[nn.Module]] = list(layers.values())
-    if getattr(model, "output", None) is not None:
-        units = [
-            model.get_submodule("tok_embeddings"),
-            *units,
-            [model.get_submodule("norm"), model.get_submodule("output")],
-        ]
-    return units
+    children = dict(part.named_children())
+    layers = list(blocks(part).values())
+    if isinstance(children.get("output"), TiedHead):
+        return [*layers]
+    first = [children[name] for name in ("tok_embeddings", "pos_embeddings") if name in children]
+    last = [children[name] for name in ("norm", "output") if name in children]
+    units: list[nn.Module | list[nn.Module]] = [first, *layers, last]
+    return [unit for unit in units if unit != []]

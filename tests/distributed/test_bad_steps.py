@@ -31,8 +31,8 @@ def _step_with_nan(guilty: int) -> str:
     local_loss = torch.tensor(float("nan") if dist.get_rank() == guilty else 1.0)
     (model(torch.ones(1, 2)).sum() * local_loss).backward()
     assert model.weight.grad is not None
-    distributed.sum_over(model.weight.grad)
-    return _said(distributed.sum_over(local_loss.clone()), local_loss, model)
+    distributed.sum_over(model.weight.grad, [dist.group.WORLD])
+    return _said(distributed.sum_over(local_loss.clone(), [dist.group.WORLD]), local_loss, model)
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
@@ -49,7 +49,7 @@ def test_good_steps_pass(ranks: Ranks) -> None:
 
 def _step_with_infinite_shard(guilty: int) -> str:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    apply_fsdp(model, build_mesh("cpu", shard=2)["shard"], units=[], compute_dtype=torch.float32)
+    apply_fsdp(model, build_mesh("cpu", shard=2).weights, units=[], compute_dtype=torch.float32)
     model(torch.ones(1, 4)).sum().backward()
     if dist.get_rank() == guilty:
         gradient = model.get_parameter("1.weight").grad

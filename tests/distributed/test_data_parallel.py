@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.pool import Pool
-from tests.training import MODELS, Result, assert_same, tiny, train
+from tests.training import MODELS, assert_same, tiny, train
 from titanlike.config.sections import Parallelism
+from titanlike.verify import Result
 
 Ranks = Callable[[int], Pool]
 
@@ -53,7 +54,7 @@ def test_gradients_may_be_summed_in_bfloat16(ranks: Ranks, alone: dict[str, Resu
     found = train(ranks(2), tiny(tmp_path, "bfloat16", training=dict(reduce_dtype="bfloat16")))
     assert_same(found, alone["llama"], loss=1e-3, norm=1e-2, weights=0.05)
     in_float32 = train(ranks(2), tiny(tmp_path, "float32"))
-    assert found.grad_norms != in_float32.grad_norms  # two such runs would be equal to the bit
+    assert found.gradient_norms != in_float32.gradient_norms  # two such runs would be equal to the bit
 
 
 def test_bfloat16_on_two_ranks_is_bfloat16_on_one(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
+from tests.training import mesh_of
 from titanlike import distributed
 from titanlike.config import UserError
-from titanlike.parallelisms.mesh import DIMENSIONS, build_mesh, data_coordinate, data_mesh
+from titanlike.parallelisms.mesh import DIMENSIONS
 
 Ranks = Callable[[int], Pool]
 
@@ -22,7 +23,8 @@ def _talk() -> tuple[int, list[int], float, str]:
         said = ""
     except UserError as error:
         said = str(error)
-    return distributed.agree(rank + 7), distributed.gather(rank), distributed.sum_over(torch.tensor(1.5)).item(), said
+    total = distributed.sum_over(torch.tensor(1.5), [dist.group.WORLD]).item()
+    return distributed.agree(rank + 7), distributed.gather(rank), total, said
 
 
 def test_ranks_agree_gather_add_and_notice_a_difference(ranks: Ranks) -> None:
@@ -31,29 +33,43 @@ def test_ranks_agree_gather_add_and_notice_a_difference(ranks: Ranks) -> None:
         assert said.startswith("the data is not the same on all ranks: made by rank ")
 
 
-def _coordinates(**sizes: int) -> tuple[tuple[int, int], tuple[str, ...], tuple[str, ...]]:
-    mesh = build_mesh("cpu", **sizes)
-    return data_coordinate(mesh), mesh.mesh_dim_names or (), data_mesh(mesh).mesh_dim_names or ()
+def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], dict[str, list[int]]]:
+    mesh = mesh_of("cpu", **sizes)
+    with_me = {
+        name: dist.get_process_group_ranks(getattr(mesh, name).get_group())
+        for name in ("pipeline", "context", "tensor")
+    }
+    tokens = distributed.sum_over(torch.tensor([2 ** dist.get_rank()]), mesh.tokens).item()
+    summed = [rank for rank in range(dist.get_world_size()) if int(tokens) >> rank & 1]
+    return mesh.data_rank, mesh.data_ranks, tuple(mesh.weights.shape), summed, with_me
 
 
 @pytest.mark.parametrize(
-    ("sizes", "data_ranks", "dimensions"),
+    ("sizes", "data_ranks", "weights"),
     [
-        (dict(shard=4), [0, 1, 2, 3], ("shard",)),
-        (dict(replicate=4), [0, 1, 2, 3], ("replicate", "shard")),
-        (dict(replicate=2, shard=2), [0, 1, 2, 3], ("replicate", "shard")),
-        # Room for what is to come: ranks of one tensor, context or pipeline group read the same data.
-        (dict(shard=2, tensor=2), [0, 0, 1, 1], ("shard",)),
-        (dict(shard=2, context=2), [0, 0, 1, 1], ("shard",)),
-        (dict(pipeline=2, shard=2), [0, 1, 0, 1], ("shard",)),
+        (dict(shard=4), [0, 1, 2, 3], (4,)),
+        (dict(replicate=4), [0, 1, 2, 3], (4, 1)),
+        (dict(replicate=2, shard=2), [0, 1, 2, 3], (2, 2)),
+        # Ranks of one tensor, context or pipeline group read the same data; those of a context group shard weights too.
+        (dict(shard=2, tensor=2), [0, 0, 1, 1], (2,)),
+        (dict(shard=2, context=2), [0, 0, 1, 1], (4,)),
+        (dict(replicate=2, context=2), [0, 0, 1, 1], (2, 2)),
+        (dict(context=2, tensor=2), [0, 0, 0, 0], (2,)),
+        (dict(pipeline=2, shard=2), [0, 1, 0, 1], (2,)),
     ],
     ids=str,
 )
-def test_the_mesh_names_who_reads_what(
-    ranks: Ranks, sizes: dict[str, int], data_ranks: list[int], dimensions: tuple[str, ...]
+def test_the_mesh_knows_who_reads_what_and_who_shards_what(
+    ranks: Ranks, sizes: dict[str, int], data_ranks: list[int], weights: tuple[int, ...]
 ) -> None:
     found = ranks(4).run(_coordinates, **sizes)
-    assert [coordinate for (coordinate, _), _, _ in found] == data_ranks
-    assert {count for (_, count), _, _ in found} == {max(data_ranks) + 1}
-    assert found[0][1] == DIMENSIONS
-    assert found[0][2] == dimensions
+    assert [rank for rank, _, _, _, _ in found] == data_ranks
+    assert {(count, shape) for _, count, shape, _, _ in found} == {(max(data_ranks) + 1, weights)}
+    grid = torch.arange(4).view([sizes.get(name, 1) for name in DIMENSIONS])
+    for rank, (_, _, _, summed, with_me) in enumerate(found):
+        place = [int(i) for i in (grid == rank).nonzero()[0]]
+        for name, group in with_me.items():
+            line = [slice(None) if name == dimension else i for dimension, i in zip(DIMENSIONS, place, strict=True)]
+            assert group == grid[tuple(line)].flatten().tolist()
+        # Each token counts once: over ranks that hold other sequences or other pieces of them.
+        assert summed == grid[place[0], :, :, :, place[4]].flatten().tolist()

@@ -43,7 +43,7 @@ def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
     steps, warmup = recipe.training.steps, recipe.schedule.warmup_steps
     for step in range(1, steps + 1):
         (batch,) = source.microbatches(step)
-        loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
+        loss = F.cross_entropy(model(batch.inputs["tokens"]).flatten(0, 1), batch.labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.training.max_norm)
@@ -63,4 +63,4 @@ def test_the_program_does_what_a_plain_loop_does(ranks: Ranks, tmp_path: Path, m
     losses, norms = by_hand(recipe)
     found = train(ranks(processes), recipe)
     assert found.losses == pytest.approx(losses, rel=1e-5)
-    assert found.grad_norms == pytest.approx(norms, rel=1e-4)
+    assert found.gradient_norms == pytest.approx(norms, rel=1e-4)

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.pretrain import main
 from tests.pool import Pool
-from tests.training import LLAMA, MODELS, Result, assert_same, tiny, train
+from tests.training import LLAMA, MODELS, assert_same, build, tiny, train
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlike.models import blocks, build_model
 from titanlike.models.initialize import initialize
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
+from titanlike.verify import Result
 
 Ranks = Callable[[int], Pool]
 
@@ -106,16 +106,7 @@ def test_each_precision_is_where_it_should_be(ranks: Ranks, compute: Any, master
 
 
 def _precisions(training: Training) -> dict[str, str]:
-    from titanlike.parallelisms.mesh import build_mesh
-    from titanlike.transform import transform
-
-    with torch.device("meta"):
-        model: nn.Module = build_model(LLAMA)
-    transform(
-        model, build_mesh("cpu"), training=training, parallelism=Parallelism(shard=1),
-        activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="none"),
-    )  # fmt: skip
-    initialize(model, torch.device("cpu"), 0)
+    model, _ = build(tiny(Path(), "", training=training))
     with Products() as products:
         model(torch.zeros(1, 8, dtype=torch.long)).float().sum().backward()
     weight = model.get_parameter("layers.0.feed_forward.w1.weight")

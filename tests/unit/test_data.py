@@ -41,8 +41,8 @@ def test_a_shuffle_is_a_permutation(size: int) -> None:
 
 def test_labels_are_the_next_tokens() -> None:
     batch = batches(counting(8)).microbatches(1)[0]
-    assert torch.equal(batch.labels, batch.tokens + 1)
-    assert batch.tokens.shape == (2, 4)
+    assert torch.equal(batch.labels, batch.inputs["tokens"] + 1)
+    assert batch.inputs["tokens"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("every", [0, 2, 3, 10, 50])
@@ -61,14 +61,24 @@ def test_training_and_validation_share_no_window_and_miss_none(every: int) -> No
 
 def test_an_epoch_has_every_window_once_and_the_next_has_another_order() -> None:
     source = batches(counting(24))
-    firsts = [int(row[0]) // 4 for step in range(1, 7) for batch in source.microbatches(step) for row in batch.tokens]
+    firsts = [
+        int(row[0]) // 4
+        for step in range(1, 7)
+        for batch in source.microbatches(step)
+        for row in batch.inputs["tokens"]
+    ]
     assert sorted(firsts[:24]) == sorted(firsts[24:]) == list(range(24))
     assert firsts[:24] != firsts[24:]
 
 
 def test_an_epoch_may_end_within_a_batch() -> None:
     source = batches(counting(5))
-    firsts = [int(row[0]) // 4 for step in (1, 2, 3, 4, 5) for part in source.microbatches(step) for row in part.tokens]
+    firsts = [
+        int(row[0]) // 4
+        for step in (1, 2, 3, 4, 5)
+        for part in source.microbatches(step)
+        for row in part.inputs["tokens"]
+    ]
     for epoch in range(8):
         assert sorted(firsts[5 * epoch : 5 * epoch + 5]) == list(range(5))
 
@@ -77,9 +87,9 @@ def test_an_epoch_may_end_within_a_batch() -> None:
 def test_the_global_order_does_not_depend_on_the_layout(ranks: int, local: int) -> None:
     windows = counting(50)
     for step in (1, 7):
-        whole = torch.cat([part.tokens for part in batches(windows).microbatches(step)])
+        whole = torch.cat([part.inputs["tokens"] for part in batches(windows).microbatches(step)])
         parts = [batches(windows, ranks=ranks, rank=rank, local=local).microbatches(step) for rank in range(ranks)]
-        assert torch.equal(torch.cat([part.tokens for rank in parts for part in rank]), whole)
+        assert torch.equal(torch.cat([part.inputs["tokens"] for rank in parts for part in rank]), whole)
 
 
 def test_validation_reads_no_window_twice() -> None:
@@ -89,7 +99,7 @@ def test_validation_reads_no_window_twice() -> None:
 
 
 def test_another_seed_is_another_order() -> None:
-    one, other = (batches(counting(50), seed=seed).microbatches(1)[0].tokens for seed in (0, 1))
+    one, other = (batches(counting(50), seed=seed).microbatches(1)[0].inputs["tokens"] for seed in (0, 1))
     assert not torch.equal(one, other)
 
 

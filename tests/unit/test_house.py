@@ -12,6 +12,7 @@ PACKAGE = ROOT / "titanlike"
 # From the top to the bottom. A module imports from its own floor or a lower one, never from a higher one.
 FLOORS = [
     {"cli"},
+    {"verify"},
     {"run_folder"},
     {"transform", "start"},
     {"check", "generate"},

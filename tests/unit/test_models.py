@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from titanlike.config.models import GPT, GPT_SIZES, LLAMA_SIZES, Llama
 from titanlike.models import build_model
 from titanlike.models.initialize import initialize
+from titanlike.models.layers import TiedHead
 from titanlike.models.llama import rotary_angles, stretch
 
 TINY_LLAMA = Llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
@@ -122,7 +123,7 @@ def test_gpt_follows_its_formulas() -> None:
 def test_positions_may_be_given(shape: Llama | GPT) -> None:
     model = scaled_up(made(shape))
     tokens = torch.arange(12).remainder(37)[None]
-    positions = torch.arange(12)
+    positions = torch.arange(12)[None]
     torch.testing.assert_close(model(tokens, positions), model(tokens))
     assert not torch.allclose(model(tokens, positions * 3), model(tokens))
 
@@ -148,7 +149,9 @@ def test_the_stretch_keeps_fast_frequencies_and_slows_slow_ones() -> None:
 
 def test_the_stretch_is_off_at_1_and_reaches_the_angles_otherwise() -> None:
     def cosines(scaling: float) -> Tensor:
-        return rotary_angles(Llama(size="3-8B", dim=4096, num_heads=32, rope_scaling=scaling), torch.arange(9000))[0]
+        return rotary_angles(
+            Llama(size="3-8B", dim=4096, num_heads=32, rope_scaling=scaling), torch.arange(9000)[None]
+        )[0][0, 0]
 
     assert torch.equal(cosines(1.0)[:, 0], cosines(8.0)[:, 0])  # the fastest pair is kept
     assert not torch.allclose(cosines(1.0)[:, 63], cosines(8.0)[:, 63])
@@ -168,7 +171,7 @@ def test_counts_told_without_torch_are_those_of_the_model(
     assert shape.num_parameters() == sum(p.numel() for p in model.parameters())
     # every matrix multiplies each token; the embedding does only where it is the head as well
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embeddings" not in name)
-    tied = getattr(model, "output", None) is None
+    tied = isinstance(model.output, TiedHead)
     assert shape.num_matmul_parameters() == matrices + (shape.vocab_size * shape.dim if tied else 0)
 
 

@@ -57,8 +57,9 @@ def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str) -> None:
         with torch.device("meta"):
             model = build_model(recipe.model)
         transform(
-            model, build_mesh("cpu", replicate=layout.replicate, shard=layout.shard), training=recipe.training,
-            parallelism=layout, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+            model, build_mesh("cpu", **layout.dimensions()), split=[recipe.model.num_layers],
+            training=recipe.training, parallelism=layout, activation_checkpoint=recipe.activation_checkpoint,
+            compile=recipe.compile,
         )  # fmt: skip
         mine = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         assert sum(part.numel() for part in mine) == pytest.approx(count / processes, rel=1e-3)

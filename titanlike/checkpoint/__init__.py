@@ -1,5 +1,5 @@
 """Saving a run and taking it up again."""
 
-from titanlike.checkpoint.store import Checkpoints, Saved
+from titanlike.checkpoint.store import Checkpoints, Saved, read_whole
 
-__all__ = ["Checkpoints", "Saved"]
+__all__ = ["Checkpoints", "Saved", "read_whole"]

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -85,8 +87,8 @@ class Checkpoints:
         """Read this rank's share of a checkpoint into the model and the optimizer, whatever layout saved it."""
         state = _state(model, optimizer)
         dcp.load(state, storage_reader=dcp.FileSystemReader(self._path(step)))
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+        set_model_state_dict(model, _with_copies(model, state["model"]))
+        set_optimizer_state_dict(model, optimizer, _with_copies(model, state["optimizer"]), options=FLAT)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -96,11 +98,45 @@ class Checkpoints:
         return sorted(int(match.group(1)) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name)))
 
 
+def read_whole(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """All tensors of a checkpoint, "model" and "optimizer", by name and without any layout. Needs no process group."""
+    reader = dcp.FileSystemReader(checkpoint)
+    found: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        kind, _, key = name.partition(".")
+        if isinstance(entry, TensorStorageMetadata):
+            found[kind][key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
+    """All that is saved, under the names of the whole model: a copy of a parameter goes by the name of that parameter."""
+    state: dict[str, dict[str, Any]] = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
     }
+    for copied, original in getattr(model, "copies", {}).items():
+        for values in state.values():
+            for key in _of(copied, values):
+                values[key.replace(copied, original)] = values.pop(key)
+    return state
+
+
+def _with_copies(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    """The way back: each copy is given what was saved of its original, which may or may not be here too."""
+    here = {name for name, _ in model.named_parameters()}
+    for copied, original in getattr(model, "copies", {}).items():
+        for key in _of(original, values):
+            value = values[key] if original in here else values.pop(key)
+            values[key.replace(original, copied)] = value.clone() if isinstance(value, torch.Tensor) else value
+    return values
+
+
+def _of(parameter: str, values: dict[str, Any]) -> list[str]:
+    return [key for key in values if f".{parameter}." in f".{key}."]
 
 
 def _sync(folder: Path) -> None:

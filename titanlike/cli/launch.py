@@ -30,7 +30,7 @@ def main() -> NoReturn:
     try:
         arguments = Arguments(words)
         program = program_of(arguments.recipe, arguments.overrides.get("recipe"))
-        if arguments.help or arguments.check or environment.started_by_another_launcher():
+        if arguments.help or arguments.check or arguments.resolved or environment.started_by_another_launcher():
             _run_here(program, words)
         slurm = environment.rank_variables_from_slurm()
         if slurm is not None:

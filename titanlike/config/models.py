@@ -6,7 +6,7 @@ No torch here: a recipe is checked, priced and refused from these numbers alone.
 
 from typing import Any, ClassVar, Literal
 
-from titanlike.config.section import Positive, PositiveFloat, section
+from titanlike.config.section import Positive, PositiveFloat, Share, section
 
 # What each size changes from the defaults below.
 LLAMA_SIZES: dict[str, dict[str, Any]] = {
@@ -61,6 +61,11 @@ class _Transformer:
         """Parameters that multiply every token: all but the look-up tables, and the head even when it is tied."""
         raise NotImplementedError
 
+    def head_in_blocks(self) -> float:
+        """What the head costs, measured in blocks."""
+        head = self.vocab_size * self.dim
+        return head * self.num_layers / (self.num_matmul_parameters() - head)
+
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward, two operations a multiply-add, attention counted in full as published figures do."""
         return 6 * self.num_matmul_parameters() + 12 * self.num_layers * self.dim * seq_len
@@ -98,6 +103,9 @@ class Llama(_Transformer):
     """The length trained at before the stretch. Unused while `rope_scaling` is 1."""
     tied_head: bool = False
     """Use the embedding as the head's weight, as Llama 3.2's small models do."""
+    dropout: Share = 0.0
+    """Share of the stream that is zeroed after the embedding and after each half of a block, while training. What is zeroed
+    follows from the seed, the step and the token, not from the layout."""
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = LLAMA_SIZES
 
@@ -131,6 +139,9 @@ class GPT(_Transformer):
     """Rows of the position table. `training.seq_len` may not pass it."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in LayerNorm, against a division by zero."""
+    dropout: Share = 0.0
+    """Share of the stream that is zeroed after the embedding and after each half of a block, while training. What is zeroed
+    follows from the seed, the step and the token, not from the layout."""
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = GPT_SIZES
 

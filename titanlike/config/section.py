@@ -20,6 +20,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]  # some may be left out, not all
 Name = Annotated[str, Field(pattern=r"^([\w+=@-][\w.+=@-]*)?$")]  # of a folder: no path, not hidden
 
 T = TypeVar("T")
@@ -33,3 +34,9 @@ class UserError(ValueError):
 def section(cls: type[T]) -> type[T]:
     """Make a class of annotated fields into one section of a recipe, or into a recipe of such sections."""
     return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))
+
+
+def one_of(values: list[int]) -> str:
+    """Numbers as a sentence names them: "1, 2 or 4"."""
+    *head, last = [str(value) for value in values]
+    return f"{', '.join(head)} or {last}" if head else last

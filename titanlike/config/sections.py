@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from titanlike.config.layout import SCHEDULES, ranks_left, split_blocks
 from titanlike.config.models import GPT, Llama
 from titanlike.config.section import (
     Fraction,
@@ -25,12 +26,13 @@ from titanlike.config.section import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    Share,
     UserError,
+    one_of,
     section,
 )
 
 DType = Literal["float32", "bfloat16"]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 @section
@@ -121,9 +123,9 @@ class Optimizer:
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
-    beta1: Beta = 0.9
+    beta1: Share = 0.9
     """Memory of the gradient's mean."""
-    beta2: Beta = 0.95
+    beta2: Share = 0.95
     """Memory of the gradient's square. 0.95 recovers from a loss spike sooner than Adam's usual 0.999."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the mean square, against a division by zero."""
@@ -149,12 +151,29 @@ class Schedule:
 
 @section
 class Parallelism:
-    """How many ranks share the work, and how. The product of the two is the number of processes."""
+    """How many ranks share the work, and how. The product of the five is the number of processes; none changes the result."""
 
     replicate: Positive = 1
     """Copies of the model (the outer dimension of HSDP). With `shard = 1` this is plain data parallelism."""
     shard: int = -1
     """Ranks over which weights, gradients and optimizer state are split (FSDP2). -1: all ranks that are left."""
+    context: Positive = 1
+    """Ranks that share each sequence: for sequences too long for one."""
+    tensor: Positive = 1
+    """Ranks that share each matrix, and between matrices the tokens of a sequence. They talk all the time: keep them on one
+    machine."""
+    async_tensor: bool = False
+    """Overlap the talk of `tensor` with its products. Wants GPUs that reach each other's memory, and a compiled block."""
+    pipeline: Positive = 1
+    """Ranks that share the blocks, each holding whole ones. They talk least: for between machines."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    """The order of the passes. `1f1b` keeps fewer activations than `gpipe`; the others have more stages than ranks, and the last
+    three put gradients of weights into the gaps, so each wastes less time waiting."""
+    pipeline_stages: NonNegative = 0
+    """Stages that each rank holds. 0: what the schedule is made for, one or two."""
+    pipeline_split: tuple[Positive, ...] = ()
+    """Number of blocks of each stage, in order, such as `[7, 8, 8, 9]`. Empty: balanced, the head counted as the blocks that
+    it costs."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """When to let go of gathered weights. `auto`: after each block but the last, which the backward pass needs at once.
     `never` gathers once a pass, for the memory of a whole model in `compute_dtype`."""
@@ -163,24 +182,19 @@ class Parallelism:
 
     def resolve(self, world_size: int) -> "Parallelism":
         """The same section with `shard = -1` replaced by its number, or an error if the ranks do not come out even."""
-        if self.shard == 0 or self.shard < -1:
-            raise UserError(
-                f"parallelism.shard = {self.shard} is not a number of ranks; use 1 or more, or -1 for all left"
-            )
-        if self.shard == -1:
-            if world_size % self.replicate:
-                divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-                raise UserError(
-                    f"parallelism.replicate = {self.replicate} does not divide the {world_size} processes; use "
-                    + one_of(divisors)
-                )
-            return replace(self, shard=world_size // self.replicate)
-        if self.replicate * self.shard != world_size:
-            raise UserError(
-                f"parallelism.replicate x shard = {self.replicate} x {self.shard} = {self.replicate * self.shard}, but there "
-                f"are {world_size} processes; start {self.replicate * self.shard}, or set parallelism.shard = -1"
-            )
-        return self
+        return replace(self, shard=ranks_left(self.dimensions(), world_size))
+
+    def dimensions(self) -> dict[str, int]:
+        """The five dimensions by name, from the one whose ranks talk least to the one whose ranks talk most."""
+        return {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "context", "tensor")}
+
+    def split(self, model: Llama | GPT) -> list[int]:
+        """How many of the model's blocks each stage of the pipeline has."""
+        if self.pipeline_split:
+            return list(self.pipeline_split)
+        stages_per_rank = self.pipeline_stages or SCHEDULES[self.pipeline_schedule].stages_per_rank
+        num_stages = self.pipeline * stages_per_rank if self.pipeline > 1 else 1
+        return split_blocks(model.num_layers, num_stages, model.head_in_blocks())
 
 
 @section
@@ -272,9 +286,3 @@ class PretrainRecipe:
     validation: Validation = Validation()
     sample: Sample = Sample()
     metrics: Metrics = Metrics()
-
-
-def one_of(values: list[int]) -> str:
-    """Numbers as a sentence names them: "1, 2 or 4"."""
-    *head, last = [str(value) for value in values]
-    return f"{', '.join(head)} or {last}" if head else last

@@ -16,7 +16,7 @@ from titanlike.distributed import seed_of
 class Batch:
     """What one rank takes through the model at once."""
 
-    tokens: Tensor  # (B, T)
+    inputs: dict[str, Tensor]  # `tokens`, their `positions` and, for dropout, `noise`: each (B, T)
     labels: Tensor  # (B, T): the next token at each place
 
 
@@ -60,7 +60,10 @@ class Batches:
         data_ranks: int,
         seed: int,
         device: torch.device,
+        places: Tensor | None = None,
+        noise: bool = False,
     ) -> None:
+        """`places` are those of each sequence that this rank holds, all of them unless given."""
         self.windows = windows
         self.global_batch_size = global_batch_size
         self.local_batch_size = local_batch_size
@@ -68,17 +71,28 @@ class Batches:
         self.first = data_rank * self.share
         self.seed = seed
         self.device = device
+        self.places = torch.arange(windows.seq_len) if places is None else places
+        self.noise = noise
 
     def microbatches(self, step: int) -> list[Batch]:
         """What this rank trains on in a step, counted from 1."""
         start = (step - 1) * self.global_batch_size + self.first
-        sequences = torch.from_numpy(self.windows.read(self._order(np.arange(start, start + self.share))))
+        numbers = np.arange(start, start + self.share)  # of the sequences, in the endless stream
+        sequences = torch.from_numpy(self.windows.read(self._order(numbers)))
+        tensors = {
+            "tokens": sequences[:, self.places],
+            "labels": sequences[:, self.places + 1],
+            "positions": self.places.repeat(self.share, 1),
+        }
+        if self.noise:
+            tensors["noise"] = torch.from_numpy(_noise(self.seed, numbers, self.places.numpy()))
         if self.device.type == "cuda":
-            sequences = sequences.pin_memory().to(self.device, non_blocking=True)
-        return [
-            Batch(tokens=part[:, :-1].contiguous(), labels=part[:, 1:].contiguous())
-            for part in sequences.split(self.local_batch_size)
+            tensors = {name: t.pin_memory().to(self.device, non_blocking=True) for name, t in tensors.items()}
+        parts = [
+            dict(zip(tensors, part, strict=True))
+            for part in zip(*(t.split(self.local_batch_size) for t in tensors.values()), strict=True)
         ]
+        return [Batch(labels=part.pop("labels"), inputs=part) for part in parts]
 
     def num_distinct(self, wanted: int) -> int:
         """How many of so many global batches have no window twice; at least one."""
@@ -107,6 +121,15 @@ def shuffled(index: int, size: int, seed: int) -> int:
         index = left << half | right
         if index < size:
             return index
+
+
+def _noise(seed: int, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """32 random bits for each place of each sequence of the stream."""
+    start = np.uint64(seed_of(seed, "dropout"))
+    bits = start + (sequences.astype(np.uint64)[:, None] << np.uint64(32)) + places.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    return (bits >> np.uint64(32)).astype(np.int64)
 
 
 def _mix(value: int) -> int:

@@ -4,40 +4,69 @@ Shapes: B sequences, T tokens, D width, H heads, E width of a head.
 """
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import models as shapes
+from titanlike.models.layers import CausalAttention, Dropout, TiedHead
+
+# How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
+TENSOR_PLAN = {
+    "tok_embeddings": "vocabulary",
+    "pos_embeddings": "positions",
+    "layers.*.attention_norm": "tokens",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "columns",
+    "layers.*.attention.wk": "columns",
+    "layers.*.attention.wv": "columns",
+    "layers.*.attention.wo": "rows",
+    "layers.*.ffn_norm": "tokens",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w1": "columns",
+    "layers.*.feed_forward.w2": "rows",
+    "norm": "tokens",
+    "output": "head",
+}
 
 
 class GPT(nn.Module):
     """Tokens in, logits out. Any part may be absent, so that a slice of the model still runs."""
+
+    tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
 
     def __init__(self, shape: shapes.GPT) -> None:
         super().__init__()
         self.shape = shape
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
         self.pos_embeddings: nn.Embedding | None = nn.Embedding(shape.max_seq_len, shape.dim)
+        self.dropout = Dropout(shape.dropout, site=0)
         # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.num_layers)})
         self.norm: nn.Module | None = nn.LayerNorm(shape.dim, eps=shape.norm_eps)
+        self.output: nn.Module | None = TiedHead(self.tok_embeddings)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits (B, T, vocabulary) for tokens (B, T). `positions` (T,) counts from 0 unless given."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, T, vocabulary) for tokens (B, T). Of the same shape, each where it is wanted: `positions`, which count
+        from 0 unless given; a number for each token's document; random bits for dropout."""
         h = tokens
         if self.tok_embeddings is not None and self.pos_embeddings is not None:
             if positions is None:
-                positions = torch.arange(tokens.shape[1], device=tokens.device)
-            h = self.tok_embeddings(tokens) + self.pos_embeddings(positions)  # (B, T, D)
+                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            h = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions), noise)  # (B, T, D)
         for layer in self.layers.values():
-            h = layer(h)
-        if self.norm is None:
-            return h
-        h = self.norm(h)
-        # The head is the embedding: one weight, used at both ends.
-        return F.linear(h, self.tok_embeddings.weight) if self.tok_embeddings is not None else h
+            h = layer(h, documents, noise)
+        h = self.norm(h) if self.norm is not None else h
+        return self.output(h) if self.output is not None else h
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
@@ -55,16 +84,18 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalized stream and added back to it."""
 
-    def __init__(self, shape: shapes.GPT) -> None:
+    def __init__(self, shape: shapes.GPT, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = nn.LayerNorm(shape.dim, eps=shape.norm_eps)
         self.feed_forward = FeedForward(shape)
+        self.attention_dropout = Dropout(shape.dropout, site=2 * index + 1)
+        self.ffn_dropout = Dropout(shape.dropout, site=2 * index + 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x))
-        return h + self.feed_forward(self.ffn_norm(h))
+    def forward(self, x: Tensor, documents: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        h = x + self.attention_dropout(self.attention(self.attention_norm(x), documents), noise)
+        return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), noise)
 
 
 class Attention(nn.Module):
@@ -77,11 +108,12 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, shape.dim)
         self.wv = nn.Linear(shape.dim, shape.dim)
         self.wo = nn.Linear(shape.dim, shape.dim)
+        self.attend = CausalAttention()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         # The numbers of tokens and of heads are read off the projections: x may be a slice of either.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, E)
+        h = self.attend(q, k, v, documents)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 

@@ -22,7 +22,9 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
     """Give every parameter memory, on `device` or offloaded to the host, and the value drawn for its name on `device`."""
     init_parameter = cast(Initialize, model.init_parameter)
     model.to_empty(device="cpu" if offload else device)
-    for name, parameter in model.named_parameters():
+    copies: dict[str, str] = getattr(model, "copies", {})
+    for own_name, parameter in model.named_parameters():
+        name = copies.get(own_name, own_name)
         full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
         init_parameter(name, full, torch.Generator(device).manual_seed(seed_of(seed, name)))
         # The model of another may forget a parameter; a NaN here is found now and not in step 300.

@@ -4,40 +4,71 @@ Shapes: B sequences, T tokens, D width, H query heads, K key and value heads, E 
 """
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import models as shapes
+from titanlike.models.layers import CausalAttention, Dropout, TiedHead
+
+# How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
+TENSOR_PLAN = {
+    "tok_embeddings": "vocabulary",
+    "layers.*.attention_norm": "tokens",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "columns",
+    "layers.*.attention.wk": "columns",
+    "layers.*.attention.wv": "columns",
+    "layers.*.attention.wo": "rows",
+    "layers.*.ffn_norm": "tokens",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w1": "columns",
+    "layers.*.feed_forward.w2": "rows",
+    "layers.*.feed_forward.w3": "columns",
+    "norm": "tokens",
+    "output": "head",
+}
 
 
 class Llama(nn.Module):
     """Tokens in, logits out. Any part may be absent, so that a slice of the model still runs."""
 
+    tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
+
     def __init__(self, shape: shapes.Llama) -> None:
         super().__init__()
         self.shape = shape
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
+        self.dropout = Dropout(shape.dropout, site=0)
         # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.num_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.output: nn.Module | None = None if shape.tied_head else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.output: nn.Module | None = (
+            TiedHead(self.tok_embeddings) if shape.tied_head else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        )
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits (B, T, vocabulary) for tokens (B, T). `positions` (T,) counts from 0 unless given."""
-        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens  # (B, T, D)
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, T, vocabulary) for tokens (B, T). Of the same shape, each where it is wanted: `positions`, which count
+        from 0 unless given; a number for each token's document; random bits for dropout."""
+        h = tokens
+        if self.tok_embeddings is not None:
+            h = self.dropout(self.tok_embeddings(tokens), noise)  # (B, T, D)
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         rope = rotary_angles(self.shape, positions)
         for layer in self.layers.values():
-            h = layer(h, *rope)
+            h = layer(h, rope, documents, noise)
         h = self.norm(h) if self.norm is not None else h
-        if self.output is not None:
-            return self.output(h)
-        if self.shape.tied_head and self.tok_embeddings is not None:
-            return F.linear(h, self.tok_embeddings.weight)
-        return h
+        return self.output(h) if self.output is not None else h
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
@@ -55,16 +86,20 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalized stream and added back to it."""
 
-    def __init__(self, shape: shapes.Llama) -> None:
+    def __init__(self, shape: shapes.Llama, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.feed_forward = FeedForward(shape)
+        self.attention_dropout = Dropout(shape.dropout, site=2 * index + 1)
+        self.ffn_dropout = Dropout(shape.dropout, site=2 * index + 2)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), cos, sin)
-        return h + self.feed_forward(self.ffn_norm(h))
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
+        h = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, documents), noise)
+        return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), noise)
 
 
 class Attention(nn.Module):
@@ -77,12 +112,12 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=False)
         self.wv = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=False)
         self.wo = nn.Linear(shape.num_heads * shape.head_dim, shape.dim, bias=False)
+        self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
         # The numbers of tokens and of heads are read off the projections: x may be a slice of either.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (B, H, T, E), (B, K, T, E)
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        h = self.attend(rotate(q, rope), rotate(k, rope), v, documents)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
@@ -100,13 +135,14 @@ class FeedForward(nn.Module):
 
 
 def rotary_angles(shape: shapes.Llama, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, E) of each position's rotation, in float32: made anew in each pass, so no buffer to keep right."""
+    """Cosine and sine (B, 1, T, E) of each position's rotation (B, T), in float32: made anew in each pass, so there is no
+    buffer to keep right."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
     frequencies = shape.rope_theta**-exponents  # (E/2,)
     if shape.rope_scaling != 1.0:
         frequencies = stretch(frequencies, shape.rope_scaling, shape.rope_original_seq_len)
-    angles = torch.outer(positions.float(), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)  # (T, E): the two halves of a head turn together
+    angles = positions.float()[:, None, :, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): the two halves of a head turn together
     return angles.cos(), angles.sin()
 
 
@@ -117,8 +153,9 @@ def stretch(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor
     return frequencies * (keep + (1.0 - keep) / factor)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (first half, second half) of a head by its position's angle, in float32."""
+    cos, sin = rope
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x.float() * cos + turned * sin).to(x.dtype)

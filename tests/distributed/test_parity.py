@@ -1,0 +1,75 @@
+"""Any layout gives the numbers of one process: losses, gradient norms, validation and every weight, for both models."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import CASES, Case
+from tests.pool import Pool
+from tests.training import MODELS, assert_same, tiny, train
+from titanlike.config.sections import Parallelism
+from titanlike.verify import Result, differences
+
+Ranks = Callable[[int], Pool]
+Alone = Callable[[str, float], Result]
+
+
+def model_of(name: str, dropout: float = 0.0) -> Any:
+    # Four blocks, so that two ranks can have two stages each.
+    return dataclasses.replace(MODELS[name], num_layers=4, dropout=dropout)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process gets that takes the whole batch at once, by model and dropout."""
+    found: dict[tuple[str, float], Result] = {}
+
+    def get(model: str, dropout: float) -> Result:
+        if (model, dropout) not in found:
+            recipe = tiny(
+                tmp_path_factory.mktemp("alone"),
+                "run",
+                model=model_of(model, dropout),
+                training=dict(local_batch_size=8),
+            )
+            found[model, dropout] = train(ranks(1), recipe)
+        return found[model, dropout]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]]:
+    """Collects what is measured, and writes it where `--record` says."""
+    measured: dict[str, dict[str, Any]] = {}
+    yield measured
+    path = request.config.getoption("--record")
+    if path:
+        cases = {case.name: {"processes": case.processes, **measured[case.name]} for case in CASES}
+        Path(path).write_text(json.dumps({"torch": torch.__version__, "cases": cases}, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+)
+def test_a_layout_gives_the_numbers_of_one_process(
+    ranks: Ranks, alone: Alone, record: dict[str, dict[str, Any]], tmp_path: Path, case: Case, model: str
+) -> None:
+    sections = {
+        "model": model_of(model, case.dropout),
+        "parallelism": Parallelism(**case.layout),
+        "training": dict(local_batch_size=case.local),
+    }
+    found, expected = (
+        train(ranks(case.processes), tiny(tmp_path, "run", **sections, **case.sections)),
+        alone(model, case.dropout),
+    )
+    measured = {what: worst for what, (worst, _) in differences(found, expected).items()}
+    record.setdefault(case.name, {})[model] = measured
+    assert_same(found, expected)

@@ -1,0 +1,100 @@
+"""The layouts that are held against one process, as data, and the README's table made from what the tests measured.
+
+pytest -m "slow or not slow" tests/distributed/test_parity.py --record docs/parity.json
+python -m tests.parity docs/parity.json
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Captures and partitions as the real compiler does, and leaves out the half minute of generating code.
+FAST = "aot_eager_decomp_partition"
+COMPILED: dict[str, Any] = {"compile": dict(mode="block", backend=FAST)}
+SELECTIVE: dict[str, Any] = {"activation_checkpoint": dict(mode="selective")}
+FULL: dict[str, Any] = {"activation_checkpoint": dict(mode="full")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and with it what else the recipe says."""
+
+    name: str
+    layout: dict[str, Any]
+    local: int = 2  # sequences of 8 that a rank takes at once
+    sections: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+    slow: bool = False
+
+    @property
+    def processes(self) -> int:
+        product = 1
+        for name in ("pipeline", "replicate", "shard", "context", "tensor"):
+            product *= self.layout.get(name, 1)
+        return product
+
+
+SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 1}
+
+CASES = [
+    Case("FSDP", dict(shard=2)),
+    Case("DDP", dict(replicate=2, shard=1)),
+    Case("HSDP", dict(replicate=2, shard=2)),
+    Case("TP", dict(tensor=2)),
+    Case("CP", dict(context=2)),
+    *(Case(f"PP {name}", dict(pipeline=2, pipeline_schedule=name), local) for name, local in SCHEDULES.items()),
+    Case("PP 1f1b, 4 stages of 1 block", dict(pipeline=4)),
+    Case("PP 1f1b, stages of 1 + 3 blocks", dict(pipeline=2, pipeline_split=(1, 3))),
+    Case("TP x FSDP", dict(tensor=2, shard=2)),
+    Case("TP x HSDP", dict(tensor=2, replicate=2, shard=2), slow=True),
+    *(
+        Case(f"PP {name} x FSDP", dict(pipeline=2, pipeline_schedule=name, shard=2), min(local, 2), slow=local == 2)
+        for name, local in SCHEDULES.items()
+    ),
+    Case("PP 1f1b x HSDP", dict(pipeline=2, replicate=2, shard=2), local=1, slow=True),
+    Case("PP 1f1b x TP", dict(pipeline=2, tensor=2)),
+    Case("PP zbv x TP", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), slow=True),
+    Case("CP x FSDP", dict(context=2, shard=2)),
+    Case("CP x HSDP", dict(context=2, replicate=2, shard=2), slow=True),
+    Case("CP of 4", dict(context=4), slow=True),
+    Case("CP x TP", dict(context=2, tensor=2)),
+    Case("PP 1f1b x CP", dict(pipeline=2, context=2)),
+    Case("PP 1f1b x TP x FSDP", dict(pipeline=2, tensor=2, shard=2), slow=True),
+    Case("PP zbv x CP x TP", dict(pipeline=2, pipeline_schedule="zbv", context=2, tensor=2), slow=True),
+    Case("CP x TP x FSDP", dict(context=2, tensor=2, shard=2), slow=True),
+    Case("TP x FSDP, 4 micro-batches", dict(tensor=2, shard=2), local=1, slow=True),
+    Case("CP x FSDP, 4 micro-batches", dict(context=2, shard=2), local=1, slow=True),
+    Case("PP 1f1b x FSDP, 4 micro-batches", dict(pipeline=2, shard=2), local=1),
+    Case("TP x FSDP, selective checkpointing", dict(tensor=2, shard=2), sections=SELECTIVE, slow=True),
+    Case("CP x FSDP, selective checkpointing", dict(context=2, shard=2), sections=SELECTIVE, slow=True),
+    Case("PP 1f1b x FSDP, selective checkpointing", dict(pipeline=2, shard=2), sections=SELECTIVE),
+    Case("PP zbv, full checkpointing", dict(pipeline=2, pipeline_schedule="zbv"), sections=FULL),
+    Case("TP, compiled", dict(tensor=2), sections=COMPILED),
+    Case("TP x FSDP, compiled, selective", dict(tensor=2, shard=2), sections=COMPILED | SELECTIVE, slow=True),
+    Case("TP, compiled, full", dict(tensor=2), sections=COMPILED | FULL, slow=True),
+    Case("CP x FSDP, compiled", dict(context=2, shard=2), sections=COMPILED, slow=True),
+    Case("PP zbv, compiled", dict(pipeline=2, pipeline_schedule="zbv"), sections=COMPILED),
+    Case("FSDP, dropout", dict(shard=2), dropout=0.1),
+    Case("CP x TP, dropout", dict(context=2, tensor=2), dropout=0.1),
+    Case("PP 1f1b x TP, dropout", dict(pipeline=2, tensor=2), dropout=0.1, slow=True),
+    Case("TP x FSDP, dropout, full checkpointing", dict(tensor=2, shard=2), sections=FULL, dropout=0.1, slow=True),
+    Case("CP x TP, deterministic", dict(context=2, tensor=2), sections={"run": dict(deterministic=True)}, slow=True),
+]
+
+
+def table(measured: dict[str, Any]) -> str:
+    """One row a case: the largest relative difference from one process in losses, gradient norms and weights."""
+    lines = ["| Layout | Processes | Llama | GPT |", "|---|---|---|---|"]
+    for name, case in measured["cases"].items():
+        cells = [
+            " / ".join(f"{case[model][what]:.0e}" for what in ("loss", "gradient norm", "weights"))
+            for model in ("llama", "gpt")
+        ]
+        lines.append(f"| {name} | {case['processes']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text())))

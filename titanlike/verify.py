@@ -1,0 +1,228 @@
+"""`titanlike verify`: a recipe's own program, made small, under a layout and in one process, and the two side by side."""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tomli
+
+from titanlike import environment
+from titanlike.config import UserError
+from titanlike.config.layout import SCHEDULES
+from titanlike.config.load import nearest
+from titanlike.config.sections import Parallelism
+from titanlike.start import REPOSITORY
+
+# Relative. Sums of float32 in another order; Adam makes more of it than a plain sum would.
+TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}
+DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    validation: list[float]
+    state: dict[str, Any]  # "model" and "optimizer": whole tensors by name
+
+    @classmethod
+    def of(cls, folder: Path) -> "Result":
+        """Read a run's records and its last checkpoint."""
+        from titanlike.checkpoint import read_whole  # imports torch
+
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [record for record in records if "loss" in record]
+        return cls(
+            losses=[record["loss"] for record in steps],
+            gradient_norms=[record["grad_norm"] for record in steps],
+            validation=[record["validation_loss"] for record in records if "validation_loss" in record],
+            state=read_whole(sorted((folder / "checkpoints").iterdir())[-1]),
+        )
+
+
+def differences(found: Result, expected: Result, *, smallest: float = 1e-2) -> dict[str, tuple[float, str]]:
+    """The largest relative differences of losses (validation too), gradient norms and weights, and where each is. A weight
+    is held against the largest of its tensor, or against `smallest` where that is less."""
+
+    def worst(one: Sequence[float], other: Sequence[float]) -> tuple[float, str]:
+        assert len(one) == len(other) > 0
+        # Not a number is no agreement.
+        each = [abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(one, other, strict=True)]
+        return max(each), f"step {each.index(max(each)) + 1}"
+
+    ours, theirs = found.state["model"], expected.state["model"]
+    assert ours.keys() == theirs.keys()
+    weights = {
+        name: (ours[name] - value).abs().max().item() / max(value.abs().max().item(), smallest)
+        for name, value in theirs.items()
+    }
+    name = max(weights, key=lambda name: weights[name])
+    losses = max(worst(found.losses, expected.losses), worst(found.validation, expected.validation))
+    return {
+        "loss": losses,
+        "gradient norm": worst(found.gradient_norms, expected.gradient_norms),
+        "weights": (weights[name], name),
+    }
+
+
+def verify(recipe: Path, layout: str, steps: int, overrides: Sequence[str] = ()) -> NoReturn:
+    """Print what one process and the layout make of the recipe. Ends the process: 0 if they agree, 1 if not."""
+    try:
+        chosen = _parse(layout)
+        processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
+        given = [str(recipe), *overrides, *(f"--parallelism.{key}={value}" for key, value in chosen.items())]
+        # At its real size first: whether the layout is possible at all is a matter of that.
+        checked = _run([*given, "--check", str(processes)], 1)
+        if checked.returncode:
+            raise UserError(checked.stderr.strip().removeprefix("error: "))
+        values = tomli.loads(_run([*given, "--resolved"], 1).stdout)
+    except UserError as error:
+        environment.fail(error)
+    title = " x ".join(f"{name} {chosen[name]}" for name in DIMENSIONS if chosen[name] != "1") or "one process"
+    print(f"{recipe} under {title} ({processes} processes) against one process, {steps} steps on the CPU\n")
+    smaller = shrink(values, processes, steps)
+    print("made smaller, to fit here:")
+    for key, value in smaller.items():
+        before = values[key.partition(".")[0]].get(key.partition(".")[2])
+        if before != value and key.partition(".")[0] in (
+            "model",
+            "training",
+            "data",
+            "tokenizer",
+            "optimizer",
+            "compile",
+        ):
+            print(f"  {key:<28} {_toml(before)} -> {_toml(value)}")
+    print(flush=True)
+    alone: dict[str, Any] = {f"parallelism.{name}": 1 for name in DIMENSIONS}
+    alone |= {"parallelism.pipeline_split": [], "parallelism.pipeline_stages": 0}
+    alone |= {"training.local_batch_size": smaller["training.global_batch_size"]}
+    with tempfile.TemporaryDirectory() as folder:
+        results = []
+        for name, number, changes in (("one", 1, smaller | alone), ("layout", processes, smaller)):
+            changes = changes | {"run.dir": folder, "run.name": name}
+            done = _run([*given, *(f"--{key}={_toml(value)}" for key, value in changes.items())], number)
+            if done.returncode:
+                print(done.stderr.strip()[-4000:], file=sys.stderr)
+                print(f"NOT the same: {'one process' if number == 1 else title} ended with exit code {done.returncode}")
+                sys.exit(1)
+            results.append(Result.of(Path(folder, name)))
+    sys.exit(_report(results[0], results[1], title))
+
+
+def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]:
+    """Keys of a whole recipe, and the values that make it a moment's work on a CPU and keep what the layout divides."""
+    model, parallelism, training = values["model"], values["parallelism"], values["training"]
+    tensor, context, pipeline = (parallelism[name] for name in ("tensor", "context", "pipeline"))
+    schedule = SCHEDULES[parallelism["pipeline_schedule"]]
+    split = parallelism.get("pipeline_split", [])
+    stages = len(split) or (
+        pipeline * (parallelism["pipeline_stages"] or schedule.stages_per_rank) if pipeline > 1 else 1
+    )
+    heads = model["num_heads"]
+    kv_heads = model.get("num_kv_heads", heads)
+    small_kv = min(kv_heads, max(tensor, 2))  # one or two for each rank
+    small_heads = min(heads, small_kv * min(heads // kv_heads, 2))
+    dim = min(model["dim"], 16 * small_heads)
+    small: dict[str, Any] = {
+        "num_layers": min(model["num_layers"], stages + 1),  # so that one stage has more than the others
+        "num_heads": small_heads,
+        "num_kv_heads": small_kv,
+        "dim": dim,
+        "ffn_dim": min(model.get("ffn_dim", 0), 3 * dim),
+        "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
+    }
+    if "ffn_dim" in model and small["ffn_dim"] % tensor:
+        small["ffn_dim"] = model["ffn_dim"]
+    changes = {f"model.{key}": value for key, value in small.items() if key in model}
+    pieces = tensor * (2 * context if context > 1 else 1)
+    data_ranks = processes // (tensor * context * pipeline)
+    changes |= {
+        "tokenizer.encoding": "bytes",
+        "data.source": "synthetic",
+        "data.validation_every": 50,
+        "training.steps": steps,
+        "training.seq_len": min(training["seq_len"], -(-32 // pieces) * pieces),
+        "training.global_batch_size": data_ranks * max(2, stages),
+        "training.local_batch_size": 1,
+        "training.compute_dtype": "float32",
+        "training.master_dtype": "float32",
+        "training.reduce_dtype": "float32",
+        # Adam divides a gradient by its own size: with the usual eps, rounding noise around 0 becomes a full step.
+        "optimizer.eps": max(values["optimizer"]["eps"], 1e-4),
+        "compile.mode": "none",  # compiling takes longer than all the rest
+        "schedule.warmup_steps": min(values["schedule"]["warmup_steps"], 2),
+        "schedule.decay_steps": 0,
+        "parallelism.cpu_offload": False,
+        "parallelism.async_tensor": False,
+        "run.device": "cpu",
+        "checkpoint.enabled": True,
+        "checkpoint.interval": 0,
+        "validation.interval": steps,
+        "validation.batches": 2,
+        "sample.tokens": 0,
+        "metrics.interval": 1,
+        "metrics.tensorboard": False,
+    }
+    if split:
+        changes["parallelism.pipeline_split"] = [1] * (stages - 1) + [changes["model.num_layers"] - stages + 1]
+    recomputing = values["activation_checkpoint"]["mode"]
+    if recomputing == "memory_budget" or (recomputing == "selective" and schedule.splits_backward and pipeline > 1):
+        changes["activation_checkpoint.mode"] = "full"  # neither works without the compiler
+    return changes
+
+
+def _report(one: Result, other: Result, title: str) -> int:
+    width = max(len(title), 12)
+    print(f"{'step':>10}  {'loss: one':>12} {title:>{width}}   {'norm: one':>12} {title:>{width}}")
+    rows = zip(one.losses, other.losses, one.gradient_norms, other.gradient_norms, strict=True)
+    for step, (a, b, c, d) in enumerate(rows, start=1):
+        print(f"{step:>10}  {a:>12.6f} {b:>{width}.6f}   {c:>12.6f} {d:>{width}.6f}")
+    print(f"{'validation':>10}  {one.validation[-1]:>12.6f} {other.validation[-1]:>{width}.6f}\n")
+    found = differences(other, one)
+    for what, (value, where) in found.items():
+        print(f"  {what:<14} differs by {value:.1e} at most ({where}); {TOLERANCES[what]:.0e} is rounding")
+    wrong = [what for what, (value, _) in found.items() if not value <= TOLERANCES[what]]
+    print(f"\nNOT the same: {', '.join(wrong)}" if wrong else "\nthe same numbers")
+    return 1 if wrong else 0
+
+
+def _parse(layout: str) -> dict[str, str]:
+    """All five dimensions and whatever else of [parallelism] is given, as text."""
+    chosen = dict.fromkeys(DIMENSIONS, "1")
+    keys = list(Parallelism.__dataclass_fields__)
+    for item in filter(None, layout.split(",")):
+        key, equals, value = item.strip().partition("=")
+        if key not in keys or not equals:
+            near = nearest(key, keys)
+            raise UserError(
+                f"--layout {layout}: {item!r} is not a key of [parallelism] with its value, as in tensor=2"
+                + (f"; did you mean {near}?" if near and near != key else "")
+            )
+        if key in DIMENSIONS and (not value.isdigit() or int(value) < 1):
+            raise UserError(f"--layout {layout}: {item!r}: give a number of processes, such as {key}=2")
+        chosen[key] = value
+    return chosen
+
+
+def _run(words: Sequence[str], processes: int) -> subprocess.CompletedProcess[str]:
+    launch = Path(__file__).parent / "cli" / "launch.py"
+    return subprocess.run(
+        [sys.executable, str(launch), *words],
+        env=environment.variables({"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, str) else value
