@@ -62,7 +62,8 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     return model, mesh
 
 
-def _train(recipe: PretrainRecipe) -> None:
+def train_here(recipe: PretrainRecipe) -> None:
+    """Run the program on this rank of a pool."""
     # Groups are made once for each layout, and the compiler starts afresh: a process here outlives many runs.
     pretrain.build_mesh = mesh_of  # type: ignore[assignment]
     torch._dynamo.reset()
@@ -71,7 +72,7 @@ def _train(recipe: PretrainRecipe) -> None:
 
 def train(pool: Pool, recipe: PretrainRecipe) -> Result:
     """Run the program on all ranks of the pool."""
-    pool.run(_train, recipe)
+    pool.run(train_here, recipe)
     return result(recipe)
 
 

@@ -54,7 +54,7 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path, saver: int, loa
     # Load and save again without a step between: every weight and every moment is what it was.
     moved = tiny(tmp_path, "run", parallelism=LAYOUTS[loader], **options)
     (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
-    ranks(loader).run(_load_and_save_elsewhere, moved, tmp_path / "moved" / "checkpoints")
+    ranks(loader).run(load_and_save_elsewhere, moved, tmp_path / "moved" / "checkpoints")
     after = result(tiny(tmp_path, "moved"))
     for kind, tensors in before.state.items():
         for name, value in tensors.items():
@@ -63,7 +63,7 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path, saver: int, loa
     assert_same(train(ranks(loader), moved), whole)
 
 
-def _load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
+def load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
     from titanlike import distributed
     from titanlike.optimizer import build_optimizer
 

@@ -8,8 +8,10 @@ import pytest
 
 from titanlike.check import check, check_files
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.layout import blocks_of, split_blocks, stages_of
 from titanlike.config.models import GPT, Llama
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
+from titanlike.run_folder import headlines
 
 
 def recipe(**sections: Any) -> PretrainRecipe:
@@ -67,6 +69,184 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
     with pytest.raises(UserError) as caught:
         check(recipe(**sections), processes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "processes", "message"),
+    [
+        (dict(parallelism=dict(tensor=4)), 4, "tensor = 4 does not divide model.num_kv_heads = 2; use 1 or 2"),
+        (
+            dict(parallelism=dict(tensor=2), model=GPT(vocab_size=50257), training=dict(seq_len=1024)),
+            2,
+            "does not divide model.vocab_size = 50257; use 1, or model.vocab_size = 50304",
+        ),
+        (dict(parallelism=dict(tensor=2), model=Llama(ffn_dim=513)), 2, "does not divide model.ffn_dim = 513; use 1"),
+        (
+            dict(parallelism=dict(tensor=2), model=GPT(dim=195, num_heads=3), training=dict(seq_len=64)),
+            2,
+            "model.num_heads = 3; use 1",
+        ),
+        (
+            dict(parallelism=dict(tensor=2), training=dict(seq_len=127)),
+            2,
+            "seq_len = 127 does not divide into 2 pieces (tensor); use 126 or 128",
+        ),
+        (
+            dict(parallelism=dict(context=3), training=dict(seq_len=128)),
+            3,
+            "seq_len = 128 does not divide into 6 pieces (twice context); use 126 or 132",
+        ),
+        (
+            dict(parallelism=dict(context=2, tensor=2), training=dict(seq_len=4)),
+            4,
+            "does not divide into 8 pieces (tensor x twice context); use 8",
+        ),
+        (dict(parallelism=dict(tensor=2), compile=dict(mode="model")), 2, "does not go with parallelism.tensor = 2"),
+        (dict(parallelism=dict(async_tensor=True)), 1, "nothing to overlap while parallelism.tensor = 1; set it false"),
+        (
+            dict(parallelism=dict(async_tensor=True, tensor=2), compile=dict(mode="none")),
+            2,
+            "it is the compiler that overlaps, but compile.mode = 'none'; set it false",
+        ),
+        (
+            dict(parallelism=dict(async_tensor=True, tensor=2), run=dict(device="cpu")),
+            2,
+            "wants GPUs that reach each other's memory, but run.device = 'cpu'; set it false",
+        ),
+        (
+            dict(parallelism=dict(pipeline=8)),
+            8,
+            "makes 8 stages with the schedule '1f1b', but model.num_layers = 4; use 4",
+        ),
+        (
+            dict(parallelism=dict(pipeline=4, pipeline_schedule="zbv")),
+            4,
+            "makes 8 stages with the schedule 'zbv', but model.num_layers = 4; use 2 or less",
+        ),
+        (dict(parallelism=dict(pipeline_split=(2, 2))), 1, "pipeline_split is set, but parallelism.pipeline = 1"),
+        (
+            dict(parallelism=dict(pipeline=2, pipeline_split=(1, 2, 1))),
+            2,
+            "3 stages, which do not divide over pipeline = 2",
+        ),
+        (
+            dict(parallelism=dict(pipeline=2, pipeline_split=(1, 2))),
+            2,
+            "pipeline_split = [1, 2] has 3 blocks, but model.num_layers = 4; make them equal",
+        ),
+        (
+            dict(parallelism=dict(pipeline=2, pipeline_split=(1, 1, 1, 1))),
+            2,
+            "'1f1b' has 1 stage(s) on each rank, not 2; use 1, or another schedule such as 'interleaved_1f1b'",
+        ),
+        (
+            dict(parallelism=dict(pipeline=2, pipeline_split=(2, 2), pipeline_stages=2)),
+            2,
+            "2 stages, but pipeline_stages x pipeline = 2 x 2; leave out pipeline_stages",
+        ),
+        (dict(parallelism=dict(pipeline=2, pipeline_stages=2)), 2, "'1f1b' has 1 stage(s) on each rank, not 2"),
+        (
+            dict(parallelism=dict(pipeline=4), training=dict(global_batch_size=8, local_batch_size=4)),
+            4,
+            "over 4 ranks wants 4 or more micro-batches, but a rank has 2 (8 sequences, training.local_batch_size = 4); "
+            "use training.local_batch_size = 1 or 2",
+        ),
+        (
+            dict(
+                parallelism=dict(pipeline=2, pipeline_schedule="interleaved_1f1b"),
+                training=dict(global_batch_size=10, local_batch_size=2),
+            ),
+            2,
+            "wants a multiple of 2 micro-batches, but a rank has 5",
+        ),
+        (
+            dict(parallelism=dict(pipeline=4), training=dict(global_batch_size=2, local_batch_size=1)),
+            4,
+            "a rank has 2 (2 sequences, training.local_batch_size = 1); raise training.global_batch_size",
+        ),
+        (
+            dict(
+                parallelism=dict(pipeline=2, pipeline_schedule="zbv"),
+                activation_checkpoint=dict(mode="selective"),
+                compile=dict(mode="none"),
+            ),
+            2,
+            "can be recomputed once only; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'",
+        ),
+        (
+            dict(parallelism=dict(tensor=2, pipeline=2)),
+            6,
+            "pipeline x tensor = 2 x 2 = 4 does not divide the 6 processes",
+        ),
+        (
+            dict(parallelism=dict(tensor=2, shard=2)),
+            8,
+            "shard x tensor = 2 x 2 = 4, but there are 8 processes; start 4, or set parallelism.shard = -1",
+        ),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_the_remedy(
+    sections: dict[str, Any], processes: int, message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check(recipe(**sections), processes)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_remedy_that_would_be_wrong_is_not_given() -> None:
+    with pytest.raises(UserError, match=r"there are 3 processes; start 4$"):
+        check(recipe(parallelism=dict(tensor=2, shard=2), training=dict(global_batch_size=6)), 3)
+
+
+def test_shard_takes_what_all_others_leave() -> None:
+    layout = Parallelism(pipeline=2, replicate=2, context=2, tensor=4).resolve(128)
+    assert layout.dimensions() == {"pipeline": 2, "replicate": 2, "shard": 4, "context": 2, "tensor": 4}
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_stages", "head", "split"),
+    [
+        (8, 4, 0.1, [2, 2, 2, 2]),
+        (9, 4, 0.1, [2, 2, 3, 2]),  # one more where no end is, and late: the first ranks keep more activations
+        (32, 4, 2.4, [9, 9, 8, 6]),  # Llama 3 8B: its head costs as much as 2.4 blocks
+        (16, 8, 4.3, [2, 2, 2, 2, 2, 2, 3, 1]),  # each stage has a block
+        (4, 4, 9.0, [1, 1, 1, 1]),
+        (3, 1, 0.5, [3]),
+    ],
+)
+def test_blocks_are_split_so_that_the_slowest_stage_is_as_fast_as_can_be(
+    num_blocks: int, num_stages: int, head: float, split: list[int]
+) -> None:
+    found = split_blocks(num_blocks, num_stages, head)
+    assert sum(found) == num_blocks and min(found) >= 1
+
+    def slowest(blocks: list[int]) -> float:
+        return max(count + (head if stage == num_stages - 1 else 0) for stage, count in enumerate(blocks))
+
+    assert slowest(found) == slowest(split), found
+
+
+def test_a_v_shaped_pipeline_comes_back_to_where_it_began() -> None:
+    assert [stages_of(rank, 2, 4, v_shaped=True) for rank in range(2)] == [[0, 3], [1, 2]]
+    assert [stages_of(rank, 2, 4, v_shaped=False) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [list(blocks_of(stage, [1, 3, 2])) for stage in range(3)] == [[0], [1, 2, 3], [4, 5]]
+
+
+def test_the_layout_is_shown_as_a_table() -> None:
+    given = recipe(
+        model=Llama(num_layers=6),
+        parallelism=dict(pipeline=2, pipeline_schedule="interleaved_1f1b", tensor=2),
+        training=dict(global_batch_size=8, local_batch_size=2, seq_len=128),
+    )
+    shown = headlines(given, given.parallelism.resolve(8).dimensions(), "cpu", 1000)
+    assert shown[-5:] == [
+        "batch   8 sequences x 128 tokens a step; each rank takes 2 x 2",
+        "ranks   8 on cpu; compute bfloat16, compile block",
+        "          pipeline     2  interleaved_1f1b, stages of 1 + 2 + 2 + 1 blocks",
+        "          shard        2  shares of weights, gradients and optimizer state",
+        "          tensor       2  shares of a matrix, 2 heads each",
+    ]
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -82,7 +82,7 @@ def ranks_left(dimensions: Mapping[str, int], world_size: int) -> int:
         sizes = {name: size for name, size in dimensions.items() if name in (*others, "shard")}
         raise UserError(
             f"parallelism.{_product(sizes)} = {product * shard}, but there are {world_size} processes; start "
-            f"{product * shard}, or set parallelism.shard = -1"
+            f"{product * shard}" + ("" if world_size % product else ", or set parallelism.shard = -1")
         )
     return shard
 

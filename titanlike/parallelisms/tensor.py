@@ -66,6 +66,7 @@ def apply_tensor(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
                     field, nn.Parameter(distribute_tensor(parameter, mesh, [placement], src_data_rank=None))
                 )
             module.__class__ = shared(type(module), style, mesh)
+            module.computing = False
     # Shares are looked up in front of a block, outside of what is compiled: there the compiler meets plain tensors only.
     layers = blocks(model).values()
     ends = [module for name, module in model.named_children() if name != "layers"]
@@ -106,7 +107,8 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
     rank, group = mesh.get_local_rank(), mesh.get_group()
 
     class Shared(kind):  # type: ignore[misc]
-        mine: dict[str, Tensor] | None = None  # kept after a pass: the backward pass may recompute with it
+        mine: dict[str, Tensor]  # kept after a pass: the backward pass may recompute with it
+        computing: bool
 
         @property
         def weight(self) -> Tensor | None:
@@ -117,22 +119,19 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
             return self._seen("bias")
 
         def _seen(self, name: str) -> Tensor | None:
-            return self._whole(name) if self.mine is None else self.mine.get(name)
-
-        def _whole(self, name: str) -> Tensor | None:
+            if self.computing or torch.compiler.is_compiling():
+                return self.mine.get(name)
             return self._parameters[name] if name in self._parameters else getattr(super(), name, None)
 
         def take_mine(self) -> None:
             """Look up this rank's share of the parameters."""
             mine = {}
             for name, placement in (("weight", style.weight), ("bias", style.bias)):
-                parameter = self._whole(name)
+                parameter = self._seen(name)
                 if isinstance(parameter, DTensor):
                     # Of a parameter that all ranks have, each computes the gradient of its share of the work.
                     gradient = Partial() if placement == WHOLE else placement
-                    parameter = parameter.to_local(grad_placements=[gradient])
-                if parameter is not None:
-                    mine[name] = parameter
+                    mine[name] = parameter.to_local(grad_placements=[gradient])
             if style.adds_up and rank > 0 and "bias" in mine:
                 mine["bias"] = mine["bias"] * 0.0  # of terms that are added up, one has the bias
             self.mine = mine
@@ -147,7 +146,13 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
                 rows = self.num_embeddings // mesh.size()
                 known = (x >= rank * rows) & (x < (rank + 1) * rows)
                 x = (x - rank * rows).where(known, 0)
-            out = super().forward(x, *others)
+            if not torch.compiler.is_compiling():
+                self.computing = True
+            try:
+                out = super().forward(x, *others)
+            finally:  # a recomputation is cut short by an exception when it has what it wants
+                if not torch.compiler.is_compiling():
+                    self.computing = False
             if known is not None:
                 out = out.where(known[..., None], 0.0)
             return scatter_sum_along(out, TOKENS, group) if style.adds_up else out
