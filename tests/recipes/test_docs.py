@@ -1,5 +1,7 @@
 """What the documents say can be done, can be done: their commands, keys, files and links."""
 
+import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -7,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT
+from tests.parity import CASES, table
 from titanlike.check import check
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.schema import describe
 from titanlike.start import DEFAULT_RECIPE, Arguments
+from titanlike.verify import DIMENSIONS, TOLERANCES, _parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEYS = {key.name for key in describe(PretrainRecipe)}
@@ -39,6 +43,30 @@ def test_a_command_of_the_documents_is_a_right_one(command: str, monkeypatch: py
     recipe = load(PretrainRecipe, arguments.recipe, arguments.overrides)
     processes = next((int(word.split("=")[1]) for word in words if word.startswith("NPROC=")), None)
     check(recipe, arguments.check or processes or (1 if arguments.recipe == DEFAULT_RECIPE else 8))
+
+
+def test_what_the_documents_verify_can_be_verified() -> None:
+    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines() if "verify" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        _, command, recipe, option, layout = shlex.split(line, comments=True)
+        assert (command, option) == ("verify", "--layout")
+        chosen = _parse(layout)
+        processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
+        overrides = {f"parallelism.{key}": value for key, value in chosen.items()}
+        check(load(PretrainRecipe, ROOT / recipe, overrides), processes)
+
+
+def test_the_table_of_layouts_is_what_the_tests_measured() -> None:
+    measured = json.loads((ROOT / "docs/parity.json").read_text())
+    assert list(measured["cases"]) == [case.name for case in CASES], (
+        "made of other tests: make it anew (tests/parity.py)"
+    )
+    assert f"\n\n{table(measured)}\n\n" in (ROOT / "README.md").read_text().replace("-->\n", "-->\n\n")
+    for case in measured["cases"].values():
+        for model in ("llama", "gpt"):
+            for what, worst in case[model].items():
+                assert worst <= TOLERANCES[what]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

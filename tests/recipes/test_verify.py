@@ -85,8 +85,7 @@ def test_a_gradient_that_is_not_summed_is_found(tmp_path: Path) -> None:
     )
     done = verify(tmp_path, recipe, "--layout", "tensor=2", "--steps=2")
     assert done.returncode == 1
-    assert re.search(r"weights +differs by [\d.e-]+ at most \(norm.weight\)", done.stdout)
-    assert done.stdout.endswith("\nNOT the same: weights\n")
+    assert re.search(r"\nNOT the same: .*weights\n$", done.stdout)
 
 
 @pytest.mark.parametrize(
