@@ -109,13 +109,15 @@ def _tensor_problems(recipe: PretrainRecipe) -> list[str]:
             )
     pieces = tensor * (2 * context if context > 1 else 1)
     if seq_len % pieces:
-        near = [n * pieces for n in (seq_len // pieces, seq_len // pieces + 1) if n]
+        near = [n * pieces for n in (seq_len // pieces, seq_len // pieces + 1)]
+        near = [length for length in near if 0 < length <= model.max_seq_len] or [pieces]
         why = "tensor" if context == 1 else "twice context" if tensor == 1 else "tensor x twice context"
         problems.append(
             f"training.seq_len = {seq_len} does not divide into {pieces} pieces ({why}); use {one_of(near)}"
         )
-    if tensor > 1 and recipe.compile.mode == "model":
-        problems.append(f"compile.mode = 'model' does not go with parallelism.tensor = {tensor}; use 'block'")
+    for name, size in (("tensor", tensor), ("pipeline", parallelism.pipeline)):
+        if size > 1 and recipe.compile.mode == "model":
+            problems.append(f"compile.mode = 'model' does not go with parallelism.{name} = {size}; use 'block'")
     if parallelism.async_tensor:
         reasons = {
             "there is nothing to overlap while parallelism.tensor = 1": tensor == 1,
@@ -150,10 +152,16 @@ def _stage_problems(recipe: PretrainRecipe) -> list[str]:
         ]
     per_rank = len(split) // pipeline or per_rank or schedule.stages_per_rank
     if schedule.fixed and per_rank != schedule.stages_per_rank:
-        others = [other for other, kind in SCHEDULES.items() if not kind.fixed]
+        fits = per_rank * pipeline <= num_layers
         return [
             f"parallelism.pipeline_schedule = '{name}' has {schedule.stages_per_rank} stage(s) on each rank, not {per_rank}; "
-            f"use {schedule.stages_per_rank}, or another schedule such as '{others[0]}'"
+            f"use {schedule.stages_per_rank}" + (", or another schedule such as 'interleaved_1f1b'" if fits else "")
+        ]
+    if parallelism.pipeline_stages and per_rank * pipeline > num_layers:
+        fitting = num_layers // pipeline
+        return [
+            f"parallelism.pipeline_stages x pipeline = {per_rank} x {pipeline} = {per_rank * pipeline}, but model.num_layers = "
+            f"{num_layers}; " + (f"use pipeline_stages = {fitting} or less" if fitting else "make pipeline smaller")
         ]
     if not split and per_rank * pipeline > num_layers:
         return [
@@ -180,17 +188,18 @@ def _microbatch_problems(recipe: PretrainRecipe, num_microbatches: int, share: i
     pipeline, name = parallelism.pipeline, parallelism.pipeline_schedule
     num_stages = pipeline * SCHEDULES[name].stages_per_rank
 
-    def works(count: int) -> bool:
-        if name in ("1f1b", "dualpipev"):
-            return count >= num_stages
-        if name in ("interleaved_1f1b", "zero_bubble"):
-            return count % max(1, count // pipeline) == 0
-        return True
-
-    if pipeline == 1 or works(num_microbatches):
+    counts = {size: share // size for size in range(1, share + 1) if share % size == 0}
+    if name in ("1f1b", "dualpipev"):
+        works = num_microbatches >= num_stages
+        wants = f"{num_stages} or more"
+        sizes = [size for size, count in counts.items() if count >= num_stages]
+    else:
+        # So says torch of the interleaved ones; to fill the pipeline, it is a multiple of the ranks.
+        works = name in ("gpipe", "zbv") or num_microbatches % max(1, num_microbatches // pipeline) == 0
+        wants = f"a multiple of {pipeline}"
+        sizes = [size for size, count in counts.items() if count % pipeline == 0]
+    if pipeline == 1 or works:
         return []
-    wants = f"{num_stages} or more" if name in ("1f1b", "dualpipev") else f"a multiple of {pipeline}"
-    sizes = [size for size in range(1, share + 1) if share % size == 0 and works(share // size)]
     remedy = f"use training.local_batch_size = {one_of(sizes[-3:])}" if sizes else "raise training.global_batch_size"
     return [
         f"parallelism.pipeline_schedule = '{name}' over {pipeline} ranks wants {wants} micro-batches, but a rank has "

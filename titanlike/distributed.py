@@ -37,6 +37,7 @@ def session(
             environment.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
         yield chosen
+        barrier()  # leave together: a rank that still talks to one that has left may be ended by it
     except UserError as error:
         environment.fail(error)
     except KeyboardInterrupt:

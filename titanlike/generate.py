@@ -24,17 +24,17 @@ def generate(
 ) -> str:
     """The prompt and what follows it. Every rank calls it and gets the same text: a sharded model needs them all.
 
-    The model always sees as many places, `window` or what divides over the ranks that share a sequence, so that compiled
-    code fits; what stands behind the text does not matter to a causal model.
+    The model looks back over `window` places, on any layout. It is always given as many, `window` or what divides over the
+    ranks that share a sequence, so that compiled code fits; what stands behind the text does not matter to a causal model.
     """
-    unit = 2 * mesh.sizes["context"] * mesh.sizes["tensor"]
-    window = max(window // unit, 1) * unit
-    places = context_places(window, mesh.context).to(device)
+    unit = mesh.tensor.size() * (2 * mesh.context.size() if mesh.context.size() > 1 else 1)
+    length = -(-window // unit) * unit
+    places = context_places(length, mesh.context).to(device)
     generator = torch.Generator().manual_seed(seed_of(seed, "sample"))
     tokens: list[int] = tokenizer.encode(prompt).tolist() or [tokenizer.end_of_text]
     for _ in range(num_tokens):
         seen = tokens[-window:]
-        padded = torch.tensor([seen + [0] * (window - len(seen))], device=device)
+        padded = torch.tensor([seen + [0] * (length - len(seen))], device=device)
         logits: Tensor = model(tokens=padded[:, places], positions=places[None])
         logits = gather_sequence(logits, 1, mesh.context)[:, len(seen) - 1]  # (1, vocabulary)
         if mesh.vocabulary is not None:

@@ -95,12 +95,18 @@ def test_a_gradient_that_is_not_summed_is_found(tmp_path: Path) -> None:
         ("tensor", "'tensor' is not a key of [parallelism] with its value"),
         ("tensor=0", "'tensor=0': give a number of processes, such as tensor=2"),
         ("shard=-1", "'shard=-1': give a number of processes"),
+        ("tensor=8,pipeline=8", "more than 32 processes on one machine"),
     ],
 )
 def test_a_wrong_layout_is_told(layout: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         _parse(layout)
     assert message in str(caught.value)
+
+
+def test_a_layout_may_hold_a_list() -> None:
+    chosen = _parse("pipeline=2,pipeline_split=[1, 3],tensor=2")
+    assert (chosen["pipeline_split"], chosen["tensor"], chosen["shard"]) == ("[1, 3]", "2", "1")
 
 
 def test_a_layout_that_is_impossible_at_the_real_size_is_told(tmp_path: Path) -> None:
@@ -143,3 +149,6 @@ def test_not_a_number_is_not_the_same() -> None:
 
     assert differences(made(1.0), made(1.0))["loss"] == (0.0, "step 1")
     assert differences(made(float("nan")), made(1.0))["loss"] == (float("inf"), "step 2")
+    spoiled = made(1.0)
+    spoiled.state["model"]["w"] = torch.tensor([1.0, float("nan")])
+    assert differences(spoiled, made(1.0))["weights"] == (float("inf"), "w")

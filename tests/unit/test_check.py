@@ -102,6 +102,31 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
             "does not divide into 8 pieces (tensor x twice context); use 8",
         ),
         (dict(parallelism=dict(tensor=2), compile=dict(mode="model")), 2, "does not go with parallelism.tensor = 2"),
+        (
+            dict(parallelism=dict(pipeline=2), compile=dict(mode="model")),
+            2,
+            "does not go with parallelism.pipeline = 2",
+        ),
+        (
+            dict(parallelism=dict(tensor=2), training=dict(global_batch_size=7)),
+            7,
+            "tensor = 2 does not divide the 7 processes; start 2 or a multiple, or make it smaller",
+        ),
+        (
+            dict(parallelism=dict(pipeline=2, pipeline_schedule="interleaved_1f1b", pipeline_stages=8)),
+            2,
+            "pipeline_stages x pipeline = 8 x 2 = 16, but model.num_layers = 4; use pipeline_stages = 2 or less",
+        ),
+        (
+            dict(
+                parallelism=dict(pipeline=3, pipeline_schedule="interleaved_1f1b"),
+                model=Llama(num_layers=6),
+                training=dict(global_batch_size=14, local_batch_size=1),
+            ),
+            3,
+            "wants a multiple of 3 micro-batches, but a rank has 14 (14 sequences, training.local_batch_size = 1); "
+            "raise training.global_batch_size, or",
+        ),
         (dict(parallelism=dict(async_tensor=True)), 1, "nothing to overlap while parallelism.tensor = 1; set it false"),
         (
             dict(parallelism=dict(async_tensor=True, tensor=2), compile=dict(mode="none")),

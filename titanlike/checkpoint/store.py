@@ -121,7 +121,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     for copied, original in getattr(model, "copies", {}).items():
         for values in state.values():
             for key in _of(copied, values):
-                values[key.replace(copied, original)] = values.pop(key)
+                values[key.replace(copied, original, 1)] = values.pop(key)
     return state
 
 
@@ -131,12 +131,12 @@ def _with_copies(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     for copied, original in getattr(model, "copies", {}).items():
         for key in _of(original, values):
             value = values[key] if original in here else values.pop(key)
-            values[key.replace(original, copied)] = value.clone() if isinstance(value, torch.Tensor) else value
+            values[key.replace(original, copied, 1)] = value.clone() if isinstance(value, torch.Tensor) else value
     return values
 
 
 def _of(parameter: str, values: dict[str, Any]) -> list[str]:
-    return [key for key in values if f".{parameter}." in f".{key}."]
+    return [key for key in values if re.fullmatch(rf"((state|param_groups)\.)?{re.escape(parameter)}(\..*)?", key)]
 
 
 def _sync(folder: Path) -> None:

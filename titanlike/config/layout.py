@@ -67,16 +67,16 @@ def ranks_left(dimensions: Mapping[str, int], world_size: int) -> int:
         raise UserError(f"parallelism.shard = {shard} is not a number of ranks; use 1 or more, or -1 for all left")
     if shard == -1 and world_size % product == 0:
         return world_size // product
-    if shard == -1 and len(others) == 1:
+    if shard == -1 and others.keys() == {"replicate"}:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        name, size = others.popitem()
         raise UserError(
-            f"parallelism.{name} = {size} does not divide the {world_size} processes; use {one_of(divisors)}"
+            f"parallelism.replicate = {product} does not divide the {world_size} processes; use {one_of(divisors)}"
         )
     if shard == -1:
+        named = _product(others) if len(others) == 1 else f"{_product(others)} = {product}"
         raise UserError(
-            f"parallelism.{_product(others)} = {product} does not divide the {world_size} processes; start {product} or a "
-            "multiple, or make one of them smaller"
+            f"parallelism.{named} does not divide the {world_size} processes; start {product} or a multiple, or make "
+            f"{'it' if len(others) == 1 else 'one of them'} smaller"
         )
     if product * shard != world_size:
         sizes = {name: size for name, size in dimensions.items() if name in (*others, "shard")}

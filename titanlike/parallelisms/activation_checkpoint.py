@@ -42,7 +42,7 @@ def apply_activation_checkpoint(
 
 
 def _recompute(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    # Without dropout there is no random state to put back, and saving it would cost a host synchronization on a GPU.
+    # Dropout here has no random state to put back, and saving one would cost a host synchronization on a GPU.
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 

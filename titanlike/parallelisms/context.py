@@ -20,6 +20,8 @@ from titanlike.models.layers import visible
 
 def context_places(seq_len: int, mesh: DeviceMesh) -> Tensor:
     """Which places of a sequence this rank holds, in the order in which it holds them."""
+    if mesh.size() == 1:
+        return torch.arange(seq_len)
     pieces = torch.arange(seq_len).chunk(2 * mesh.size())
     rank = mesh.get_local_rank()
     return torch.cat((pieces[rank], pieces[-1 - rank]))
@@ -62,7 +64,7 @@ def attend_over(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Causal attention of queries (B, H, T, E) that belong to the last T of the keys and values (B, K, S, E)."""
-    if documents is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0:
+    if documents is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         # To this kernel causal means just that, and it needs no mask. (By way of F.scaled_dot_product_attention it would mean
         # that the queries belong to the first keys.)
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]

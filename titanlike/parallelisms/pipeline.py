@@ -102,11 +102,14 @@ class Pipeline(nn.Module):
     def evaluate(self, microbatches: Sequence[MicroBatch], loss_of: LossOf) -> Tensor:
         """The sum of the micro-batches' losses where the last stage is, 0 elsewhere."""
         loss = torch.zeros((), device=microbatches[0].labels.device)
+        # As many at once as keep all ranks busy: the activations of all of them are kept.
+        for start in range(0, len(microbatches), self.mesh.size()):
+            some = microbatches[start : start + self.mesh.size()]
 
-        def add(logits: Tensor, index: int) -> None:
-            loss.add_(loss_of(logits, microbatches[index].labels))
+            def add(logits: Tensor, index: int, some: Sequence[MicroBatch] = some) -> None:
+                loss.add_(loss_of(logits, some[index].labels))
 
-        self._forward_only([batch.inputs for batch in microbatches], add)
+            self._forward_only([batch.inputs for batch in some], add)
         return loss
 
     def forward(self, **inputs: Tensor) -> Tensor:
