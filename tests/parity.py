@@ -86,7 +86,7 @@ CASES = [
 
 def table(measured: dict[str, Any]) -> str:
     """One row a case: the largest relative difference from one process in losses, gradient norms and weights."""
-    lines = ["| Layout | Processes | Llama | GPT |", "|---|---|---|---|"]
+    lines = ["| Layout | Processes | Llama: loss / norm / weights | GPT: loss / norm / weights |", "|---|---|---|---|"]
     for name, case in measured["cases"].items():
         cells = [
             " / ".join(f"{case[model][what]:.0e}" for what in ("loss", "gradient norm", "weights"))

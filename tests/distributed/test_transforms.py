@@ -80,12 +80,23 @@ def _reset_memory_budget() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", ["block", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("block", {}),
+        pytest.param("model", {}, marks=pytest.mark.slow),
+        pytest.param("block", dict(tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_real_compiler_gives_the_same_numbers(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, mode: Any
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, mode: Any, layout: dict[str, Any]
 ) -> None:
-    recipe = tiny(tmp_path, "run", compile=Compile(mode=mode, backend="inductor"))
-    assert_same(train(ranks(1), recipe), plain["llama"])
+    recipe = tiny(
+        tmp_path, "run", compile=Compile(mode=mode, backend="inductor"), parallelism=Parallelism(**layout),
+        training=dict(local_batch_size=4),
+    )  # fmt: skip
+    assert_same(train(ranks(2 if layout else 1), recipe), plain["llama"])
 
 
 @pytest.mark.parametrize("model", MODELS)
