@@ -30,6 +30,16 @@ MISTAKES = [
     (("none.toml",), {}, "none.toml: there is no such recipe"),
     (("--model.name=lama",), {}, 'model.name = "lama" is not known; did you mean "llama"?'),
     (("--model.size=9B",), {}, 'model.size = "9B" is not known; use debug, 3-8B'),
+    (
+        ("--parallelism.pipeline_split=[1,0]",),
+        {},
+        "parallelism.pipeline_split = 0 must be a list in brackets, each a whole number, at least 1",
+    ),
+    (
+        ("--parallelism.tensor=2", "--model.num_kv_heads=1"),
+        {"NPROC": "2"},
+        "does not divide model.num_kv_heads = 1; use 1",
+    ),
     (("--check", "0"), {}, "--check 0: give a number of processes"),
     (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
     (("--recipe=none",), {}, "recipe = 'none': there is no program"),

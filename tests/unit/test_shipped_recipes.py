@@ -46,11 +46,21 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     assert program_of(path).name == "pretrain.py"
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        *((name, {}) for name in SHIPPED),
+        ("llama3_70b", {"tensor": "8"}),
+        ("llama3_405b", {"tensor": "8"}),
+        ("llama3_405b", {"tensor": "8", "context": "4"}),
+    ],
+    ids=str,
+)
+def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, overrides: dict[str, str]) -> None:
     """The transforms of the real recipe at its real size, on the meta device, over ranks that are only pretended."""
     count, processes = SHIPPED[name]
-    recipe = load(PretrainRecipe, FOLDER / f"{name}.toml")
+    recipe = load(PretrainRecipe, FOLDER / f"{name}.toml", {f"parallelism.{key}": n for key, n in overrides.items()})
+    check(recipe, processes)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     try:
         layout = recipe.parallelism.resolve(processes)

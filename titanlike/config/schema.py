@@ -54,7 +54,10 @@ def _key(name: str, section: str, variant: str, prop: dict[str, Any]) -> Key:
     kind = f"one of {', '.join(choices)}" if choices else KINDS.get(prop.get("type", ""), prop.get("type", "value"))
     if "pattern" in prop:
         kind = "a name of letters, digits and . _ + = @ -"
-    bounds = [f"{phrase} {prop[bound]:g}" for bound, phrase in BOUNDS if bound in prop]
+    numbers = prop.get("items", prop)
+    if numbers is not prop:
+        kind = f"a list in brackets, each {KINDS[numbers['type']]}"
+    bounds = [f"{phrase} {numbers[bound]:g}" for bound, phrase in BOUNDS if bound in numbers]
     reason = " ".join(prop.get("description", "").split())
     return Key(
         name=name,
