@@ -77,7 +77,7 @@ CASES = [
     Case("CP x FSDP, compiled", dict(context=2, shard=2), sections=COMPILED, slow=True),
     Case("PP zbv, compiled", dict(pipeline=2, pipeline_schedule="zbv"), sections=COMPILED),
     Case("FSDP, dropout", dict(shard=2), dropout=0.1),
-    Case("CP x TP, dropout", dict(context=2, tensor=2), dropout=0.1),
+    Case("CP x TP, dropout", dict(context=2, tensor=2), dropout=0.1, slow=True),
     Case("PP 1f1b x TP, dropout", dict(pipeline=2, tensor=2), dropout=0.1, slow=True),
     Case("TP x FSDP, dropout, full checkpointing", dict(tensor=2, shard=2), sections=FULL, dropout=0.1, slow=True),
     Case("CP x TP, deterministic", dict(context=2, tensor=2), sections={"run": dict(deterministic=True)}, slow=True),

@@ -1,4 +1,4 @@
-"""Any layout of data parallelism gives the numbers of one process, for both models."""
+"""Options of data parallelism change no number; test_parity.py has its layouts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +25,12 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        (2, dict(shard=2)),
-        (2, dict(replicate=2, shard=1)),
-        (4, dict(replicate=2, shard=2)),
         (4, dict(shard=4, reshard_after_forward="never")),
         (4, dict(shard=4, reshard_after_forward="always")),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
-def test_a_layout_gives_the_numbers_of_one_process(
+def test_resharding_gives_the_numbers_of_one_process(
     ranks: Ranks, alone: dict[str, Result], tmp_path: Path, model: str, processes: int, layout: dict[str, Any]
 ) -> None:
     recipe = tiny(tmp_path, "run", model=MODELS[model], parallelism=Parallelism(**layout))

@@ -50,7 +50,8 @@ def test_two_processes_give_the_losses_of_one(debug: tuple[Path, str], tmp_path:
     done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
     assert done.returncode == 0, done.stderr
     (made,) = (tmp_path / "runs").iterdir()
-    assert "2 on cpu: replicate 1 x shard 2" in done.stdout
+    assert "ranks   2 on cpu;" in done.stdout
+    assert "          shard        2  shares of weights, gradients and optimizer state\n" in done.stdout
     assert done.stdout.count("step     20/20  loss") == 1  # one of them speaks
     assert losses(made) == pytest.approx(losses(debug[0]), rel=1e-4)
 
@@ -166,7 +167,7 @@ def test_a_mistake_that_only_one_process_meets_is_told(tmp_path: Path) -> None:
     program = (ROOT / "recipes/pretrain.py").read_text()
     line = "    # Data: text to tokens"
     assert program.count(line) == 1
-    mistake = "    if data_rank == 1:\n        raise UserError('only I can see it')\n"
+    mistake = "    if mesh.data_rank == 1:\n        raise UserError('only I can see it')\n"
     program = program.replace(line, mistake + line).replace(
         "import gc\n", "import gc\nfrom titanlike.config import UserError\n"
     )

@@ -75,6 +75,7 @@ def test_an_entry_missing_from_the_plan_is_found(tmp_path: Path, entry: str) -> 
         assert "the tensor-parallel plan of Llama does not name layers.0.ffn_norm; add it" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_summed_is_found(tmp_path: Path) -> None:
     recipe = copied(
         tmp_path,
