@@ -5,10 +5,13 @@ python -m tests.parity docs/parity.json
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from titanlike.config.layout import DIMENSIONS
 
 # Captures and partitions as the real compiler does, and leaves out the half minute of generating code.
 FAST = "aot_eager_decomp_partition"
@@ -30,10 +33,7 @@ class Case:
 
     @property
     def processes(self) -> int:
-        product = 1
-        for name in ("pipeline", "replicate", "shard", "context", "tensor"):
-            product *= self.layout.get(name, 1)
-        return product
+        return math.prod(self.layout.get(name, 1) for name in DIMENSIONS)
 
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 1}

@@ -15,7 +15,7 @@ import tomli
 
 from titanlike import environment
 from titanlike.config import UserError
-from titanlike.config.layout import SCHEDULES
+from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.sections import Parallelism
 from titanlike.start import REPOSITORY
@@ -24,7 +24,6 @@ from titanlike.start import REPOSITORY
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}
 MOST = 32  # processes
 UNTOLD = ("run", "checkpoint", "validation", "sample", "metrics")  # sections whose changes are of no interest
-DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tests.pool import Pool
 from tests.training import mesh_of
 from titanlike import distributed
 from titanlike.config import UserError
-from titanlike.parallelisms.mesh import DIMENSIONS
+from titanlike.config.layout import DIMENSIONS
 
 Ranks = Callable[[int], Pool]
 

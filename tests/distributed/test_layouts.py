@@ -97,6 +97,28 @@ def test_every_token_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path:
         assert covered.all()
 
 
+def _noise_where(recipe: PretrainRecipe) -> tuple[bool, bool]:
+    """Whether tokens come with dropout's random bits in training, and in validation."""
+    found: list[bool] = []
+    original = pretrain.validate
+
+    def watched(model: Any, batches: Any, *others: Any) -> float:
+        found.append("noise" in batches.microbatches(1)[0].inputs)
+        return original(model, batches, *others)
+
+    pretrain.validate = watched
+    try:
+        trained = "noise" in _batches_seen(recipe)[0]
+    finally:
+        pretrain.validate = original
+    return trained, found[0]
+
+
+def test_nothing_is_dropped_in_validation(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(_noise_where, recipe_for(tmp_path, "run", "llama", None, dropout=0.1)) == [(True, False)]
+    assert ranks(1).run(_noise_where, recipe_for(tmp_path, "none", "llama", None)) == [(False, False)]
+
+
 def _sample(recipe: PretrainRecipe) -> str:
     model, mesh = build(recipe)
     tokenizer = build_tokenizer("bytes", 320)

@@ -12,9 +12,10 @@ from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
 from titanlike.config import PretrainRecipe, load
+from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.start import DEFAULT_RECIPE, Arguments
-from titanlike.verify import DIMENSIONS, TOLERANCES, _parse
+from titanlike.verify import TOLERANCES, _parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEYS = {key.name for key in describe(PretrainRecipe)}

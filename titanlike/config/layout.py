@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from titanlike.config.section import UserError, one_of
 
+# From the outermost to the innermost: neighbours in the last dimension talk most, so they sit on one machine.
+DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+
 
 @dataclass(frozen=True)
 class Schedule:

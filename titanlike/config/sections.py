@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlike.config.layout import SCHEDULES, ranks_left, split_blocks
+from titanlike.config.layout import DIMENSIONS, SCHEDULES, ranks_left, split_blocks
 from titanlike.config.models import GPT, Llama
 from titanlike.config.section import (
     Fraction,
@@ -186,7 +186,7 @@ class Parallelism:
 
     def dimensions(self) -> dict[str, int]:
         """The five dimensions by name, from the one whose ranks talk least to the one whose ranks talk most."""
-        return {name: getattr(self, name) for name in ("pipeline", "replicate", "shard", "context", "tensor")}
+        return {name: getattr(self, name) for name in DIMENSIONS}
 
     def split(self, model: Llama | GPT) -> list[int]:
         """How many of the model's blocks each stage of the pipeline has."""

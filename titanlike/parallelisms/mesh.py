@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# From the outermost to the innermost: neighbours in the last dimension talk most, so they sit on one machine.
-DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+from titanlike.config.layout import DIMENSIONS
 
 
 @dataclass(frozen=True)
