@@ -90,6 +90,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         split=parallelism.split(recipe.model),
         training=training,
         parallelism=parallelism,
+        float8=recipe.float8,
         activation_checkpoint=recipe.activation_checkpoint,
         compile=recipe.compile,
     )

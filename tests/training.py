@@ -55,7 +55,7 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     with torch.device("meta"):
         model: nn.Module = build_model(recipe.model)
     model = transform(
-        model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout,
+        model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout, float8=recipe.float8,
         activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
     )  # fmt: skip
     initialize(model, torch.device("cpu"), recipe.run.seed)

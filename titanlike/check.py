@@ -9,26 +9,36 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.models import Llama
 from titanlike.config.section import one_of
+from titanlike.environment import num_gpus
+from titanlike.float8.check import float8_problems, token_problems
 
 
 def check(recipe: PretrainRecipe, world_size: int) -> None:
     """Raise `UserError` with one line for each thing in the recipe that cannot work on so many processes."""
     problems = [*_model_problems(recipe), *_schedule_problems(recipe), *_option_problems(recipe)]
-    problems += [*_tensor_problems(recipe), *_stage_problems(recipe)]
+    problems += [*_tensor_problems(recipe), *_stage_problems(recipe), *float8_problems(recipe)]
     try:
         layout = recipe.parallelism.resolve(world_size)
         data_ranks = layout.replicate * layout.shard
         num_microbatches = recipe.training.num_microbatches(data_ranks)
-        problems += _microbatch_problems(recipe, num_microbatches, recipe.training.global_batch_size // data_ranks)
+        share = recipe.training.global_batch_size // data_ranks
+        problems += _microbatch_problems(recipe, num_microbatches, share)
+        problems += token_problems(recipe, share // num_microbatches)
     except UserError as problem:
         problems.append(str(problem))
     if problems:
         raise UserError("\n".join(problems))
 
 
-def check_files(recipe: PretrainRecipe) -> None:
-    """Raise `UserError` if the data is not there or the run folder cannot be written. Creates nothing."""
+def check_here(recipe: PretrainRecipe) -> None:
+    """Raise `UserError` if this machine lacks what the recipe wants: data, a folder to write to, float8. Creates nothing."""
     problems = []
+    float8 = recipe.float8
+    if float8.scaling != "none" and not float8.emulate and (recipe.run.device == "cpu" or not num_gpus()):
+        problems.append(
+            f"float8.scaling = {float8.scaling!r} wants a GPU, and this would train on the CPU; set float8.emulate = true to "
+            "see here what it does to the loss, slower than without, or float8.scaling = 'none'"
+        )
     if recipe.data.source == "text" and not Path(recipe.data.path).exists() and not glob.glob(recipe.data.path):
         problems.append(
             f"data.path = {recipe.data.path!r} does not exist here; give a text file, a folder or a pattern, "
@@ -221,6 +231,11 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
 
 def _option_problems(recipe: PretrainRecipe) -> list[str]:
     problems = []
+    if recipe.optimizer.stochastic_rounding and recipe.training.master_dtype != "bfloat16":
+        problems.append(
+            "optimizer.stochastic_rounding = true, but training.master_dtype = 'float32' rounds nothing that matters; set "
+            "training.master_dtype = 'bfloat16', or stochastic_rounding = false"
+        )
     if recipe.activation_checkpoint.mode == "memory_budget" and recipe.compile.mode == "none":
         problems.append(
             "activation_checkpoint.mode = 'memory_budget' is a choice that the compiler makes, but compile.mode = 'none'; "

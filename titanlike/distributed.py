@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titanlike import environment
 from titanlike.config import UserError
@@ -146,29 +147,43 @@ def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
     return _ScatterSum.apply(tensor, dim, group)
 
 
+def sharers(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that have other parts of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _gather(tensor, dim, group)
+        return gather_plain(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.wait_tensor(_reduce_scatter(gradient.contiguous(), "sum", ctx.dim, ctx.group)), None, None
+        return scatter_sum_plain(gradient, ctx.dim, ctx.group), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return collectives.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim, group))
+        return scatter_sum_plain(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(gradient, ctx.dim, ctx.group), None, None
+        return gather_plain(gradient, ctx.dim, ctx.group), None, None
 
 
-def _gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def scatter_sum_plain(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """`scatter_sum_along` without a gradient."""
+    return collectives.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim, group))
+
+
+def gather_plain(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """`gather_along` without a gradient."""
     # Along the first dimension, then moved: torch 2.11 cannot compile its own way of gathering along another one.
     gathered = collectives.wait_tensor(_all_gather(tensor.contiguous(), 0, group))
     return torch.cat(gathered.chunk(group.size()), dim) if dim else gathered

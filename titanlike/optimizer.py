@@ -56,7 +56,7 @@ def gradient_norm(model: nn.Module, pipeline: DeviceMesh | None = None) -> Tenso
     shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # by the groups of ranks that have the other shards
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name not in copies:
-            groups = _sharers(parameter.grad)
+            groups = distributed.sharers(parameter.grad)
             shards.setdefault(groups, []).append(_local(parameter.grad))
     squares = [
         distributed.sum_over(torch.nn.utils.get_total_norm(gradients).square(), groups)
@@ -64,13 +64,6 @@ def gradient_norm(model: nn.Module, pipeline: DeviceMesh | None = None) -> Tenso
     ]
     across = [] if pipeline is None else [pipeline.get_group()]
     return distributed.sum_over(torch.stack(squares).sum(), across).sqrt()
-
-
-def _sharers(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    if not isinstance(gradient, DTensor):
-        return ()
-    mesh, placements = gradient.device_mesh, gradient.placements
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def _local(gradient: Tensor) -> Tensor:

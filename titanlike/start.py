@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from titanlike import environment
-from titanlike.check import check, check_files
+from titanlike.check import check, check_here
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.load import nearest, read
 from titanlike.config.schema import describe, help_text
@@ -91,7 +91,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             sys.exit(0)
         check(recipe, arguments.check or ranks.world_size)
         if arguments.here:
-            check_files(recipe)
+            check_here(recipe)
     except UserError as error:
         environment.fail(error)
     if arguments.check:

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models import blocks
 from titanlike.models.layers import TiedHead
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -25,6 +25,7 @@ def transform(
     split: Sequence[int],
     training: Training,
     parallelism: Parallelism,
+    float8: Float8,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> nn.Module:
@@ -36,7 +37,15 @@ def transform(
     plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
     model.to(getattr(torch, training.master_dtype))
-    # First of all: what is on another rank needs no transform.
+    in_float8 = float8.scaling != "none"
+    if in_float8:
+        # Only here: what is behind it takes two seconds to import.
+        from titanlike.float8.all_gather import ScaleUpdate, wrap_weights
+        from titanlike.float8.linear import apply_float8
+        from titanlike.float8.tensor_parallel import share_scales
+
+        apply_float8(model, float8)
+    # Before all that shares: what is on another rank needs no transform.
     parts = [model]
     if mesh.pipeline.size() > 1:
         model = Pipeline(
@@ -50,6 +59,8 @@ def transform(
         parts = list(model.parts.values())
     for part in parts:
         apply_tensor(part, plan, mesh.tensor)
+        if in_float8:
+            share_scales(part, mesh.tensor.get_group(), mesh.context.get_group())
     if parallelism.async_tensor:
         overlap_tensor(mesh.tensor)
     layers = blocks(model)
@@ -67,6 +78,8 @@ def transform(
         reshard = "never"  # every micro-batch would gather a stage's weights again
     # Last: its hooks gather weights around a block, outside of what was compiled.
     for part in parts:
+        if float8.all_gather:
+            wrap_weights(part)
         apply_fsdp(
             part,
             mesh.weights,
@@ -76,6 +89,8 @@ def transform(
             reshard_after_forward=reshard,
             cpu_offload=parallelism.cpu_offload,
         )
+        if float8.all_gather:
+            ScaleUpdate(part)
     return model
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanlike.check import check, check_files
+from titanlike.check import check, check_here
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import blocks_of, split_blocks, stages_of
 from titanlike.config.models import GPT, Llama
@@ -292,27 +292,27 @@ def test_shard_takes_what_is_left() -> None:
 
 def test_a_missing_data_path_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.path = '.*/none' does not exist here.*data\.source = 'synthetic'"):
-        check_files(recipe(data=Data(source="text", path=str(tmp_path / "none")), run=Run(dir=str(tmp_path))))
+        check_here(recipe(data=Data(source="text", path=str(tmp_path / "none")), run=Run(dir=str(tmp_path))))
 
 
 def test_a_missing_tokenizer_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.encoding = '.*tokenizer\.model': there is no such file"):
-        check_files(recipe(tokenizer=Tokenizer(encoding=str(tmp_path / "tokenizer.model")), run=Run(dir=str(tmp_path))))
+        check_here(recipe(tokenizer=Tokenizer(encoding=str(tmp_path / "tokenizer.model")), run=Run(dir=str(tmp_path))))
 
 
 def test_an_unknown_encoding_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'\?"):
-        check_files(recipe(tokenizer=Tokenizer(encoding="gpt-2"), run=Run(dir=str(tmp_path))))
+        check_here(recipe(tokenizer=Tokenizer(encoding="gpt-2"), run=Run(dir=str(tmp_path))))
 
 
 def test_a_data_path_may_have_any_name(tmp_path: Path) -> None:
     (tmp_path / "d [v1]").mkdir()
-    check_files(recipe(data=Data(source="text", path=str(tmp_path / "d [v1]")), run=Run(dir=str(tmp_path))))
+    check_here(recipe(data=Data(source="text", path=str(tmp_path / "d [v1]")), run=Run(dir=str(tmp_path))))
 
 
 def test_a_run_folder_below_a_file_is_told_and_nothing_is_made(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(UserError, match=r"taken is a file, not a folder; choose another run\.dir"):
-        check_files(recipe(run=Run(dir=str(tmp_path / "taken" / "runs"), name="x")))
-    check_files(recipe(run=Run(dir=str(tmp_path / "new"), name="x")))
+        check_here(recipe(run=Run(dir=str(tmp_path / "taken" / "runs"), name="x")))
+    check_here(recipe(run=Run(dir=str(tmp_path / "new"), name="x")))
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

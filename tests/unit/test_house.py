@@ -16,7 +16,7 @@ FLOORS = [
     {"run_folder"},
     {"transform", "start"},
     {"check", "generate"},
-    {"parallelisms", "data", "optimizer", "checkpoint", "metrics"},
+    {"parallelisms", "float8", "data", "optimizer", "checkpoint", "metrics"},
     {"models", "loss"},
     {"distributed"},
     {"environment"},

@@ -53,13 +53,24 @@ class _Transformer:
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of a block by name, each as (outputs, inputs)."""
+        raise NotImplementedError
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """All that multiplies every token, by name in the whole model: the blocks' matrices, and the head even when it is
+        the embedding's table."""
+        blocks = self.block_matrices().items()
+        found = {f"layers.{layer}.{name}": size for layer in range(self.num_layers) for name, size in blocks}
+        return found | {"output": (self.vocab_size, self.dim)}
+
     def num_parameters(self) -> int:
         """Parameters, the embedding counted once when the head is tied to it."""
         raise NotImplementedError
 
     def num_matmul_parameters(self) -> int:
         """Parameters that multiply every token: all but the look-up tables, and the head even when it is tied."""
-        raise NotImplementedError
+        return sum(outputs * inputs for outputs, inputs in self.matrices().values())
 
     def head_in_blocks(self) -> float:
         """What the head costs, measured in blocks."""
@@ -109,9 +120,17 @@ class Llama(_Transformer):
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = LLAMA_SIZES
 
-    def num_matmul_parameters(self) -> int:
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.num_kv_heads * self.head_dim
-        return self.num_layers * (attention + 3 * self.dim * self.ffn_dim) + self.vocab_size * self.dim
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "attention.wq": (queries, self.dim),
+            "attention.wk": (keys, self.dim),
+            "attention.wv": (keys, self.dim),
+            "attention.wo": (self.dim, queries),
+            "feed_forward.w1": (self.ffn_dim, self.dim),
+            "feed_forward.w2": (self.dim, self.ffn_dim),
+            "feed_forward.w3": (self.ffn_dim, self.dim),
+        }
 
     def num_parameters(self) -> int:
         norms = (2 * self.num_layers + 1) * self.dim
@@ -144,9 +163,13 @@ class GPT(_Transformer):
     follows from the seed, the step and the token, not from the layout."""
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = GPT_SIZES
+    tied_head: ClassVar[bool] = True
 
-    def num_matmul_parameters(self) -> int:
-        return self.num_layers * 12 * self.dim * self.dim + self.vocab_size * self.dim
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "attention.wo"), (self.dim, self.dim)) | {
+            "feed_forward.w1": (4 * self.dim, self.dim),
+            "feed_forward.w2": (self.dim, 4 * self.dim),
+        }
 
     def num_parameters(self) -> int:
         biases_and_norms = self.num_layers * 13 * self.dim + 2 * self.dim

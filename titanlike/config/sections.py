@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlike.config.layout import DIMENSIONS, SCHEDULES, ranks_left, split_blocks
+from titanlike.config.layout import DIMENSIONS, SCHEDULES, num_microbatches, ranks_left, split_blocks
 from titanlike.config.models import GPT, Llama
 from titanlike.config.section import (
     Fraction,
@@ -27,8 +27,6 @@ from titanlike.config.section import (
     Positive,
     PositiveFloat,
     Share,
-    UserError,
-    one_of,
     section,
 )
 
@@ -101,20 +99,7 @@ class Training:
 
     def num_microbatches(self, data_ranks: int) -> int:
         """Forward and backward passes that one rank makes in a step."""
-        share, rest = divmod(self.global_batch_size, data_ranks)
-        if rest:
-            multiples = [n * data_ranks for n in (share, share + 1) if n]
-            raise UserError(
-                f"training.global_batch_size = {self.global_batch_size} does not divide over {data_ranks} data ranks; "
-                f"use {one_of(multiples)}, or another number of processes"
-            )
-        if share % min(self.local_batch_size, share):
-            divisors = [n for n in range(1, self.local_batch_size) if share % n == 0]
-            raise UserError(
-                f"training.local_batch_size = {self.local_batch_size} does not divide the {share} sequences of a rank "
-                f"(global_batch_size {self.global_batch_size} over {data_ranks} data ranks); use {one_of(divisors[-3:])}"
-            )
-        return share // min(self.local_batch_size, share)
+        return num_microbatches(self.global_batch_size, self.local_batch_size, data_ranks)
 
 
 @section
@@ -133,6 +118,11 @@ class Optimizer:
     """Share of a matrix, times the learning rate, taken off at each step."""
     fused: bool = True
     """One kernel for the whole update. Turn it off only to compare."""
+    state: Literal["full", "bfloat16", "8bit"] = "full"
+    """Precision of Adam's two averages. `full`: that of the weights, 8 bytes a parameter in float32. `bfloat16`: 4 bytes.
+    `8bit`: 2, in blocks that share a scale."""
+    stochastic_rounding: bool = False
+    """Round new weights up or down by chance, in proportion, so that small steps add up. For `master_dtype = "bfloat16"`."""
 
 
 @section
@@ -195,6 +185,29 @@ class Parallelism:
         stages_per_rank = self.pipeline_stages or SCHEDULES[self.pipeline_schedule].stages_per_rank
         num_stages = self.pipeline * stages_per_rank if self.pipeline > 1 else 1
         return split_blocks(model.num_layers, num_stages, model.head_in_blocks())
+
+
+@section
+class Float8:
+    """Matrix products of 8-bit floats: faster on GPUs that have them (compute capability 8.9 and later), with torch.compile."""
+
+    scaling: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
+    """Numbers that share a scale. `tensorwise`: a whole tensor, the fastest. `rowwise`: a row, more accurate.
+    `rowwise_with_gw_hp`: the same, with weights' gradients in `compute_dtype`, the most accurate. `mxfp8`: 32 neighbours,
+    for Blackwell GPUs. `none` turns float8 off."""
+    all_gather: bool = False
+    """FSDP gathers these weights as float8: a quarter of float32's traffic and memory, half of bfloat16's. `tensorwise` only."""
+    layers: tuple[str, ...] = ()
+    """Matrices to convert, by a part of their names: `feed_forward`, `wq`, `layers.0`, `layers.*.attention`. Empty: all of the
+    blocks'."""
+    skip: tuple[str, ...] = ()
+    """Matrices to leave as they are, named the same way."""
+    skip_small: bool = True
+    """Leave those as they are that are too small to gain more in the product than the casts cost."""
+    head: bool = False
+    """Convert the head too. Logits suffer more from rounding than what is inside the model."""
+    emulate: bool = False
+    """Round as float8 does, multiply in float32: to see on any machine what float8 does to the loss. Slower than without."""
 
 
 @section
@@ -280,6 +293,7 @@ class PretrainRecipe:
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     parallelism: Parallelism = Parallelism()
+    float8: Float8 = Float8()
     compile: Compile = Compile()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     checkpoint: Checkpoint = Checkpoint()

@@ -109,6 +109,8 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
     class Shared(kind):  # type: ignore[misc]
         mine: dict[str, Tensor]  # kept after a pass: the backward pass may recompute with it
         computing: bool
+        gather = staticmethod(gather_along)  # a transform may put others in the place of these two
+        scatter_sum = staticmethod(scatter_sum_along)
 
         @property
         def weight(self) -> Tensor | None:
@@ -116,7 +118,9 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
 
         @property
         def bias(self) -> Tensor | None:
-            return self._seen("bias")
+            # Where terms are added up, the bias comes after the sum.
+            inside = self.computing or torch.compiler.is_compiling()
+            return None if style.adds_up and inside else self._seen("bias")
 
         def _seen(self, name: str) -> Tensor | None:
             if self.computing or torch.compiler.is_compiling():
@@ -132,14 +136,12 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
                     # Of a parameter that all ranks have, each computes the gradient of its share of the work.
                     gradient = Partial() if placement == WHOLE else placement
                     mine[name] = parameter.to_local(grad_placements=[gradient])
-            if style.adds_up and rank > 0 and "bias" in mine:
-                mine["bias"] = mine["bias"] * 0.0  # of terms that are added up, one has the bias
             self.mine = mine
 
         def forward(self, x: Tensor, *others: Any) -> Tensor:
             known = None
             if style.takes == "all tokens":
-                x = gather_along(x, TOKENS, group)
+                x = self.gather(x, TOKENS, group)
             elif style.takes == "its tokens":
                 x = _its_tokens(x, mesh)
             elif style.takes == "known words":
@@ -155,8 +157,12 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
                     self.computing = False
             if known is not None:
                 out = out.where(known[..., None], 0.0)
-            return scatter_sum_along(out, TOKENS, group) if style.adds_up else out
+            if style.adds_up:
+                out = self.scatter_sum(out, TOKENS, group)
+                out = out + self.mine["bias"] if "bias" in self.mine else out
+            return out
 
+    Shared.style = style  # type: ignore[attr-defined]
     Shared.__name__ = Shared.__qualname__ = kind.__name__
     return Shared
 

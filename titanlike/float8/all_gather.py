@@ -1,0 +1,188 @@
+"""FSDP's all-gather in float8: a rank keeps its shard of a weight as it is, and sends it as one byte a number.
+
+A shard is cast with the scale of the whole weight. All those scales change together, when the optimizer has made a step, so
+they are found together: one maximum over the ranks for all weights, in front of the first forward pass after it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from titanlike.distributed import sharers
+from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, dtype_of, scale_of, to_float8
+
+aten = torch.ops.aten
+
+# What FSDP, and what gives a model its memory and values, does to a shard: the result is such a shard again.
+KEEPS = {
+    getattr(aten, name)
+    for name in [
+        "detach",
+        "empty_like",
+        "new_zeros",
+        "slice",
+        "copy_",
+        "view",
+        "as_strided",
+        "_to_copy",
+        "_pin_memory",
+        "split",
+        "clone",
+    ]
+}
+
+_steps = 0  # of any optimizer, so far
+
+
+def _count(*_: object) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count)
+
+
+@dataclass(eq=False)
+class Scaling:
+    """One weight's scale, shared by all that is cut from it or made of it."""
+
+    mm_config: Any
+    scale: Tensor | None = None
+
+
+class Shard(torch.Tensor):
+    """A tensor that FSDP gathers in float8 with a scale that is known. To everything else it is what it wraps."""
+
+    tensor: Tensor
+    scaling: Scaling
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, scaling: Scaling) -> "Shard":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        self.tensor, self.scaling = tensor, scaling
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        found: list[Scaling] = []
+
+        def unwrap(shard: "Shard") -> Tensor:
+            found.append(shard.scaling)
+            return shard.tensor
+
+        args, kwargs = pytree.tree_map_only(Shard, unwrap, (args, kwargs or {}))
+        out = function(*args, **kwargs)
+        if function.overloadpacket not in KEEPS:
+            return out
+        return pytree.tree_map_only(Tensor, lambda tensor: Shard(tensor, found[0]), out)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["tensor"], self.scaling
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], scaling: Scaling, size: Any, stride: Any) -> "Shard":
+        return Shard(inner["tensor"], scaling)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Shard({self.tensor})"
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, size: torch.Size, stride: Any, module: nn.Module, precision: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
+        """What FSDP sends, as bytes: not every backend knows float8."""
+        assert self.scaling.scale is not None, "apply_float8_all_gather has not seen this model's forward pass begin"
+        mine: Any = to_float8(self.tensor, WEIGHT, self.scaling.mm_config, scale=self.scaling.scale)
+        rows = -(-size[0] // mesh.size())  # of every rank's share: the last ones may have less, and fill up
+        data = F.pad(mine._data.view(torch.uint8), (0, 0, 0, rows - self.shape[0]))
+        return (data,), (self.scaling.scale,)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], scales: tuple[Tensor], dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight, in float8."""
+        if out is not None:
+            (out._local_tensor if isinstance(out, DTensor) else out)._scale = scales[0]
+            return None
+        data = gathered[0].view(dtype_of(WEIGHT))
+        return Float8TrainingTensor(data, scales[0], dtype, self.scaling.mm_config, WEIGHT), (gathered[0],)
+
+
+def wrap_weights(model: nn.Module) -> None:
+    """Have FSDP, which comes next, gather the float8 matrices of a model in float8."""
+    for module in model.modules():
+        if isinstance(module, Float8Linear):
+            weight, scaling = module._parameters["weight"], Scaling(module.linear_mm_config)
+            assert weight is not None
+            if isinstance(weight, DTensor):
+                shard: Tensor = DTensor(Shard(weight._local_tensor, scaling), weight._spec, requires_grad=False)
+            else:
+                shard = Shard(weight.detach(), scaling)
+            module.register_parameter("weight", nn.Parameter(shard))
+            module.register_state_dict_post_hook(_unwrap)
+
+
+class ScaleUpdate:
+    """Finds the scales of all wrapped weights, once FSDP has sharded them, in front of a model's forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.known = -1  # the number of optimizer steps that the scales know of
+        self.weights: list[DTensor] = []
+        # In front of FSDP's own hook: the first gather is there.
+        model.register_forward_pre_hook(self.before_forward, prepend=True)
+        model.register_load_state_dict_post_hook(self.forget)
+
+    def forget(self, *_: object) -> None:
+        """The weights have changed."""
+        self.known = -1
+
+    @torch.no_grad()
+    def before_forward(self, model: nn.Module, inputs: object) -> None:
+        """Bring the scales up to date, if there was an optimizer's step since."""
+        if self.known == _steps:
+            return
+        self.known = _steps
+        if not self.weights:  # later passes may find gathered ones in their places
+            self.weights = list(_wrapped(model))
+        by_group: dict[tuple[dist.ProcessGroup, ...], list[DTensor]] = {}
+        for weight in self.weights:
+            by_group.setdefault(sharers(weight), []).append(weight)
+        for groups, weights in by_group.items():
+            largest = torch.stack(torch._foreach_norm([w._local_tensor.tensor for w in weights], ord=torch.inf))
+            for group in groups:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            for weight, scale in zip(weights, scale_of(largest, WEIGHT).unbind(), strict=True):
+                weight._local_tensor.scaling.scale = scale
+
+
+def _wrapped(model: nn.Module) -> Iterator[DTensor]:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, Shard):
+            yield parameter
+
+
+def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Outside of the model a weight is a plain one: what is saved can be read by any layout, with or without float8."""
+    weight = state[prefix + "weight"]
+    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Shard):
+        state[prefix + "weight"] = DTensor(weight._local_tensor.tensor, weight._spec, requires_grad=False)
+    elif isinstance(weight, Shard):
+        state[prefix + "weight"] = weight.tensor

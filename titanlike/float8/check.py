@@ -1,0 +1,94 @@
+"""What float8 cannot do, said of a recipe before anything starts. No torch."""
+
+import difflib
+import math
+
+from titanlike.config import PretrainRecipe
+from titanlike.config.section import one_of
+from titanlike.float8.selection import GRAIN, HEAD, names, select
+
+# Of these a tensor-parallel rank has some inputs; of all others, some outputs.
+SPLIT_BY_INPUTS = ("attention.wo", "feed_forward.w2")
+
+
+def float8_problems(recipe: PretrainRecipe) -> list[str]:
+    """What float8 does not go with, and matrices that it cannot multiply."""
+    float8, model, tensor = recipe.float8, recipe.model, recipe.parallelism.tensor
+    if float8.scaling == "none":
+        idle = [name for name in ("all_gather", "layers", "skip", "head", "emulate") if getattr(float8, name)]
+        return [
+            f"float8.{name} is set, but float8.scaling = 'none' turns float8 off; set float8.scaling = 'tensorwise', or "
+            f"leave {name} out"
+            for name in idle[:1]
+        ]
+    problems = []
+    if float8.all_gather and float8.scaling != "tensorwise":
+        problems.append(
+            f"float8.all_gather = true wants one scale for a whole matrix, but float8.scaling = {float8.scaling!r} has many; "
+            "set float8.scaling = 'tensorwise', or all_gather = false"
+        )
+    if float8.all_gather and recipe.parallelism.cpu_offload:
+        problems.append(
+            "float8.all_gather = true does not go with parallelism.cpu_offload = true: it finds its scales on the GPU; "
+            "set one of them false"
+        )
+    if float8.head and model.tied_head:
+        problems.append(
+            "float8.head = true, but the head of this model is the embedding's table, which stays as it is; set it false"
+        )
+    matrices = model.matrices()
+    unmatched = [
+        (key, pattern)
+        for key in ("layers", "skip")
+        for pattern in getattr(float8, key)
+        if not any(names(pattern, name) for name in matrices)
+    ]
+    parts = sorted({part for name in matrices for part in name.split(".") if not part.isdigit()})
+    for key, pattern in unmatched:
+        near = difflib.get_close_matches(pattern.rpartition(".")[2], parts, 1)
+        problems.append(
+            f"float8.{key}: {pattern!r} names no matrix of this model; "
+            + (f"did you mean {near[0]!r}? " if near else "")
+            + f"There are {', '.join(model.block_matrices())} in each of layers.0 to layers.{model.num_layers - 1}, and {HEAD}"
+        )
+    chosen = [name for name, reason in select(float8, matrices, model.tied_head).items() if not reason]
+    if not chosen and not unmatched:
+        small = any(reason == "too small to gain" for reason in select(float8, matrices, model.tied_head).values())
+        problems.append(
+            f"float8.scaling = {float8.scaling!r} has no matrix to convert: "
+            + ("all are too small to gain; set float8.skip_small = false to convert them all the same" if small
+               else "float8.layers and float8.skip leave none; change them")
+            + ", or float8.scaling = 'none'"
+        )  # fmt: skip
+    grain, odd = GRAIN[float8.scaling], dict[str, str]()
+    for name in chosen:
+        outputs, inputs = matrices[name]
+        kind = name.split(".", 2)[2] if name != HEAD else HEAD
+        mine = (outputs, inputs // tensor) if kind in SPLIT_BY_INPUTS else (outputs // tensor, inputs)
+        if mine[0] % grain or mine[1] % grain:
+            odd[kind] = f"{mine[0]} x {mine[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")
+    problems += [
+        f"float8.scaling = {float8.scaling!r} multiplies in pieces of {grain}, but {kind} is {size}; change the model's sizes"
+        + (" or parallelism.tensor" if tensor > 1 else "")
+        + f", or leave it as it is with float8.skip = [{kind.rpartition('.')[2]!r}]"
+        for kind, size in odd.items()
+    ]
+    return problems
+
+
+def token_problems(recipe: PretrainRecipe, sequences: int) -> list[str]:
+    """Gradients of weights are sums over the tokens that a rank has at once, which are multiplied in pieces too."""
+    scaling, context = recipe.float8.scaling, recipe.parallelism.context
+    if scaling in ("none", "rowwise_with_gw_hp"):
+        return []
+    grain, tokens = GRAIN[scaling], sequences * recipe.training.seq_len // context
+    if tokens % grain == 0:
+        return []
+    step = grain * context // math.gcd(grain * context, sequences)
+    near = [n * step for n in (recipe.training.seq_len // step, recipe.training.seq_len // step + 1) if n]
+    return [
+        f"float8.scaling = {scaling!r} multiplies in pieces of {grain}, but a rank takes {tokens} tokens at once ({sequences} x "
+        f"{recipe.training.seq_len}"
+        + (f" / {context}" if context > 1 else "")
+        + f"); use training.seq_len = {one_of(near)}"
+    ]

@@ -1,0 +1,141 @@
+"""A matrix that multiplies in float8, in the place of a plain one: torchao's, under our names and selection."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from titanlike.config import UserError
+from titanlike.config.sections import Float8
+from titanlike.float8.selection import select
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torchao tells of kernels for other machines that it cannot load here."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+with _quietly():
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as multiply
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
+    from torchao.float8.float8_utils import amax_to_scale
+
+INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRole.GRAD_OUTPUT
+
+OLDEST = (8, 9)  # compute capability of the first GPUs with float8: Ada; then Hopper and Blackwell
+OLDEST_MX = (10, 0)  # Blackwell
+
+
+def apply_float8(model: nn.Module, float8: Float8) -> None:
+    """Put float8 matrices in the place of the plain ones that the recipe chooses. Parameters and names stay as they are."""
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    sizes = {name: tuple(matrix.weight.shape) for name, matrix in matrices.items()}
+    for name, why_not in select(float8, sizes, tied_head="output" not in matrices).items():
+        if not why_not:
+            parent, _, own = name.rpartition(".")
+            model.get_submodule(parent).add_module(own, _float8_of(matrices[name], float8))  # <- converts a matrix
+
+
+def refuse_hardware(device: torch.device, float8: Float8) -> None:
+    """Raise `UserError` if this device cannot multiply in float8 and the recipe does not say to emulate it."""
+    if float8.scaling == "none" or float8.emulate:
+        return
+    oldest, kind = (OLDEST_MX, "Blackwell") if float8.scaling == "mxfp8" else (OLDEST, "Ada, Hopper, Blackwell")
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if found < oldest:
+        what = (
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+            if device.type == "cuda"
+            else "a CPU has none"
+        )
+        raise UserError(
+            f"float8.scaling = {float8.scaling!r} wants a GPU of compute capability {oldest[0]}.{oldest[1]} or later ({kind}), "
+            f"and {what}; set float8.scaling = 'none', or float8.emulate = true to see what it does to the loss"
+        )
+
+
+class Float8Linear(TorchaoLinear):
+    """torchao's matrix. Where ranks share what one process would have as a whole, the scale is that of the whole: every
+    layout rounds alike."""
+
+    # Names of groups of ranks: those that have other parts of the weight, and those that have others of the micro-batch.
+    weight_groups: tuple[str, ...] = ()
+    batch_groups: tuple[str, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.batch_groups or not self.has_one_scale:
+            return super().forward(x)
+        mm_config = self.linear_mm_config
+        x = to_float8(x, INPUT, mm_config, self.batch_groups)
+        weight = to_float8(self.weight, WEIGHT, mm_config, self.weight_groups)
+        out = _RoundGradient.apply(multiply.apply(x, weight.t(), mm_config, self.config), mm_config, self.batch_groups)
+        return out if self.bias is None else out + self.bias
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether a whole tensor shares one scale."""
+        return bool(self.config.cast_config_weight.scaling_granularity.value == "tensorwise")
+
+
+def to_float8(
+    x: Tensor, role: Any, mm_config: Any, groups: tuple[str, ...] = (), scale: Tensor | None = None
+) -> Tensor:
+    """The tensor in float8, with this scale or that of all ranks' parts; as it is, if it is float8 already."""
+    if isinstance(x, Float8TrainingTensor):
+        return x
+    if scale is None:
+        scale = scale_of(_largest(x.detach(), groups), role)
+    return hp_tensor_and_scale_to_float8(x, scale, dtype_of(role), mm_config, role)
+
+
+@torch._dynamo.allow_in_graph
+def _largest(x: Tensor, groups: tuple[str, ...]) -> Tensor:
+    largest = x.abs().max()
+    for name in groups:
+        largest = collectives.wait_tensor(collectives.all_reduce(largest, "max", _resolve_process_group(name)))
+    return largest
+
+
+def scale_of(largest: Tensor, role: Any) -> Tensor:
+    """What to multiply with, so that the largest number becomes the largest that float8 has."""
+    return amax_to_scale(largest, dtype_of(role))
+
+
+def dtype_of(role: Any) -> torch.dtype:
+    """Gradients spread over more orders of magnitude, and have less need of digits."""
+    return torch.float8_e5m2 if role is GRADIENT else torch.float8_e4m3fn
+
+
+# The compiler takes functions with float8 tensors at their ends as they are, and looks inside when it differentiates.
+@torch._dynamo.allow_in_graph
+class _RoundGradient(torch.autograd.Function):
+    """The tensor as it is; its gradient in float8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mm_config: Any, groups: tuple[str, ...]) -> Tensor:
+        ctx.mm_config, ctx.groups = mm_config, groups
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return to_float8(gradient, GRADIENT, ctx.mm_config, ctx.groups), None, None
+
+
+def _float8_of(linear: nn.Linear, float8: Float8) -> nn.Module:
+    config = replace(Float8LinearConfig.from_recipe_name(float8.scaling), emulate=float8.emulate)
+    return Float8Linear.from_float(linear, config)
