@@ -95,7 +95,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         compile=recipe.compile,
     )
     initialize(model, device, recipe.run.seed, offload=parallelism.cpu_offload)
-    optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer = build_optimizer(model, recipe.optimizer, recipe.run.seed)
     if saved:
         checkpoints.load(model, optimizer, saved.step)
 

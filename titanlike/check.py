@@ -10,7 +10,7 @@ from titanlike.config.layout import SCHEDULES
 from titanlike.config.models import Llama
 from titanlike.config.section import one_of
 from titanlike.environment import num_gpus
-from titanlike.float8.check import float8_problems, token_problems
+from titanlike.float8.check import float8_problems, hardware_problems, token_problems
 
 
 def check(recipe: PretrainRecipe, world_size: int) -> None:
@@ -33,12 +33,8 @@ def check(recipe: PretrainRecipe, world_size: int) -> None:
 def check_here(recipe: PretrainRecipe) -> None:
     """Raise `UserError` if this machine lacks what the recipe wants: data, a folder to write to, float8. Creates nothing."""
     problems = []
-    float8 = recipe.float8
-    if float8.scaling != "none" and not float8.emulate and (recipe.run.device == "cpu" or not num_gpus()):
-        problems.append(
-            f"float8.scaling = {float8.scaling!r} wants a GPU, and this would train on the CPU; set float8.emulate = true to "
-            "see here what it does to the loss, slower than without, or float8.scaling = 'none'"
-        )
+    if recipe.run.device == "cpu" or not num_gpus():
+        problems += hardware_problems(recipe.float8, "the CPU", None)
     if recipe.data.source == "text" and not Path(recipe.data.path).exists() and not glob.glob(recipe.data.path):
         problems.append(
             f"data.path = {recipe.data.path!r} does not exist here; give a text file, a folder or a pattern, "

@@ -1,17 +1,17 @@
 """The process group: joining it, agreeing over it, leaving it. The only file that starts torch.distributed."""
 
 import datetime
-import hashlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from titanlike import environment
@@ -147,6 +147,17 @@ def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
     return _ScatterSum.apply(tensor, dim, group)
 
 
+def named_group(name: str) -> dist.ProcessGroup:
+    """The group of this name: compiled code keeps names."""
+    return _resolve_process_group(cast(Any, name))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, as plain memory."""
+    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(mine, "stored", mine)  # of a shard that FSDP gathers in float8
+
+
 def sharers(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups of ranks that have other parts of the tensor."""
     if not isinstance(tensor, DTensor):
@@ -187,8 +198,3 @@ def gather_plain(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     # Along the first dimension, then moved: torch 2.11 cannot compile its own way of gathering along another one.
     gathered = collectives.wait_tensor(_all_gather(tensor.contiguous(), 0, group))
     return torch.cat(gathered.chunk(group.size()), dim) if dim else gathered
-
-
-def seed_of(seed: int, name: str) -> int:
-    """A generator seed for one name, far from those of other names and other seeds."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.tokenizer import Tokenizer
-from titanlike.distributed import gather_along, seed_of
+from titanlike.distributed import gather_along
+from titanlike.noise import seed_of
 from titanlike.parallelisms.context import context_places, gather_sequence
 from titanlike.parallelisms.mesh import Mesh
 

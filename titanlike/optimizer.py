@@ -2,28 +2,35 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titanlike import distributed
+from titanlike.adamw import LowMemoryAdamW
 from titanlike.config import UserError
 from titanlike.config.sections import Optimizer, Schedule
+from titanlike.noise import seed_of
 
 
-def build_optimizer(model: nn.Module, section: Optimizer) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torch.optim.Optimizer:
     """AdamW over two groups: matrices and tables are decayed, norms and biases are not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=section.fused
-    )
+    usual: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
+    if section.state == "full" and not section.stochastic_rounding:
+        return torch.optim.AdamW(groups, **usual, fused=section.fused)
+    copies: dict[str, str] = getattr(model, "copies", {})  # rounded as their originals are, and so equal for ever
+    seeds: dict[Tensor, int] = {}
+    if section.stochastic_rounding:
+        seeds = {p: seed_of(seed, f"rounding of {copies.get(name, name)}") for name, p in model.named_parameters()}
+    return LowMemoryAdamW(groups, **usual, state=section.state, seeds=seeds)
 
 
 def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> float:
@@ -57,17 +64,13 @@ def gradient_norm(model: nn.Module, pipeline: DeviceMesh | None = None) -> Tenso
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name not in copies:
             groups = distributed.sharers(parameter.grad)
-            shards.setdefault(groups, []).append(_local(parameter.grad))
+            shards.setdefault(groups, []).append(distributed.local_part(parameter.grad))
     squares = [
         distributed.sum_over(torch.nn.utils.get_total_norm(gradients).square(), groups)
         for groups, gradients in shards.items()
     ]
     across = [] if pipeline is None else [pipeline.get_group()]
     return distributed.sum_over(torch.stack(squares).sum(), across).sqrt()
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 @torch.no_grad()
@@ -109,4 +112,4 @@ def _list(items: Sequence[object]) -> str:
 
 
 def _all_finite(gradient: Tensor) -> bool:
-    return bool(torch.isfinite(_local(gradient)).all())
+    return bool(torch.isfinite(distributed.local_part(gradient)).all())

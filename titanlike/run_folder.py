@@ -16,6 +16,7 @@ import torch
 import titanlike
 from titanlike.checkpoint import Saved
 from titanlike.config import PretrainRecipe, UserError, to_toml
+from titanlike.float8.selection import headlines as float8_headlines
 
 # Sections that may differ from one start of a run to the next: they place, watch or keep the work, and do not change it.
 # All others, those of a copied program among them, decide what the next steps compute.
@@ -32,12 +33,12 @@ FREE_SECTIONS = {
 # Single keys that may differ. Where the data lies does not matter: its fingerprint is compared.
 FREE_KEYS = {
     "training.steps", "training.local_batch_size", "training.gc_interval", "optimizer.fused",
-    "data.source", "data.path", "tokenizer.encoding",
+    "data.source", "data.path", "tokenizer.encoding", "float8.all_gather", "float8.emulate",
 }  # fmt: skip
 # Of these, what rounds otherwise or ends elsewhere: the run goes on, and is no longer the same to the bit.
 INEXACT = (
     "training.steps", "training.local_batch_size", "optimizer.fused", "parallelism.cpu_offload",
-    "parallelism.pipeline_", "parallelism.async_tensor", "compile.", "activation_checkpoint.",
+    "parallelism.pipeline_", "parallelism.async_tensor", "float8.", "compile.", "activation_checkpoint.",
 )  # fmt: skip
 
 
@@ -107,6 +108,7 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_t
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
         f"{num_microbatches} x {share // num_microbatches}",
         f"ranks   {ranks} on {device}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
+        *float8_headlines(recipe.float8, model.matrices(), model.tied_head, recipe.compile.mode != "none"),
         *(f"          {name:<9} {size:>4}  {what[name]}" for name, size in layout.items() if size > 1),
     ]
 

@@ -41,9 +41,10 @@ def transform(
     if in_float8:
         # Only here: what is behind it takes two seconds to import.
         from titanlike.float8.all_gather import ScaleUpdate, wrap_weights
-        from titanlike.float8.linear import apply_float8
+        from titanlike.float8.linear import apply_float8, refuse_hardware
         from titanlike.float8.tensor_parallel import share_scales
 
+        refuse_hardware(mesh.tensor.device_type, float8)
         apply_float8(model, float8)
     # Before all that shares: what is on another rank needs no transform.
     parts = [model]

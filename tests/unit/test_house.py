@@ -16,9 +16,10 @@ FLOORS = [
     {"run_folder"},
     {"transform", "start"},
     {"check", "generate"},
-    {"parallelisms", "float8", "data", "optimizer", "checkpoint", "metrics"},
+    {"optimizer"},
+    {"parallelisms", "float8", "data", "adamw", "checkpoint", "metrics"},
     {"models", "loss"},
-    {"distributed"},
+    {"distributed", "noise", "quietly"},
     {"environment"},
     {"config"},
 ]

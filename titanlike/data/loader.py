@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titanlike.config import UserError
 from titanlike.data.sources import Tokens
-from titanlike.distributed import seed_of
+from titanlike.noise import seed_of
 
 
 @dataclass(frozen=True)

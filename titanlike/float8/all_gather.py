@@ -6,7 +6,7 @@ they are found together: one maximum over the ranks for all weights, in front of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,8 @@ from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, 
 aten = torch.ops.aten
 
 # What FSDP, and what gives a model its memory and values, does to a shard: the result is such a shard again.
-KEEPS = {
-    getattr(aten, name)
-    for name in [
-        "detach",
-        "empty_like",
-        "new_zeros",
-        "slice",
-        "copy_",
-        "view",
-        "as_strided",
-        "_to_copy",
-        "_pin_memory",
-        "split",
-        "clone",
-    ]
-}
+OPERATIONS = "detach empty_like new_zeros slice copy_ view as_strided _to_copy _pin_memory split clone"
+KEEPS = {getattr(aten, name) for name in OPERATIONS.split()}
 
 _steps = 0  # of any optimizer, so far
 
@@ -61,12 +47,12 @@ class Scaling:
 class Shard(torch.Tensor):
     """A tensor that FSDP gathers in float8 with a scale that is known. To everything else it is what it wraps."""
 
-    tensor: Tensor
+    stored: Tensor
     scaling: Scaling
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, scaling: Scaling) -> "Shard":
-        self = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls: type, tensor: Tensor, scaling: Scaling) -> "Shard":
+        self: Any = torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -76,41 +62,40 @@ class Shard(torch.Tensor):
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
-        self.tensor, self.scaling = tensor, scaling
+        self.stored, self.scaling = tensor, scaling
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found: list[Scaling] = []
 
         def unwrap(shard: "Shard") -> Tensor:
             found.append(shard.scaling)
-            return shard.tensor
+            return shard.stored
 
         args, kwargs = pytree.tree_map_only(Shard, unwrap, (args, kwargs or {}))
-        out = function(*args, **kwargs)
-        if function.overloadpacket not in KEEPS:
+        out = func(*args, **kwargs)
+        if func.overloadpacket not in KEEPS:
             return out
         return pytree.tree_map_only(Tensor, lambda tensor: Shard(tensor, found[0]), out)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["tensor"], self.scaling
+        return ["stored"], self.scaling
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], scaling: Scaling, size: Any, stride: Any) -> "Shard":
-        return Shard(inner["tensor"], scaling)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Shard({self.tensor})"
+        return Shard(inner["stored"], scaling)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, size: torch.Size, stride: Any, module: nn.Module, precision: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
         """What FSDP sends, as bytes: not every backend knows float8."""
         assert self.scaling.scale is not None, "apply_float8_all_gather has not seen this model's forward pass begin"
-        mine: Any = to_float8(self.tensor, WEIGHT, self.scaling.mm_config, scale=self.scaling.scale)
+        mine: Any = to_float8(self.stored, WEIGHT, self.scaling.mm_config, scale=self.scaling.scale)
         rows = -(-size[0] // mesh.size())  # of every rank's share: the last ones may have less, and fill up
         data = F.pad(mine._data.view(torch.uint8), (0, 0, 0, rows - self.shape[0]))
         return (data,), (self.scaling.scale,)
@@ -120,7 +105,8 @@ class Shard(torch.Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight, in float8."""
         if out is not None:
-            (out._local_tensor if isinstance(out, DTensor) else out)._scale = scales[0]
+            weight: Any = out._local_tensor if isinstance(out, DTensor) else out
+            weight._scale = scales[0]
             return None
         data = gathered[0].view(dtype_of(WEIGHT))
         return Float8TrainingTensor(data, scales[0], dtype, self.scaling.mm_config, WEIGHT), (gathered[0],)
@@ -166,11 +152,15 @@ class ScaleUpdate:
         for weight in self.weights:
             by_group.setdefault(sharers(weight), []).append(weight)
         for groups, weights in by_group.items():
-            largest = torch.stack(torch._foreach_norm([w._local_tensor.tensor for w in weights], ord=torch.inf))
+            largest = torch.stack(torch._foreach_norm([_shard(weight).stored for weight in weights], ord=torch.inf))
             for group in groups:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             for weight, scale in zip(weights, scale_of(largest, WEIGHT).unbind(), strict=True):
-                weight._local_tensor.scaling.scale = scale
+                _shard(weight).scaling.scale = scale
+
+
+def _shard(weight: DTensor) -> Shard:
+    return cast(Shard, weight._local_tensor)
 
 
 def _wrapped(model: nn.Module) -> Iterator[DTensor]:
@@ -183,6 +173,6 @@ def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: obj
     """Outside of the model a weight is a plain one: what is saved can be read by any layout, with or without float8."""
     weight = state[prefix + "weight"]
     if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Shard):
-        state[prefix + "weight"] = DTensor(weight._local_tensor.tensor, weight._spec, requires_grad=False)
+        state[prefix + "weight"] = DTensor(weight._local_tensor.stored, weight._spec, requires_grad=False)
     elif isinstance(weight, Shard):
-        state[prefix + "weight"] = weight.tensor
+        state[prefix + "weight"] = weight.stored

@@ -5,6 +5,7 @@ import math
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.section import one_of
+from titanlike.config.sections import Float8
 from titanlike.float8.selection import GRAIN, HEAD, names, select
 
 # Of these a tensor-parallel rank has some inputs; of all others, some outputs.
@@ -74,6 +75,18 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
         for kind, size in odd.items()
     ]
     return problems
+
+
+def hardware_problems(float8: Float8, device: str, capability: tuple[int, int] | None) -> list[str]:
+    """Whether a device of this compute capability, None for a CPU, has what the recipe wants."""
+    oldest, kind = ((10, 0), "Blackwell") if float8.scaling == "mxfp8" else ((8, 9), "Ada, Hopper, Blackwell")
+    if float8.scaling == "none" or float8.emulate or (capability or (0, 0)) >= oldest:
+        return []
+    found = "has no float8" if capability is None else f"is of {capability[0]}.{capability[1]}"
+    return [
+        f"float8.scaling = {float8.scaling!r} wants a GPU of compute capability {oldest[0]}.{oldest[1]} or later ({kind}), but "
+        f"{device} {found}; set float8.scaling = 'none', or float8.emulate = true to see here, slowly, what it does to the loss"
+    ]
 
 
 def token_problems(recipe: PretrainRecipe, sequences: int) -> list[str]:

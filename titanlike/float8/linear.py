@@ -1,35 +1,21 @@
 """A matrix that multiplies in float8, in the place of a plain one: torchao's, under our names and selection."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
+from titanlike.distributed import named_group
+from titanlike.float8.check import hardware_problems
 from titanlike.float8.selection import select
+from titanlike.quietly import quietly
 
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """torchao tells of kernels for other machines that it cannot load here."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-with _quietly():
-    from torchao.float8 import Float8LinearConfig
+with quietly():
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as multiply
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
@@ -37,36 +23,32 @@ with _quietly():
 
 INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRole.GRAD_OUTPUT
 
-OLDEST = (8, 9)  # compute capability of the first GPUs with float8: Ada; then Hopper and Blackwell
-OLDEST_MX = (10, 0)  # Blackwell
-
 
 def apply_float8(model: nn.Module, float8: Float8) -> None:
     """Put float8 matrices in the place of the plain ones that the recipe chooses. Parameters and names stay as they are."""
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     sizes = {name: tuple(matrix.weight.shape) for name, matrix in matrices.items()}
-    for name, why_not in select(float8, sizes, tied_head="output" not in matrices).items():
-        if not why_not:
-            parent, _, own = name.rpartition(".")
-            model.get_submodule(parent).add_module(own, _float8_of(matrices[name], float8))  # <- converts a matrix
+    verdicts = select(float8, sizes, tied_head="output" not in matrices)
+    chosen = {name for name, why_not in verdicts.items() if not why_not}
+    if float8.scaling == "mxfp8":
+        from titanlike.float8.mx import apply_mx  # only here: a prototype, whose places move
 
-
-def refuse_hardware(device: torch.device, float8: Float8) -> None:
-    """Raise `UserError` if this device cannot multiply in float8 and the recipe does not say to emulate it."""
-    if float8.scaling == "none" or float8.emulate:
+        apply_mx({name: matrices[name] for name in chosen}, emulate=float8.emulate)
         return
-    oldest, kind = (OLDEST_MX, "Blackwell") if float8.scaling == "mxfp8" else (OLDEST, "Ada, Hopper, Blackwell")
-    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if found < oldest:
-        what = (
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
-            if device.type == "cuda"
-            else "a CPU has none"
-        )
-        raise UserError(
-            f"float8.scaling = {float8.scaling!r} wants a GPU of compute capability {oldest[0]}.{oldest[1]} or later ({kind}), "
-            f"and {what}; set float8.scaling = 'none', or float8.emulate = true to see what it does to the loss"
-        )
+    config = replace(Float8LinearConfig.from_recipe_name(float8.scaling), emulate=float8.emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)  # <- converts
+    for name in chosen:
+        model.get_submodule(name).__class__ = Float8Linear
+
+
+def refuse_hardware(device_type: str, float8: Float8) -> None:
+    """Raise `UserError` if this device cannot multiply in float8 and the recipe does not say to emulate it."""
+    device, capability = "the CPU", None
+    if device_type == "cuda":
+        device, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    problems = hardware_problems(float8, device, capability)
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 class Float8Linear(TorchaoLinear):
@@ -107,7 +89,7 @@ def to_float8(
 def _largest(x: Tensor, groups: tuple[str, ...]) -> Tensor:
     largest = x.abs().max()
     for name in groups:
-        largest = collectives.wait_tensor(collectives.all_reduce(largest, "max", _resolve_process_group(name)))
+        largest = collectives.wait_tensor(collectives.all_reduce(largest, "max", named_group(name)))
     return largest
 
 
@@ -134,8 +116,3 @@ class _RoundGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return to_float8(gradient, GRADIENT, ctx.mm_config, ctx.groups), None, None
-
-
-def _float8_of(linear: nn.Linear, float8: Float8) -> nn.Module:
-    config = replace(Float8LinearConfig.from_recipe_name(float8.scaling), emulate=float8.emulate)
-    return Float8Linear.from_float(linear, config)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titanlike.distributed import gather_plain, scatter_sum_plain
+from titanlike.distributed import gather_plain, named_group, scatter_sum_plain
 from titanlike.float8.linear import GRADIENT, INPUT, Float8Linear, Float8TrainingTensor, dtype_of, to_float8
 
 
@@ -21,13 +20,14 @@ def share_scales(model: nn.Module, tensor: dist.ProcessGroup, context: dist.Proc
     that is fed by them is a float8 matrix."""
     weight_groups = (tensor.group_name,) if tensor.size() > 1 else ()
     batch_groups = (*weight_groups, *((context.group_name,) if context.size() > 1 else ()))
-    first = next((module for module in model.modules() if _has_one_scale(module)), None)
+    modules: list[Any] = list(model.modules())
+    first = next((module for module in modules if _has_one_scale(module)), None)
     if not batch_groups or first is None:
         return
     # The same two objects everywhere, so that one compiled block serves all.
-    shared = dict(mm_config=first.linear_mm_config, groups=batch_groups)
-    gather, scatter_sum = partial(_gather, **shared), partial(_scatter_sum, **shared)
-    for module in model.modules():
+    gather = partial(_gather, mm_config=first.linear_mm_config, groups=batch_groups)
+    scatter_sum = partial(_scatter_sum, mm_config=first.linear_mm_config, groups=batch_groups)
+    for module in modules:
         if isinstance(module, Float8Linear):
             module.weight_groups, module.batch_groups = weight_groups, batch_groups
         style = getattr(module, "style", None)  # where the ranks share matrices
@@ -39,7 +39,8 @@ def share_scales(model: nn.Module, tensor: dist.ProcessGroup, context: dist.Proc
 
 def _feeds_float8(module: nn.Module) -> bool:
     """Whether all that multiplies what the module gathers is float8: itself, or its matrices but those at its end."""
-    inside = [child for child in module.children() if isinstance(child, nn.Linear) and not child.style.adds_up]
+    inside: list[Any] = [child for child in module.children() if isinstance(child, nn.Linear)]
+    inside = [matrix for matrix in inside if not matrix.style.adds_up]
     return all(_has_one_scale(matrix) for matrix in inside or [module])
 
 
@@ -66,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return scatter_sum_plain(gradient, ctx.dim, _resolve_process_group(ctx.group)), None, None, None, None
+        return scatter_sum_plain(gradient, ctx.dim, named_group(ctx.group)), None, None, None, None
 
 
 @torch._dynamo.allow_in_graph
@@ -76,7 +77,7 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str, mm_config: Any, groups: tuple[str, ...]) -> Tensor:
         ctx.dim, ctx.group, ctx.mm_config, ctx.groups = dim, group, mm_config, groups
-        return scatter_sum_plain(x, dim, _resolve_process_group(group))
+        return scatter_sum_plain(x, dim, named_group(group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -87,5 +88,5 @@ class _ScatterSum(torch.autograd.Function):
 def _gathered(mine: Any, dim: int, group: str) -> Tensor:
     role = mine._gemm_input_role
     # As plain bytes: not every backend knows float8.
-    data = gather_plain(mine._data.view(torch.uint8), dim, _resolve_process_group(group)).view(dtype_of(role))
+    data = gather_plain(mine._data.view(torch.uint8), dim, named_group(group)).view(dtype_of(role))
     return Float8TrainingTensor(data, mine._scale, mine._orig_dtype, mine._linear_mm_config, role)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titanlike.distributed import seed_of
+from titanlike.noise import seed_of
 
 # What a model offers: fill one whole parameter in place, given its name and a seeded generator.
 Initialize = Callable[[str, Tensor, torch.Generator], None]

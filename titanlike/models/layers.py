@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.noise import spread
+
 
 class CausalAttention(nn.Module):
     """Each token sees those before it, and itself; with documents, only those of its own document."""
@@ -58,14 +60,5 @@ class Dropout(nn.Module):
         if noise is None or not self.share:
             return x
         channels = torch.arange(x.shape[-1], device=x.device)
-        draws = _mix(noise[..., None] + self.site * 0x9E3779B1 + channels * 0x85EBCA77)  # (B, T, D)
+        draws = spread(noise[..., None] + self.site * 0x9E3779B1 + channels * 0x85EBCA77)  # (B, T, D)
         return torch.where(draws >= int(self.share * 2**32), x / (1.0 - self.share), 0.0).to(x.dtype)
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """Spread 32 bits over 32 others (the finalizer of MurmurHash3), in integers of 64."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = bits & 0xFFFFFFFF
-        bits = (bits ^ (bits >> shift)) * factor
-    bits = bits & 0xFFFFFFFF
-    return bits ^ (bits >> 16)

@@ -2,16 +2,16 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
+from titanlike.distributed import local_part
 from titanlike.models.layers import TiedHead
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
@@ -195,7 +195,7 @@ class Pipeline(nn.Module):
     def _add_tied_gradients(self) -> None:
         """Give the embedding and the head that is its copy the sum of their gradients, wherever each of them is."""
         found = {name: parameter for name, parameter in self.named_parameters() if name in (EMBEDDING, HEAD)}
-        gradients = [_local(parameter.grad) for parameter in found.values()]
+        gradients = [local_part(cast(Tensor, parameter.grad)) for parameter in found.values()]
         if len(gradients) == 2:
             total = gradients[0] + gradients[1]
         elif len(gradients) == 1:
@@ -232,8 +232,3 @@ def _part(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Module:
         vocab_size, dim = embedding.shape
         part.output = nn.Linear(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
     return part
-
-
-def _local(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

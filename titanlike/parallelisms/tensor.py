@@ -162,7 +162,7 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
                 out = out + self.mine["bias"] if "bias" in self.mine else out
             return out
 
-    Shared.style = style  # type: ignore[attr-defined]
+    Shared.style = style
     Shared.__name__ = Shared.__qualname__ = kind.__name__
     return Shared
 

@@ -1,0 +1,184 @@
+"""AdamW that takes less memory: averages in bfloat16 or in 8 bits, and bfloat16 weights that are rounded by chance.
+
+What it keeps is plain tensors, cut as the weight is: another layout reads the same values, and rounds to the same bits.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlike.distributed import local_part
+from titanlike.noise import seed_of, spread
+from titanlike.quietly import quietly
+
+BLOCK = 64  # neighbours of one row that share a scale: no cut over rows, and few over columns, goes through them
+
+
+class LowMemoryAdamW(torch.optim.Optimizer):
+    """One step a call, as torch's AdamW; arithmetic in float32, whatever is kept."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        state: Literal["full", "bfloat16", "8bit"],
+        seeds: Mapping[Tensor, int],
+    ) -> None:
+        """`seeds` has a number for each bfloat16 weight that is to be rounded by chance."""
+        super().__init__(parameters, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.kind = state
+        self.seeds = seeds
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step with the gradients that are there."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was saved, as it was saved: torch's own way makes everything of the weight's type."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, mine, strict=True):
+            self.state[parameter] = dict(state_dict["state"].get(index, {}))
+
+    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self._new_state(parameter))
+        state["step"] += 1
+        step, (beta1, beta2) = state["step"].item(), group["betas"]
+        numbers = dict(  # as tensors: a compiled function is made anew for each other number
+            lr=group["lr"],
+            decay=1.0 - group["lr"] * group["weight_decay"],
+            correction1=1.0 - beta1**step,
+            correction2=1.0 - beta2**step,
+        )
+        weight = local_part(parameter)
+        seed = self.seeds.get(parameter)
+        bits = None if seed is None else _rows(_bits(parameter, seed_of(seed, f"step {step:.0f}")))
+        update = _compiled() if weight.is_cuda else _update
+        update(
+            _rows(weight),
+            _rows(local_part(cast(Tensor, parameter.grad)).contiguous()),
+            {name: _rows(local_part(value), name) for name, value in state.items() if name != "step"},
+            {name: torch.tensor(number, dtype=torch.float32) for name, number in numbers.items()},
+            bits,
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+        )
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        averages = ("exp_avg", "exp_avg_sq")
+        step = {"step": torch.tensor(0.0)}
+        if self.kind != "8bit" or parameter.dim() != 2 or parameter.shape[1] % BLOCK:
+            dtype = parameter.dtype if self.kind == "full" else torch.bfloat16
+            if self.kind == "8bit":
+                dtype = torch.float32  # norms, biases, and matrices of odd sizes
+            return step | {name: torch.zeros_like(parameter, dtype=dtype) for name in averages}
+        codes = {name: torch.full_like(parameter, _zero(name), dtype=torch.uint8) for name in averages}
+        return step | codes | {f"{name}_scale": _scales(parameter) for name in averages}
+
+
+def _update(
+    weight: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    numbers: dict[str, Tensor],
+    bits: Tensor | None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    gradient = gradient.float()
+    mean = _read(state, "exp_avg").lerp(gradient, 1.0 - beta1)
+    square = _read(state, "exp_avg_sq").lerp(gradient.square(), 1.0 - beta2)
+    change = (mean / numbers["correction1"]) / ((square / numbers["correction2"]).sqrt() + eps)
+    new = weight.float() * numbers["decay"] - numbers["lr"] * change
+    if bits is not None:
+        # The lower half is cut off; what is added before carries over as often as that half is large.
+        new = ((new.view(torch.int32) + bits) & -65536).view(torch.float32)
+    weight.copy_(new)
+    _write(state, "exp_avg", mean)
+    _write(state, "exp_avg_sq", square)
+
+
+def _read(state: dict[str, Tensor], name: str) -> Tensor:
+    if f"{name}_scale" not in state:
+        return state[name].float()
+    levels = _levels(name, state[name].device)
+    return levels[state[name].int()] * state[f"{name}_scale"]
+
+
+def _write(state: dict[str, Tensor], name: str, value: Tensor) -> None:
+    if f"{name}_scale" not in state:
+        state[name].copy_(value)
+        return
+    scale = value.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    levels = _levels(name, value.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    state[name].copy_(torch.bucketize(value / scale, middles).to(torch.uint8))  # the nearest
+    state[f"{name}_scale"].copy_(scale)
+
+
+@cache
+def _levels(name: str, device: torch.device) -> Tensor:
+    """The 256 numbers that 8 bits stand for: close together near 0, where most are, and far apart near 1."""
+    with quietly():
+        from torchao.optim.quant_utils import create_dynamic_map  # only here: it takes two seconds
+
+    return torch.tensor(create_dynamic_map(signed=name == "exp_avg"), dtype=torch.float32, device=device)
+
+
+def _zero(name: str) -> int:
+    return int((_levels(name, torch.device("cpu")) == 0).nonzero())
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_update, fullgraph=True, dynamic=True)
+
+
+def _rows(tensor: Tensor, name: str = "") -> Tensor:
+    """In rows of a block, so that one compiled function does for all shapes."""
+    if name.endswith("_scale"):
+        return tensor.view(-1, 1)
+    return tensor.view(-1, BLOCK) if tensor.numel() % BLOCK == 0 else tensor.view(1, -1)
+
+
+def _scales(parameter: Tensor) -> Tensor:
+    """A scale for each block, cut over the ranks as the parameter is."""
+    rows, columns = parameter.shape
+    shape = (rows, columns // BLOCK)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, device=parameter.device)
+    local = local_part(parameter)
+    mine = torch.zeros(local.shape[0], local.shape[1] // BLOCK, device=local.device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+
+
+def _bits(parameter: Tensor, seed: int) -> Tensor:
+    """16 random bits for each number of this rank's part: a function of the seed and of its place in the whole."""
+    local = local_part(parameter)
+    offset: tuple[int, ...] = (0,) * parameter.dim()
+    if isinstance(parameter, DTensor):
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    places = torch.zeros((), dtype=torch.int64, device=local.device)
+    for size, start, whole in zip(local.shape, offset, parameter.shape, strict=True):
+        along = torch.arange(start, start + size, device=local.device)
+        places = places[..., None] * whole + along
+    return (spread(spread(places) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)
