@@ -1,7 +1,7 @@
 """What float8 does to the loss: the study's four recipes on a small model, two processes on a CPU, 500 steps.
 
-    python benchmarks/float8_quality.py docs/float8        trains, keeps the runs' metrics there, and draws them
-    python benchmarks/float8_quality.py docs/float8 --draw  draws what is there
+python benchmarks/float8_quality.py docs/float8        trains, keeps the runs' metrics there, and draws them
+python benchmarks/float8_quality.py docs/float8 --draw  draws what is there
 """
 
 import json
@@ -52,7 +52,9 @@ def train(variant: str, folder: Path) -> None:
 
 def draw(folder: Path) -> None:
     """One picture of the four, and a line for each in the terminal."""
-    runs = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in VARIANTS}
+    runs = {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in VARIANTS
+    }
     validation = {
         name: {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
         for name, records in runs.items()

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanlike.config.layout import BLOCK
 from titanlike.distributed import local_part
 from titanlike.noise import seed_of, spread
 from titanlike.quietly import quietly
-
-BLOCK = 64  # neighbours of one row that share a scale: no cut over rows, and few over columns, goes through them
 
 
 class LowMemoryAdamW(torch.optim.Optimizer):

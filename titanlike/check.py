@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.layout import SCHEDULES
+from titanlike.config.layout import BLOCK, SCHEDULES, SPLIT_BY_INPUTS
 from titanlike.config.models import Llama
 from titanlike.config.section import one_of
 from titanlike.environment import num_gpus
@@ -121,6 +121,13 @@ def _tensor_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             f"training.seq_len = {seq_len} does not divide into {pieces} pieces ({why}); use {one_of(near)}"
         )
+    cut = {name: inputs for name, (_, inputs) in model.block_matrices().items() if name in SPLIT_BY_INPUTS}
+    for name, inputs in cut.items():
+        if recipe.optimizer.state == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):
+            problems.append(
+                f"optimizer.state = '8bit' keeps {BLOCK} neighbours together, but parallelism.tensor = {tensor} cuts the "
+                f"{inputs} inputs of {name} in between; use another tensor, or optimizer.state = 'bfloat16'"
+            )
     for name, size in (("tensor", tensor), ("pipeline", parallelism.pipeline)):
         if size > 1 and recipe.compile.mode == "model":
             problems.append(f"compile.mode = 'model' does not go with parallelism.{name} = {size}; use 'block'")

@@ -210,9 +210,9 @@ def _copies_agree(recipe: PretrainRecipe) -> list[tuple[str, Tensor]]:
     kept: list[Any] = []
     original = pretrain.build_optimizer
 
-    def watched(model: Any, section: Any) -> Any:
+    def watched(model: Any, *others: Any) -> Any:
         kept.append(model)
-        return original(model, section)
+        return original(model, *others)
 
     pretrain.build_optimizer = watched
     try:

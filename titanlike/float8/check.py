@@ -4,12 +4,10 @@ import difflib
 import math
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.layout import SPLIT_BY_INPUTS
 from titanlike.config.section import one_of
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import GRAIN, HEAD, names, select
-
-# Of these a tensor-parallel rank has some inputs; of all others, some outputs.
-SPLIT_BY_INPUTS = ("attention.wo", "feed_forward.w2")
 
 
 def float8_problems(recipe: PretrainRecipe) -> list[str]:

@@ -37,8 +37,10 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
         return
     config = replace(Float8LinearConfig.from_recipe_name(float8.scaling), emulate=float8.emulate)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)  # <- converts
-    for name in chosen:
-        model.get_submodule(name).__class__ = Float8Linear
+    converted: list[Any] = [model.get_submodule(name) for name in chosen]
+    for matrix in converted:
+        matrix.__class__ = Float8Linear
+        matrix.linear_mm_config = converted[0].linear_mm_config  # one for all, so that one compiled block serves all
 
 
 def refuse_hardware(device_type: str, float8: Float8) -> None:

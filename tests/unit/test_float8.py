@@ -1,0 +1,255 @@
+"""Which matrices become float8, what is refused, and what one does to the numbers. One process, no group."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanlike.check import check, check_here
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.models import GPT, Llama
+from titanlike.config.sections import Float8
+from titanlike.float8.check import hardware_problems
+from titanlike.float8.linear import Float8Linear, apply_float8, refuse_hardware
+from titanlike.float8.selection import headlines, names, select
+from titanlike.models import build_model
+
+LARGE = Llama(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
+TENSORWISE = Float8(scaling="tensorwise")
+STUDY = Path(__file__).parents[2] / "train_configs" / "study"
+
+
+def recipe(float8: dict[str, Any], **sections: Any) -> PretrainRecipe:
+    base = PretrainRecipe(model=LARGE, float8=Float8(**{"scaling": "tensorwise", "emulate": True} | float8))
+    changed = {n: replace(getattr(base, n), **v) if isinstance(v, dict) else v for n, v in sections.items()}
+    return replace(base, **changed)
+
+
+def chosen(float8: Float8, model: Llama | GPT) -> set[str]:
+    verdicts = select(float8, model.matrices(), model.tied_head)
+    return {name for name, why_not in verdicts.items() if not why_not}
+
+
+@pytest.mark.parametrize("model", [Llama(), Llama(tied_head=True), GPT(), LARGE], ids=["llama", "tied", "gpt", "large"])
+def test_the_matrices_that_a_shape_names_are_those_of_the_model(model: Llama | GPT) -> None:
+    with torch.device("meta"):
+        built = build_model(model)
+    found = {n: tuple(m.weight.shape) for n, m in built.named_modules() if isinstance(m, nn.Linear) or n == "output"}
+    assert found == model.matrices()
+
+
+def test_what_is_small_or_not_named_or_the_head_stays() -> None:
+    block = {"attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}
+    both = {f"layers.{n}.{name}" for n in (0, 1) for name in block}
+    assert chosen(TENSORWISE, LARGE) == both  # 1024 keys and values of 4096: too small
+    assert chosen(replace(TENSORWISE, skip_small=False), LARGE) == set(LARGE.matrices()) - {"output"}
+    assert chosen(replace(TENSORWISE, head=True), LARGE) == both | ({"output"} if LARGE.vocab_size > 1024 else set())
+    assert chosen(replace(TENSORWISE, head=True, skip_small=False), LARGE) == set(LARGE.matrices())
+    assert chosen(replace(TENSORWISE, layers=("feed_forward",), skip=("layers.1", "w3")), LARGE) == {
+        "layers.0.feed_forward.w1",
+        "layers.0.feed_forward.w2",
+    }
+    assert "output" not in chosen(replace(TENSORWISE, head=True, skip_small=False), GPT())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "size", "small"),
+    [
+        ("tensorwise", (1024, 4096), True), ("tensorwise", (1040, 4096), False), ("tensorwise", (1024, 4112), False),
+        ("rowwise", (2048, 8192), True), ("rowwise", (4096, 2048), True), ("rowwise", (4096, 4096), False),
+        ("rowwise", (8192, 1024), True), ("rowwise", (8192, 2048), False), ("rowwise_with_gw_hp", (2048, 8192), True),
+    ],
+)  # fmt: skip
+def test_the_bounds_of_what_is_small(scaling: Any, size: tuple[int, int], small: bool) -> None:
+    verdict = select(Float8(scaling=scaling), {"layers.0.wq": size}, tied_head=False)["layers.0.wq"]
+    assert verdict == ("too small to gain" if small else "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matrix", "named"),
+    [
+        ("wq", "layers.0.attention.wq", True), ("attention", "layers.0.attention.wq", True),
+        ("layers.1", "layers.10.attention.wq", False), ("layers.*.attention", "layers.10.attention.wq", True),
+        ("w", "layers.0.attention.wq", False), ("w*", "layers.0.attention.wq", True), ("q", "layers.0.wq", False),
+    ],
+)  # fmt: skip
+def test_a_name_is_whole_parts_of_a_name(pattern: str, matrix: str, named: bool) -> None:
+    assert names(pattern, matrix) is named
+
+
+def test_the_start_tells_what_becomes_of_which_matrix() -> None:
+    float8 = replace(TENSORWISE, all_gather=True, skip=("layers.1.attention.wq",))
+    lines = headlines(float8, LARGE.matrices(), tied_head=False, compiled=True)
+    assert [line.strip() for line in lines] == [
+        "float8  tensorwise; weights are gathered in float8",
+        "converted: attention.wq of block 0, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3",
+        "as it was: attention.wk, attention.wv (too small to gain)",
+        "as it was: attention.wq of block 1 (in float8.skip)",
+        "as it was: output (the head; float8.head is false)",
+    ]
+    assert "EMULATED" in headlines(replace(float8, emulate=True), LARGE.matrices(), False, compiled=True)[-1]
+    assert "NOT COMPILED" in headlines(float8, LARGE.matrices(), False, compiled=False)[-1]
+    assert headlines(Float8(), LARGE.matrices(), False, compiled=False) == []
+
+
+@pytest.mark.parametrize(
+    ("float8", "sections", "message"),
+    [
+        (dict(layers=("wqq",)), {}, "float8.layers: 'wqq' names no matrix of this model; did you mean 'wq'? There are att"),
+        (dict(skip=("layers.7",)), {}, "float8.skip: 'layers.7' names no matrix of this model; There are attention.wq, a"),
+        (dict(skip=("layers",)), {}, "has no matrix to convert: float8.layers and float8.skip leave none; change them, or"),
+        ({}, dict(model=Llama()), "has no matrix to convert: all are too small to gain; set float8.skip_small = false to"),
+        (dict(scaling="rowwise", all_gather=True), {}, "float8.scaling = 'rowwise' has many; set float8.scaling = 'tensorw"),
+        (dict(all_gather=True), dict(parallelism=dict(cpu_offload=True)), "cpu_offload = true: it finds its scales on the"),
+        (dict(scaling="none"), {}, "float8.emulate is set, but float8.scaling = 'none' turns float8 off; set float8.scal"),
+        (dict(scaling="none", emulate=False, all_gather=True), {}, "float8.all_gather is set, but float8.scaling = 'none'"),
+        (dict(head=True), dict(model=replace(LARGE, tied_head=True)), "float8.head = true, but the head of this model is"),
+        (
+            {}, dict(model=replace(LARGE, ffn_dim=14344)),
+            "multiplies in pieces of 16, but feed_forward.w1 is 14344 x 4096; change the model's sizes, or leave it as it is "
+            "with float8.skip = ['w1']",
+        ),
+        (
+            dict(scaling="mxfp8"), dict(model=replace(LARGE, ffn_dim=14352)),
+            "multiplies in pieces of 32, but feed_forward.w2 is 4096 x 14352; change",
+        ),
+        (
+            {}, dict(model=replace(LARGE, ffn_dim=14336 + 64), parallelism=dict(tensor=8, shard=1)),
+            "feed_forward.w2 is 4096 x 1800 on each of 8 ranks; change the model's sizes or parallelism.tensor, or leave it",
+        ),
+        (
+            {}, dict(training=dict(seq_len=1028, local_batch_size=1)),
+            "but a rank takes 1028 tokens at once (1 x 1028); use training.seq_len = 1024 or 1040",
+        ),
+        (
+            {}, dict(training=dict(seq_len=1024 + 16, local_batch_size=1), parallelism=dict(context=2)),
+            "takes 520 tokens at once (1 x 1040 / 2); use training.seq_len = 1024 or 1056",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said(float8: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+    wrong = recipe(float8, **sections)
+    processes = wrong.parallelism.tensor * wrong.parallelism.context
+    with pytest.raises(UserError) as caught:
+        check(wrong, processes)
+    assert message in str(caught.value)
+
+
+def test_sizes_do_not_matter_where_they_are_not_multiplied() -> None:
+    check(recipe(dict(skip=("w1", "w2", "w3")), model=replace(LARGE, ffn_dim=14344)), 1)
+    check(recipe(dict(scaling="rowwise_with_gw_hp"), training=dict(seq_len=1028, local_batch_size=1)), 1)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "capability", "message"),
+    [
+        ("tensorwise", None, "of compute capability 8.9 or later (Ada, Hopper, Blackwell), but X has no float8; set float8.s"),
+        ("tensorwise", (8, 0), "but X is of 8.0; set float8.scaling = 'none', or float8.emulate = true to see here, slowly"),
+        ("rowwise", (8, 9), ""), ("tensorwise", (9, 0), ""), ("mxfp8", (10, 0), ""), ("none", None, ""),
+        ("mxfp8", (9, 0), "of compute capability 10.0 or later (Blackwell), but X is of 9.0; set"),
+    ],
+)  # fmt: skip
+def test_a_device_without_float8_is_refused(scaling: Any, capability: tuple[int, int] | None, message: str) -> None:
+    found = hardware_problems(Float8(scaling=scaling), "X", capability)
+    assert (message in found[0]) if message else not found
+    assert not hardware_problems(Float8(scaling=scaling, emulate=True), "X", capability)
+
+
+def test_a_machine_without_a_gpu_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    here = dict(run=dict(dir=str(tmp_path)))
+    with pytest.raises(UserError, match="but the CPU has no float8; set"):
+        check_here(recipe(dict(emulate=False), **here))
+    check_here(recipe({}, **here))
+    with pytest.raises(UserError, match="but the CPU has no float8; set"):
+        refuse_hardware("cpu", TENSORWISE)
+
+
+def test_the_study_is_one_change_after_the_other() -> None:
+    recipes = [
+        load(PretrainRecipe, STUDY / f"{n}.toml") for n in ("baseline", "compile", "float8", "float8_all_gather")
+    ]
+    changes = [
+        {name for name in PretrainRecipe.__dataclass_fields__ if getattr(one, name) != getattr(other, name)}
+        for one, other in pairwise(recipes)
+    ]
+    assert changes == [{"compile"}, {"float8"}, {"float8"}]
+    assert recipes[-1].float8 == Float8(scaling="tensorwise", all_gather=True)
+    for each in recipes:
+        check(each, 8)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """Float8 by hand: scaled so that the largest fits, rounded, and scaled back."""
+    largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = torch.finfo(dtype).max / largest.double()
+    if dim is not None:
+        scale = 2.0 ** scale.log2().floor()
+    scale = scale.float()
+    return (x * scale).to(dtype).float() / scale
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_matrix_multiplies_what_is_rounded(scaling: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96, bias=bias)
+    model = nn.ModuleDict({"wq": plain})
+    x, gradient = torch.randn(4, 8, 64, requires_grad=True), torch.randn(4, 8, 96)
+    exact = plain(x)
+    expected = torch.autograd.grad(exact, (x, plain.weight), gradient)
+    parameters = dict(model.named_parameters())
+    apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=True))
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    out = model["wq"](x)
+    found = torch.autograd.grad(out, (x, plain.weight), gradient)
+
+    def apart(a: Tensor, b: Tensor) -> float:
+        return ((a - b).norm() / b.norm()).item()
+
+    assert all(1e-3 < apart(a, b) < 0.1 for a, b in zip((out, found[0]), (exact, expected[0]), strict=True))
+    kept = scaling == "rowwise_with_gw_hp"
+    assert (apart(found[1], expected[1]) < 1e-6) if kept else (1e-3 < apart(found[1], expected[1]) < 0.1)
+    if scaling == "tensorwise":
+        e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+        flat, wide, deep = rounded(x, e4m3).flatten(0, 1), rounded(plain.weight, e4m3), rounded(gradient, e5m2)
+        by_hand = flat @ wide.T + (0 if plain.bias is None else plain.bias)
+        torch.testing.assert_close(out.flatten(0, 1), by_hand)
+        torch.testing.assert_close(found[0].flatten(0, 1), deep.flatten(0, 1) @ wide)
+        torch.testing.assert_close(found[1], deep.flatten(0, 1).T @ flat)
+    if scaling == "rowwise":
+        e4m3 = torch.float8_e4m3fn
+        by_hand = rounded(x, e4m3, -1) @ rounded(plain.weight, e4m3, -1).T + (0 if plain.bias is None else plain.bias)
+        torch.testing.assert_close(out, by_hand)
+
+
+def test_the_hardwares_product_is_the_emulated_one() -> None:
+    """torch multiplies float8 on a CPU too, by the operator that GPUs have: the call is right, and so is what is emulated."""
+    torch.manual_seed(0)
+    plain, x, gradient = nn.Linear(64, 96), torch.randn(32, 64, requires_grad=True), torch.randn(32, 96)
+    for scaling in ("tensorwise", "rowwise"):
+        found = []
+        for emulate in (True, False):
+            model = nn.ModuleDict({"wq": nn.Linear(64, 96)})
+            model.load_state_dict({f"wq.{name}": value for name, value in plain.state_dict().items()})
+            apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=emulate))
+            matrix: Any = model["wq"]
+            assert isinstance(matrix, Float8Linear)
+            out = matrix(x)
+            found.append((out, *torch.autograd.grad(out, (x, matrix.weight), gradient)))
+        tolerance = 1e-5 if scaling == "tensorwise" else 1e-2  # by rows the operator's result is bfloat16
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_importing_says_nothing() -> None:
+    words = "import titanlike.float8.linear, titanlike.float8.mx, titanlike.float8.all_gather"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
