@@ -126,7 +126,7 @@ def _write(state: dict[str, Tensor], name: str, value: Tensor) -> None:
     if f"{name}_scale" not in state:
         state[name].copy_(value)
         return
-    scale = value.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    scale = value.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # squares of gradients are small
     levels = _levels(name, value.device)
     middles = (levels[1:] + levels[:-1]) / 2
     state[name].copy_(torch.bucketize(value / scale, middles).to(torch.uint8))  # the nearest

@@ -40,7 +40,7 @@ def transform(
     in_float8 = float8.scaling != "none"
     if in_float8:
         # Only here: what is behind it takes two seconds to import.
-        from titanlike.float8.all_gather import ScaleUpdate, wrap_weights
+        from titanlike.float8.all_gather import wrap_weights
         from titanlike.float8.linear import apply_float8, refuse_hardware
         from titanlike.float8.tensor_parallel import share_scales
 
@@ -90,8 +90,6 @@ def transform(
             reshard_after_forward=reshard,
             cpu_offload=parallelism.cpu_offload,
         )
-        if float8.all_gather:
-            ScaleUpdate(part)
     return model
 
 

@@ -100,7 +100,7 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         pytest.param(dict(context=2, tensor=2), ALL_GATHER, {}, id="CP-TP-gathered", marks=slow),
         pytest.param(dict(context=2, shard=2), FLOAT8, COMPILED | FULL, id="CP-FSDP-compiled", marks=slow),
         pytest.param(dict(tensor=2), FLOAT8 | dict(layers=("wq", "feed_forward")), {}, id="TP-some", marks=slow),
-        pytest.param(dict(tensor=2), FLOAT8 | dict(scaling="mxfp8"), {}, id="TP-mx", marks=slow),
+        pytest.param(dict(tensor=2), FLOAT8 | dict(scaling="mxfp8", skip=("wk", "wv")), {}, id="TP-mx", marks=slow),
         pytest.param(dict(shard=2), FLOAT8 | dict(scaling="rowwise"), {}, id="FSDP-rows", marks=slow),
         pytest.param(dict(shard=2), FLOAT8 | dict(scaling="rowwise_with_gw_hp"), COMPILED, id="FSDP-gw", marks=slow),
         pytest.param(dict(tensor=2), FLOAT8 | dict(head=True), {}, id="TP-head", marks=slow),

@@ -1,10 +1,9 @@
 """FSDP's all-gather in float8: a rank keeps its shard of a weight as it is, and sends it as one byte a number.
 
 A shard is cast with the scale of the whole weight. All those scales change together, when the optimizer has made a step, so
-they are found together: one maximum over the ranks for all weights, in front of the first forward pass after it.
+they are found together: one maximum over the ranks for all weights, at the first gather after it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,6 +40,7 @@ class Scaling:
     """One weight's scale, shared by all that is cut from it or made of it."""
 
     mm_config: Any
+    scales: "Scales"
     scale: Tensor | None = None
 
 
@@ -94,7 +94,8 @@ class Shard(torch.Tensor):
         self, mesh: Any, size: torch.Size, stride: Any, module: nn.Module, precision: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
         """What FSDP sends, as bytes: not every backend knows float8."""
-        assert self.scaling.scale is not None, "apply_float8_all_gather has not seen this model's forward pass begin"
+        self.scaling.scales.update()
+        assert self.scaling.scale is not None
         mine: Any = to_float8(self.stored, WEIGHT, self.scaling.mm_config, scale=self.scaling.scale)
         rows = -(-size[0] // mesh.size())  # of every rank's share: the last ones may have less, and fill up
         data = F.pad(mine._data.view(torch.uint8), (0, 0, 0, rows - self.shape[0]))
@@ -114,9 +115,10 @@ class Shard(torch.Tensor):
 
 def wrap_weights(model: nn.Module) -> None:
     """Have FSDP, which comes next, gather the float8 matrices of a model in float8."""
+    scales = Scales(model)
     for module in model.modules():
         if isinstance(module, Float8Linear):
-            weight, scaling = module._parameters["weight"], Scaling(module.linear_mm_config)
+            weight, scaling = module._parameters["weight"], Scaling(module.linear_mm_config, scales)
             assert weight is not None
             if isinstance(weight, DTensor):
                 shard: Tensor = DTensor(Shard(weight._local_tensor, scaling), weight._spec, requires_grad=False)
@@ -126,47 +128,39 @@ def wrap_weights(model: nn.Module) -> None:
             module.register_state_dict_post_hook(_unwrap)
 
 
-class ScaleUpdate:
-    """Finds the scales of all wrapped weights, once FSDP has sharded them, in front of a model's forward pass."""
+class Scales:
+    """The scales of all wrapped weights of a model. They change together, and are found together."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.known = -1  # the number of optimizer steps that the scales know of
+        self.model = model
         self.weights: list[DTensor] = []
-        # In front of FSDP's own hook: the first gather is there.
-        model.register_forward_pre_hook(self.before_forward, prepend=True)
+        self.known = -1  # the number of optimizer steps that the scales know of
         model.register_load_state_dict_post_hook(self.forget)
 
     def forget(self, *_: object) -> None:
-        """The weights have changed."""
+        """The weights have changed otherwise."""
         self.known = -1
 
     @torch.no_grad()
-    def before_forward(self, model: nn.Module, inputs: object) -> None:
-        """Bring the scales up to date, if there was an optimizer's step since."""
+    def update(self) -> None:
+        """Find the scales anew if the weights have changed."""
         if self.known == _steps:
             return
         self.known = _steps
-        if not self.weights:  # later passes may find gathered ones in their places
-            self.weights = list(_wrapped(model))
-        by_group: dict[tuple[dist.ProcessGroup, ...], list[DTensor]] = {}
+        if (
+            not self.weights
+        ):  # at the very first gather all are shards; later some may have gathered ones in their places
+            parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
+            self.weights = [p for p in parameters if isinstance(p._local_tensor, Shard)]
+        by_group: dict[tuple[dist.ProcessGroup, ...], list[Shard]] = {}
         for weight in self.weights:
-            by_group.setdefault(sharers(weight), []).append(weight)
-        for groups, weights in by_group.items():
-            largest = torch.stack(torch._foreach_norm([_shard(weight).stored for weight in weights], ord=torch.inf))
+            by_group.setdefault(sharers(weight), []).append(cast(Shard, weight._local_tensor))
+        for groups, shards in by_group.items():
+            largest = torch.stack(torch._foreach_norm([shard.stored for shard in shards], ord=torch.inf))
             for group in groups:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            for weight, scale in zip(weights, scale_of(largest, WEIGHT).unbind(), strict=True):
-                _shard(weight).scaling.scale = scale
-
-
-def _shard(weight: DTensor) -> Shard:
-    return cast(Shard, weight._local_tensor)
-
-
-def _wrapped(model: nn.Module) -> Iterator[DTensor]:
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, Shard):
-            yield parameter
+            for shard, scale in zip(shards, scale_of(largest, WEIGHT).unbind(), strict=True):
+                shard.scaling.scale = scale
 
 
 def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
