@@ -17,6 +17,8 @@ from titanlike.distributed import local_part
 from titanlike.noise import seed_of, spread
 from titanlike.quietly import quietly
 
+AVERAGES = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
+
 
 class LowMemoryAdamW(torch.optim.Optimizer):
     """One step a call, as torch's AdamW; arithmetic in float32, whatever is kept."""
@@ -74,21 +76,21 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             {name: _rows(local_part(value), name) for name, value in state.items() if name != "step"},
             {name: torch.tensor(number, dtype=torch.float32) for name, number in numbers.items()},
             bits,
+            {name: _levels(name, weight.device) for name in AVERAGES if self.kind == "8bit"},
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
         )
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        averages = ("exp_avg", "exp_avg_sq")
         step = {"step": torch.tensor(0.0)}
         if self.kind != "8bit" or parameter.dim() != 2 or parameter.shape[1] % BLOCK:
             dtype = parameter.dtype if self.kind == "full" else torch.bfloat16
             if self.kind == "8bit":
                 dtype = torch.float32  # norms, biases, and matrices of odd sizes
-            return step | {name: torch.zeros_like(parameter, dtype=dtype) for name in averages}
-        codes = {name: torch.full_like(parameter, _zero(name), dtype=torch.uint8) for name in averages}
-        return step | codes | {f"{name}_scale": _scales(parameter) for name in averages}
+            return step | {name: torch.zeros_like(parameter, dtype=dtype) for name in AVERAGES}
+        codes = {name: torch.full_like(parameter, _zero(name), dtype=torch.uint8) for name in AVERAGES}
+        return step | codes | {f"{name}_scale": _scales(parameter) for name in AVERAGES}
 
 
 def _update(
@@ -97,38 +99,37 @@ def _update(
     state: dict[str, Tensor],
     numbers: dict[str, Tensor],
     bits: Tensor | None,
+    levels: dict[str, Tensor],
     *,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
     gradient = gradient.float()
-    mean = _read(state, "exp_avg").lerp(gradient, 1.0 - beta1)
-    square = _read(state, "exp_avg_sq").lerp(gradient.square(), 1.0 - beta2)
+    mean = _read(state, "exp_avg", levels).lerp(gradient, 1.0 - beta1)
+    square = _read(state, "exp_avg_sq", levels).lerp(gradient.square(), 1.0 - beta2)
     change = (mean / numbers["correction1"]) / ((square / numbers["correction2"]).sqrt() + eps)
     new = weight.float() * numbers["decay"] - numbers["lr"] * change
     if bits is not None:
         # The lower half is cut off; what is added before carries over as often as that half is large.
         new = ((new.view(torch.int32) + bits) & -65536).view(torch.float32)
     weight.copy_(new)
-    _write(state, "exp_avg", mean)
-    _write(state, "exp_avg_sq", square)
+    _write(state, "exp_avg", mean, levels)
+    _write(state, "exp_avg_sq", square, levels)
 
 
-def _read(state: dict[str, Tensor], name: str) -> Tensor:
+def _read(state: dict[str, Tensor], name: str, levels: dict[str, Tensor]) -> Tensor:
     if f"{name}_scale" not in state:
         return state[name].float()
-    levels = _levels(name, state[name].device)
-    return levels[state[name].int()] * state[f"{name}_scale"]
+    return levels[name][state[name].int()] * state[f"{name}_scale"]
 
 
-def _write(state: dict[str, Tensor], name: str, value: Tensor) -> None:
+def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: dict[str, Tensor]) -> None:
     if f"{name}_scale" not in state:
         state[name].copy_(value)
         return
     scale = value.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # squares of gradients are small
-    levels = _levels(name, value.device)
-    middles = (levels[1:] + levels[:-1]) / 2
+    middles = (levels[name][1:] + levels[name][:-1]) / 2
     state[name].copy_(torch.bucketize(value / scale, middles).to(torch.uint8))  # the nearest
     state[f"{name}_scale"].copy_(scale)
 

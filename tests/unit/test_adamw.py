@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.adamw import BLOCK, LowMemoryAdamW, _read, _scales, _write
+from titanlike.adamw import BLOCK, LowMemoryAdamW, _levels, _read, _scales, _update, _write
 from titanlike.config.sections import Optimizer
 from titanlike.optimizer import build_optimizer
 
@@ -105,11 +105,12 @@ def test_eight_bits_are_near(name: str) -> None:
     value = torch.randn(256, BLOCK, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 2, 256)[:, None]
     value = value if name == "exp_avg" else value.square()
     state = {name: torch.zeros(256, BLOCK, dtype=torch.uint8), f"{name}_scale": torch.zeros(256, 1)}
-    _write(state, name, value)
+    levels = {name: _levels(name, torch.device("cpu"))}
+    _write(state, name, value, levels)
     largest = value.abs().amax(-1, keepdim=True)
-    assert ((_read(state, name) - value).abs() / largest).max() < 0.02
-    _write(state, name, torch.zeros(256, BLOCK))
-    assert (_read(state, name) == 0).all()
+    assert ((_read(state, name, levels) - value).abs() / largest).max() < 0.02
+    _write(state, name, torch.zeros(256, BLOCK), levels)
+    assert (_read(state, name, levels) == 0).all()
     assert _scales(torch.zeros(4, 3 * BLOCK)).shape == (4, 3)
 
 
@@ -122,3 +123,23 @@ def test_what_was_kept_is_taken_over_as_it_was() -> None:
         for name, value in state.items():
             found = other.state[parameter][name]
             assert found.dtype == value.dtype and torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("state", ["full", "8bit"])
+def test_the_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with a back end that does not wait for code generation."""
+    torch._dynamo.reset()
+    expected, *_ = learn(4, torch.bfloat16, state=state, stochastic_rounding=True)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        "titanlike.adamw._update", torch.compile(_update, fullgraph=True, dynamic=True, backend=backend)
+    )
+    found, *_ = learn(4, torch.bfloat16, state=state, stochastic_rounding=True)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert len(graphs) <= 4  # of six weights: what is quantized or not, of one row or of more

@@ -1,0 +1,171 @@
+"""What only a GPU can show of float8: its own products, the kernels they choose, memory, and the time of a block.
+
+pytest tests/gpu/test_float8.py --record float8.json        keeps what is measured
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanlike import distributed
+from titanlike.adamw import LowMemoryAdamW
+from titanlike.config.models import Llama
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlike.float8.linear import apply_float8
+from titanlike.models import build_model
+from titanlike.models.initialize import initialize
+from titanlike.parallelisms.mesh import build_mesh
+from titanlike.transform import transform
+
+HAS_FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = pytest.mark.skipif(not HAS_FLOAT8, reason="needs a CUDA GPU of compute capability 8.9 or later")
+
+# Two blocks of Llama 3 8B, with a small vocabulary.
+SHAPE = Llama(dim=4096, num_layers=2, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=1024, max_seq_len=8192)
+TENSORWISE = Float8(scaling="tensorwise")
+VARIANTS = {
+    "bfloat16": Float8(),
+    "tensorwise": TENSORWISE,
+    "tensorwise, all-gather": replace(TENSORWISE, all_gather=True),
+    "rowwise": Float8(scaling="rowwise"),
+    "rowwise_with_gw_hp": Float8(scaling="rowwise_with_gw_hp"),
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[torch.device]:
+    with distributed.session("cuda") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def record(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    measured: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    yield measured
+    path = request.config.getoption("--record")
+    if path:
+        Path(path).write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def build(device: torch.device, float8: Float8, compiled: bool = True, reshard: Any = "auto") -> nn.Module:
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model: nn.Module = build_model(SHAPE)
+    model = transform(
+        model, build_mesh("cuda"), split=[SHAPE.num_layers], training=Training(),
+        parallelism=Parallelism(shard=1, reshard_after_forward=reshard), float8=float8,
+        activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="block" if compiled else "none"),
+    )  # fmt: skip
+    initialize(model, device, 0)
+    return model
+
+
+def run(model: nn.Module, device: torch.device, length: int = 2048) -> Tensor:
+    tokens = torch.randint(0, 1024, (1, length), device=device, generator=torch.Generator(device).manual_seed(0))
+    logits: Tensor = model(tokens=tokens)
+    logits.float().square().mean().backward()
+    return logits.detach().float()
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_hardware_multiplies_what_is_emulated(device: torch.device, scaling: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(256, 512, device=device, dtype=torch.bfloat16)
+    x = torch.randn(64, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(64, 512, device=device, dtype=torch.bfloat16)
+    found = []
+    for emulate in (True, False):
+        model = nn.ModuleDict({"wq": nn.Linear(256, 512, device=device, dtype=torch.bfloat16)})
+        model.load_state_dict({f"wq.{name}": value for name, value in plain.state_dict().items()})
+        apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=emulate))
+        out = model["wq"](x)
+        found.append((out, *torch.autograd.grad(out, (x, model["wq"].weight), gradient)))
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).norm() < 1e-2 * other.float().norm()
+
+
+def test_each_matrix_is_three_float8_products_of_float8_kernels(device: torch.device, record: dict[str, Any]) -> None:
+    model = build(device, replace(TENSORWISE, all_gather=True))
+    run(model, device)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        run(model, device)
+    events = profile.key_averages()
+    products = sum(event.count for event in events if event.key == "aten::_scaled_mm")
+    assert products == 3 * 5 * SHAPE.num_layers  # all but the keys' and values', which are small
+    on_gpu = sorted(
+        (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA),
+        key=lambda event: -event.self_device_time_total,
+    )
+    record["kernels"] = {event.key: event.count for event in on_gpu[:20]}
+    assert on_gpu
+
+
+def test_float8_is_near_bfloat16(device: torch.device) -> None:
+    expected = run(build(device, Float8()), device)
+    for name, float8 in VARIANTS.items():
+        for compiled in (True, False):
+            found = run(build(device, float8, compiled), device)
+            assert (found - expected).norm() < 0.1 * expected.norm(), (name, compiled)
+
+
+def test_gathered_weights_take_one_byte_a_number(device: torch.device, record: dict[str, Any]) -> None:
+    held = {}
+    for name in ("tensorwise", "tensorwise, all-gather"):
+        model = build(device, VARIANTS[name], reshard="never")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            model(tokens=torch.zeros(1, 2048, device=device, dtype=torch.long))
+        held[name] = torch.cuda.memory_allocated() - before
+        del model
+    record["bytes held by gathered weights"] = held
+    converted = SHAPE.num_layers * (2 * SHAPE.dim**2 + 3 * SHAPE.dim * SHAPE.ffn_dim)
+    saved = held["tensorwise"] - held["tensorwise, all-gather"]
+    assert saved == pytest.approx(converted, rel=0.05)
+
+
+def test_float8_is_faster(device: torch.device, record: dict[str, Any]) -> None:
+    """Two blocks, forward and backward, of 8192 tokens: each variant beside bfloat16, in turn."""
+    models = {name: build(device, float8) for name, float8 in VARIANTS.items()}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(13):
+        for name, model in models.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run(model, device, 8192)
+            end.record()
+            end.synchronize()
+            if turn >= 3:
+                times[name].append(start.elapsed_time(end))
+    found = {name: median(values) for name, values in times.items()}
+    record["milliseconds of two blocks, 8192 tokens"] = found
+    assert found["tensorwise"] < found["bfloat16"]
+
+
+@pytest.mark.parametrize("state", ["full", "bfloat16", "8bit"])
+def test_the_compiled_optimizer_takes_the_steps_of_the_plain_one(device: torch.device, state: Any) -> None:
+    ends = []
+    for where in (torch.device("cpu"), device):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(shape).bfloat16().to(where)) for shape in ((128, 256), (96, 64), (48,))]
+        optimizer = LowMemoryAdamW(
+            [{"params": weights, "weight_decay": 0.1}],
+            lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state=state, seeds={w: n for n, w in enumerate(weights)},
+        )  # fmt: skip
+        for step in range(4):
+            for weight in weights:
+                gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+                weight.grad = gradient.bfloat16().to(where)
+            optimizer.step()
+        ends.append([weight.detach().float().cpu() for weight in weights])
+    for one, other in zip(*ends, strict=True):
+        assert (
+            (one - other).abs() > 1e-2 * one.abs() + 1e-3
+        ).float().mean() < 0.01  # some are rounded to the other side
