@@ -1,5 +1,6 @@
 """Every shipped recipe loads, is right for the machines it names, and builds the published model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,15 @@ SHIPPED = {
     "gpt2_124m": (124_439_808, 8),
     "llama3_1b": (1_235_814_400, 1),
     "llama3_8b": (8_030_261_248, 8),
+    "llama3_8b_float8": (8_030_261_248, 8),
+    **{f"study/{name}": (8_030_261_248, 8) for name in ("baseline", "compile", "float8", "float8_all_gather")},
     "llama3_70b": (70_553_706_496, 64),
     "llama3_405b": (405_853_388_800, 512),
 }
 
 
 def test_this_table_has_every_shipped_recipe() -> None:
-    assert {path.stem for path in FOLDER.glob("*.toml")} == set(SHIPPED)
+    assert {str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.toml")} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -69,7 +72,7 @@ def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, override
         transform(
             model, build_mesh("cpu", **layout.dimensions()), split=[recipe.model.num_layers],
             training=recipe.training, parallelism=layout, activation_checkpoint=recipe.activation_checkpoint,
-            compile=recipe.compile,
+            compile=recipe.compile, float8=replace(recipe.float8, emulate=True),
         )  # fmt: skip
         mine = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
         assert sum(part.numel() for part in mine) == pytest.approx(count / processes, rel=1e-3)
