@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.check import check, check_here
+from titanlike.checkpoint import Saved
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.models import GPT, Llama
 from titanlike.config.sections import Float8
@@ -19,6 +20,7 @@ from titanlike.float8.check import hardware_problems
 from titanlike.float8.linear import Float8Linear, apply_float8, refuse_hardware
 from titanlike.float8.selection import headlines, names, select
 from titanlike.models import build_model
+from titanlike.run_folder import as_json, check_resume
 
 LARGE = Llama(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")
@@ -183,6 +185,18 @@ def test_the_study_is_one_change_after_the_other() -> None:
     assert recipes[-1].float8 == Float8(scaling="tensorwise", all_gather=True)
     for each in recipes:
         check(each, 8)
+
+
+def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:
+    facts = {"device": "cuda", "torch": "2.11.0"}
+    before = recipe(dict(emulate=False))
+    saved = Saved(1, as_json(before), "x", {"shard": 8}, facts)
+    free = replace(before, float8=replace(before.float8, all_gather=True))
+    assert check_resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
+    for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
+        other = replace(before, float8=replace(before.float8, **{key: value}))
+        with pytest.raises(UserError, match=f"was trained otherwise: float8.{key} was"):
+            check_resume(saved, other, "x", {"shard": 8}, facts)
 
 
 def rounded(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:

@@ -69,7 +69,8 @@ def _torchrun(job: environment.Job, program: list[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     # What went wrong is said below, in one line; torchrun's own would stand between the user and the program's message.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     if job.num_nodes == 1:
         rendezvous = ["--standalone"]
     else:
