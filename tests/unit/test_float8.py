@@ -244,23 +244,27 @@ def test_a_matrix_multiplies_what_is_rounded(scaling: Any, bias: bool) -> None:
         torch.testing.assert_close(out, by_hand)
 
 
-def test_the_hardwares_product_is_the_emulated_one() -> None:
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_the_hardwares_product_is_the_emulated_one(scaling: Any) -> None:
     """torch multiplies float8 on a CPU too, by the operator that GPUs have: the call is right, and so is what is emulated."""
     torch.manual_seed(0)
     plain, x, gradient = nn.Linear(64, 96), torch.randn(32, 64, requires_grad=True), torch.randn(32, 96)
-    for scaling in ("tensorwise", "rowwise"):
-        found = []
-        for emulate in (True, False):
-            model = nn.ModuleDict({"wq": nn.Linear(64, 96)})
-            model.load_state_dict({f"wq.{name}": value for name, value in plain.state_dict().items()})
-            apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=emulate))
-            matrix: Any = model["wq"]
-            assert isinstance(matrix, Float8Linear)
+    found = []
+    for emulate in (True, False):
+        model = nn.ModuleDict({"wq": nn.Linear(64, 96)})
+        model.load_state_dict({f"wq.{name}": value for name, value in plain.state_dict().items()})
+        apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=emulate))
+        matrix: Any = model["wq"]
+        assert isinstance(matrix, Float8Linear)
+        try:
             out = matrix(x)
-            found.append((out, *torch.autograd.grad(out, (x, matrix.weight), gradient)))
-        tolerance = 1e-5 if scaling == "tensorwise" else 1e-2  # by rows the operator's result is bfloat16
-        for one, other in zip(*found, strict=True):
-            assert (one - other).norm() <= tolerance * other.norm()
+        except RuntimeError as error:
+            assert scaling == "rowwise" and "only supports per-tensor scaling for CPU" in str(error)
+            pytest.skip("torch 2.11 has no product by rows on a CPU")
+        found.append((out, *torch.autograd.grad(out, (x, matrix.weight), gradient)))
+    tolerance = 1e-5 if scaling == "tensorwise" else 1e-2  # by rows the operator's result is bfloat16
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
 
 
 def test_importing_says_nothing() -> None:

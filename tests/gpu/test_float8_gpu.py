@@ -1,6 +1,6 @@
 """What only a GPU can show of float8: its own products, the kernels they choose, memory, and the time of a block.
 
-pytest tests/gpu/test_float8.py --record float8.json        keeps what is measured
+pytest tests/gpu/test_float8_gpu.py --record float8.json        keeps what is measured
 """
 
 import json
