@@ -108,8 +108,8 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_t
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
         f"{num_microbatches} x {share // num_microbatches}",
         f"ranks   {ranks} on {device}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
-        *float8_headlines(recipe.float8, model.matrices(), model.tied_head, recipe.compile.mode != "none"),
         *(f"          {name:<9} {size:>4}  {what[name]}" for name, size in layout.items() if size > 1),
+        *float8_headlines(recipe.float8, model.matrices(), model.tied_head, recipe.compile.mode != "none"),
     ]
 
 
