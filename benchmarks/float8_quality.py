@@ -28,7 +28,7 @@ SMALL = {
     "training.seq_len": 128,
     "training.global_batch_size": 16,
     "training.local_batch_size": 8,
-    "optimizer.lr": 1.5e-3,
+    "optimizer.lr": 6e-4,
     "schedule.warmup_steps": 100,  # after a rough start, rounding alone sends equal runs to different places
     "activation_checkpoint.mode": "none",
     "checkpoint.enabled": "false",

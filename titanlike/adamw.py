@@ -17,6 +17,7 @@ from titanlike.distributed import local_part
 from titanlike.noise import seed_of, spread
 from titanlike.quietly import quietly
 
+PIECE = 1 << 22  # numbers that are updated at once
 AVERAGES = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
 
 
@@ -66,21 +67,33 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             correction1=1.0 - beta1**step,
             correction2=1.0 - beta2**step,
         )
-        weight = local_part(parameter)
+        tensors = {name: torch.tensor(number, dtype=torch.float32) for name, number in numbers.items()}
+        weight = _rows(local_part(parameter))
+        gradient = _rows(local_part(cast(Tensor, parameter.grad)).contiguous())
+        kept = {name: _rows(local_part(value), name) for name, value in state.items() if name != "step"}
+        levels = {name: _levels(name, weight.device) for name in AVERAGES if self.kind == "8bit"}
         seed = self.seeds.get(parameter)
-        bits = None if seed is None else _rows(_bits(parameter, seed_of(seed, f"step {step:.0f}")))
         update = _compiled() if weight.is_cuda else _update
-        update(
-            _rows(weight),
-            _rows(local_part(cast(Tensor, parameter.grad)).contiguous()),
-            {name: _rows(local_part(value), name) for name, value in state.items() if name != "step"},
-            {name: torch.tensor(number, dtype=torch.float32) for name, number in numbers.items()},
-            bits,
-            {name: _levels(name, weight.device) for name in AVERAGES if self.kind == "8bit"},
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-        )
+        # By pieces: what is computed on the way takes many times the memory of what is kept.
+        size = max(1, PIECE // weight.shape[1])
+        for first in range(0, weight.shape[0], size):
+            piece = slice(first, first + size)
+            bits = None
+            if seed is not None:
+                bits = _bits(
+                    parameter, seed_of(seed, f"step {step:.0f}"), first * weight.shape[1], weight[piece].numel()
+                )
+            update(
+                weight[piece],
+                gradient[piece],
+                {name: value[piece] for name, value in kept.items()},
+                tensors,
+                None if bits is None else bits.view_as(weight[piece]),
+                levels,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+            )
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = {"step": torch.tensor(0.0)}
@@ -89,7 +102,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             if self.kind == "8bit":
                 dtype = torch.float32  # norms, biases, and matrices of odd sizes
             return step | {name: torch.zeros_like(parameter, dtype=dtype) for name in AVERAGES}
-        codes = {name: torch.full_like(parameter, _zero(name), dtype=torch.uint8) for name in AVERAGES}
+        codes = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in AVERAGES}
         return step | codes | {f"{name}_scale": _scales(parameter) for name in AVERAGES}
 
 
@@ -143,10 +156,6 @@ def _levels(name: str, device: torch.device) -> Tensor:
     return torch.tensor(create_dynamic_map(signed=name == "exp_avg"), dtype=torch.float32, device=device)
 
 
-def _zero(name: str) -> int:
-    return int((_levels(name, torch.device("cpu")) == 0).nonzero())
-
-
 @cache
 def _compiled() -> Any:
     return torch.compile(_update, fullgraph=True, dynamic=True)
@@ -171,14 +180,15 @@ def _scales(parameter: Tensor) -> Tensor:
     return DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
 
 
-def _bits(parameter: Tensor, seed: int) -> Tensor:
-    """16 random bits for each number of this rank's part: a function of the seed and of its place in the whole."""
+def _bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor:
+    """16 random bits for each of so many numbers of this rank's part: a function of the seed and of the place in the whole."""
     local = local_part(parameter)
     offset: tuple[int, ...] = (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    places = torch.zeros((), dtype=torch.int64, device=local.device)
-    for size, start, whole in zip(local.shape, offset, parameter.shape, strict=True):
-        along = torch.arange(start, start + size, device=local.device)
-        places = places[..., None] * whole + along
+    rest = torch.arange(first, first + count, device=local.device)
+    places, stride = torch.zeros_like(rest), 1
+    for size, start, whole in zip(reversed(local.shape), reversed(offset), reversed(parameter.shape), strict=True):
+        places += (rest % size + start) * stride
+        rest, stride = rest // size, stride * whole
     return (spread(spread(places) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)

@@ -234,6 +234,11 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
 
 def _option_problems(recipe: PretrainRecipe) -> list[str]:
     problems = []
+    if recipe.optimizer.state == "bfloat16" and recipe.optimizer.beta2 > 0.98:
+        problems.append(
+            f"optimizer.state = 'bfloat16' cannot hold an average with a memory as long as beta2 = {recipe.optimizer.beta2}: "
+            "what a step changes is less than its last digit; use beta2 = 0.98 or less, or state = '8bit'"
+        )
     if recipe.optimizer.stochastic_rounding and recipe.training.master_dtype != "bfloat16":
         problems.append(
             "optimizer.stochastic_rounding = true, but training.master_dtype = 'float32' rounds nothing that matters; set "

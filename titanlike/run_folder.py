@@ -117,7 +117,8 @@ def check_resume(
     saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
 ) -> list[str]:
     """Refuse a checkpoint that this recipe would not continue. Returns what to tell the user if it is not bit-exact."""
-    differences = _differences(saved.recipe, as_json(recipe))
+    now = as_json(recipe)
+    differences = _differences(_completed(saved.recipe, now, _defaults(recipe)), now)
     changed = [
         line
         for key, line in differences.items()
@@ -143,6 +144,24 @@ def check_resume(
     return inexact + list(
         _differences({"layout": saved.layout, **saved.machine}, {"layout": layout, **machine}).values()
     )
+
+
+def _defaults(recipe: PretrainRecipe) -> dict[str, Any]:
+    """What each section would be if it said nothing."""
+    kinds: dict[str, Any] = {name: type(getattr(recipe, name)) for name in recipe.__dataclass_fields__}
+    made = {name: dataclasses.asdict(kind()) for name, kind in kinds.items() if hasattr(kind, "__dataclass_fields__")}
+    return json.loads(json.dumps(made))
+
+
+def _completed(old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """An older recipe with the keys that there were not yet: they were what they are by default."""
+    completed = dict(old)
+    for key, default in defaults.items():
+        if key not in old and key in new:
+            completed[key] = default
+        elif isinstance(default, dict) and isinstance(old[key], dict):
+            completed[key] = _completed(old[key], new[key], default)
+    return completed
 
 
 def as_json(recipe: PretrainRecipe) -> dict[str, Any]:

@@ -48,9 +48,10 @@ def _step_of_a_part(placement: Any) -> tuple[bool, bool]:
     whole = torch.randn(6, 4 * BLOCK, generator=generator).bfloat16()
     gradient = torch.randn(whole.shape, generator=generator).bfloat16()
     cut, cut_gradient = (distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in (whole, gradient))
-    bits = torch.equal(
-        _bits(cut, 5), distribute_tensor(_bits(whole, 5), mesh, [placement], src_data_rank=None).to_local()
-    )
+    bits = _bits(whole, 5, 0, whole.numel()).view_as(whole)
+    mine = distribute_tensor(bits, mesh, [placement], src_data_rank=None).to_local()
+    same_bits = torch.equal(_bits(cut, 5, 0, mine.numel()).view_as(mine), mine)
+    same_bits &= torch.equal(_bits(cut, 5, BLOCK, BLOCK), mine.flatten()[BLOCK : 2 * BLOCK])
     ends = []
     for weight, its_gradient in ((whole, gradient), (cut, cut_gradient)):
         parameter = torch.nn.Parameter(weight.clone())
@@ -65,7 +66,7 @@ def _step_of_a_part(placement: Any) -> tuple[bool, bool]:
             [parameter, *(optimizer.state[parameter][n] for n in ("exp_avg", "exp_avg_sq", "exp_avg_sq_scale"))]
         )
     same = all(torch.equal(one, other.full_tensor()) for one, other in zip(*ends, strict=True))
-    return bits, same
+    return same_bits, same
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)

@@ -223,11 +223,15 @@ def _copies_agree(recipe: PretrainRecipe) -> list[tuple[str, Tensor]]:
     return [(name, p.full_tensor().detach().clone()) for name, p in ends]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_tied_head_stays_equal_to_its_embedding(ranks: Ranks, tmp_path: Path, schedule: str) -> None:
-    recipe = tiny(
-        tmp_path, "run", model=model_of("gpt"), parallelism=Parallelism(pipeline=2, pipeline_schedule=schedule)
-    )
+ROUNDED: dict[str, Any] = dict(training=dict(master_dtype="bfloat16"), optimizer=dict(stochastic_rounding=True))
+
+
+@pytest.mark.parametrize(("schedule", "sections"), [("1f1b", {}), ("zbv", {}), ("1f1b", ROUNDED)], ids=str)
+def test_a_tied_head_stays_equal_to_its_embedding(
+    ranks: Ranks, tmp_path: Path, schedule: str, sections: dict[str, Any]
+) -> None:
+    layout = Parallelism(pipeline=2, pipeline_schedule=schedule)
+    recipe = tiny(tmp_path, "run", model=model_of("gpt"), parallelism=layout, **sections)
     found = [end for rank in ranks(2).run(_copies_agree, recipe) for end in rank]
     assert sorted(name for name, _ in found) == ["output.weight", "tok_embeddings.weight"]
     assert torch.equal(found[0][1], found[1][1])

@@ -82,6 +82,15 @@ def test_less_is_kept_and_it_learns_all_the_same(
     assert loss < worse * expected
 
 
+def test_pieces_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = dict(state="8bit", stochastic_rounding=True)
+    expected, *_ = learn(3, torch.bfloat16, **options)
+    monkeypatch.setattr("titanlike.adamw.PIECE", 3 * BLOCK)
+    found, *_ = learn(3, torch.bfloat16, **options)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_steps_that_are_too_small_for_bfloat16_add_up() -> None:
     """A hundred steps of a sixteenth of what bfloat16 can tell from 1: lost to the nearest, kept by chance."""
     ends = []

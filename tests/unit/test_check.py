@@ -50,6 +50,21 @@ def test_the_defaults_are_right() -> None:
             1,
             "seq_len = 9000 is longer than the model's max_seq_len = 8192; use 8192",
         ),
+        (
+            dict(optimizer=dict(state="bfloat16", beta2=0.999)),
+            1,
+            "as long as beta2 = 0.999: what a step changes is less than its last digit; use beta2 = 0.98 or less",
+        ),
+        (
+            dict(optimizer=dict(stochastic_rounding=True)),
+            1,
+            "'float32' rounds nothing that matters; set training.master",
+        ),
+        (
+            dict(optimizer=dict(state="8bit"), model=Llama(dim=192, num_kv_heads=4), parallelism=dict(tensor=2)),
+            2,
+            "keeps 64 neighbours together, but parallelism.tensor = 2 cuts the 192 inputs of attention.wo in between; use",
+        ),
         (dict(model=Llama(num_heads=5)), 1, "num_heads = 5 does not divide model.dim = 192; use 3, 4, 6 or 8"),
         (dict(model=Llama(num_kv_heads=3)), 1, "num_kv_heads = 3 does not divide model.num_heads = 4; use 1, 2 or 4"),
         (dict(model=Llama(dim=12, num_heads=4)), 1, "model.dim / model.num_heads = 3 is odd"),

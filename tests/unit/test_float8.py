@@ -103,14 +103,14 @@ def test_the_start_tells_what_becomes_of_which_matrix() -> None:
 @pytest.mark.parametrize(
     ("float8", "sections", "message"),
     [
-        (dict(layers=("wqq",)), {}, "float8.layers: 'wqq' names no matrix of this model; did you mean 'wq'? There are att"),
-        (dict(skip=("layers.7",)), {}, "float8.skip: 'layers.7' names no matrix of this model; There are attention.wq, a"),
-        (dict(skip=("layers",)), {}, "has no matrix to convert: float8.layers and float8.skip leave none; change them, or"),
+        (dict(layers=("wqq",)), {}, "layers.0 to layers.1, and output); did you mean 'wq'?"),
+        (dict(skip=("layers.7",)), {}, "float8.skip: 'layers.7' names no matrix of this model (attention.wq, a"),
+        (dict(skip=("layers",)), {}, "float8.layers and float8.skip leave none of the blocks'; change them, or set float8.head"),
         ({}, dict(model=Llama()), "has no matrix to convert: all are too small to gain; set float8.skip_small = false to"),
         (dict(scaling="rowwise", all_gather=True), {}, "float8.scaling = 'rowwise' has many; set float8.scaling = 'tensorw"),
         (dict(all_gather=True), dict(parallelism=dict(cpu_offload=True)), "cpu_offload = true: it finds its scales on the"),
         (dict(scaling="none"), {}, "float8.emulate is set, but float8.scaling = 'none' turns float8 off; set float8.scal"),
-        (dict(scaling="none", emulate=False, all_gather=True), {}, "float8.all_gather is set, but float8.scaling = 'none'"),
+        (dict(scaling="none", all_gather=True), {}, "float8.all_gather and float8.emulate is set, but float8.scaling = 'none'"),
         (dict(head=True), dict(model=replace(LARGE, tied_head=True)), "float8.head = true, but the head of this model is"),
         (
             {}, dict(model=replace(LARGE, ffn_dim=14344)),
@@ -197,6 +197,20 @@ def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:
         other = replace(before, float8=replace(before.float8, **{key: value}))
         with pytest.raises(UserError, match=f"was trained otherwise: float8.{key} was"):
             check_resume(saved, other, "x", {"shard": 8}, facts)
+
+
+def test_a_run_of_before_there_was_float8_goes_on() -> None:
+    facts = {"device": "cpu", "torch": "2.13.0"}
+    for model in (Llama(dropout=0.1), GPT()):
+        now = PretrainRecipe(model=model)
+        old = as_json(now)
+        del old["float8"], old["optimizer"]["state"], old["model"]["dropout"]
+        saved = Saved(1, old, "x", {"shard": 1}, facts)
+        if model.dropout:
+            with pytest.raises(UserError, match=r"otherwise: model.dropout was 0.0, now 0.1. Put"):
+                check_resume(saved, now, "x", {"shard": 1}, facts)
+        else:
+            assert check_resume(saved, now, "x", {"shard": 1}, facts) == []
 
 
 def rounded(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:

@@ -117,7 +117,7 @@ class Optimizer:
     weight_decay: NonNegativeFloat = 0.1
     """Share of a matrix, times the learning rate, taken off at each step."""
     fused: bool = True
-    """One kernel for the whole update. Turn it off only to compare."""
+    """One kernel for the whole update. Turn it off only to compare. For `state = "full"`."""
     state: Literal["full", "bfloat16", "8bit"] = "full"
     """Precision of Adam's two averages. `full`: that of the weights, 8 bytes a parameter in float32. `bfloat16`: 4 bytes.
     `8bit`: 2, in blocks that share a scale."""

@@ -1,10 +1,11 @@
 """FSDP's all-gather in float8: a rank keeps its shard of a weight as it is, and sends it as one byte a number.
 
 A shard is cast with the scale of the whole weight. All those scales change together, when the optimizer has made a step, so
-they are found together: one maximum over the ranks for all weights, at the first gather after it.
+they are found together: one maximum over the ranks for all weights of a model, at the first gather after it.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -24,15 +25,23 @@ aten = torch.ops.aten
 OPERATIONS = "detach empty_like new_zeros slice copy_ view as_strided _to_copy _pin_memory split clone"
 KEEPS = {getattr(aten, name) for name in OPERATIONS.split()}
 
-_steps = 0  # of any optimizer, so far
+
+class Steps:
+    """Counts the steps of whatever optimizer, so that none can be forgotten."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self.add)
+
+    def add(self, *_: object) -> None:
+        """One more."""
+        self.count += 1
 
 
-def _count(*_: object) -> None:
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_count)
+@cache
+def steps() -> Steps:
+    """Those of this process, counted from the first call on."""
+    return Steps()
 
 
 @dataclass(eq=False)
@@ -126,6 +135,7 @@ def wrap_weights(model: nn.Module) -> None:
                 shard = Shard(weight.detach(), scaling)
             module.register_parameter("weight", nn.Parameter(shard))
             module.register_state_dict_post_hook(_unwrap)
+            module.register_load_state_dict_post_hook(scales.forget)
 
 
 class Scales:
@@ -134,8 +144,8 @@ class Scales:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: list[DTensor] = []
-        self.known = -1  # the number of optimizer steps that the scales know of
-        model.register_load_state_dict_post_hook(self.forget)
+        self.steps = steps()
+        self.known = -1  # the number of steps that the scales know of
 
     def forget(self, *_: object) -> None:
         """The weights have changed otherwise."""
@@ -144,9 +154,9 @@ class Scales:
     @torch.no_grad()
     def update(self) -> None:
         """Find the scales anew if the weights have changed."""
-        if self.known == _steps:
+        if self.known == self.steps.count:
             return
-        self.known = _steps
+        self.known = self.steps.count
         if (
             not self.weights
         ):  # at the very first gather all are shards; later some may have gathered ones in their places
@@ -156,7 +166,10 @@ class Scales:
         for weight in self.weights:
             by_group.setdefault(sharers(weight), []).append(cast(Shard, weight._local_tensor))
         for groups, shards in by_group.items():
-            largest = torch.stack(torch._foreach_norm([shard.stored for shard in shards], ord=torch.inf))
+            full = [shard.stored for shard in shards if shard.numel()]  # there may be more ranks than rows
+            norms = iter(torch._foreach_norm(full, ord=torch.inf) if full else [])
+            nothing = shards[0].stored.new_zeros(())
+            largest = torch.stack([next(norms) if shard.numel() else nothing for shard in shards])
             for group in groups:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             for shard, scale in zip(shards, scale_of(largest, WEIGHT).unbind(), strict=True):

@@ -14,12 +14,11 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
     """What float8 does not go with, and matrices that it cannot multiply."""
     float8, model, tensor = recipe.float8, recipe.model, recipe.parallelism.tensor
     if float8.scaling == "none":
-        idle = [name for name in ("all_gather", "layers", "skip", "head", "emulate") if getattr(float8, name)]
+        idle = [name for name in Float8.__dataclass_fields__ if getattr(float8, name) != getattr(Float8(), name)]
         return [
-            f"float8.{name} is set, but float8.scaling = 'none' turns float8 off; set float8.scaling = 'tensorwise', or "
-            f"leave {name} out"
-            for name in idle[:1]
-        ]
+            f"float8.{' and float8.'.join(idle)} is set, but float8.scaling = 'none' turns float8 off; set float8.scaling = "
+            f"'tensorwise', or leave {'it' if len(idle) == 1 else 'them'} out"
+        ][: len(idle)]
     problems = []
     if float8.all_gather and float8.scaling != "tensorwise":
         problems.append(
@@ -46,9 +45,8 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
     for key, pattern in unmatched:
         near = difflib.get_close_matches(pattern.rpartition(".")[2], parts, 1)
         problems.append(
-            f"float8.{key}: {pattern!r} names no matrix of this model; "
-            + (f"did you mean {near[0]!r}? " if near else "")
-            + f"There are {', '.join(model.block_matrices())} in each of layers.0 to layers.{model.num_layers - 1}, and {HEAD}"
+            f"float8.{key}: {pattern!r} names no matrix of this model ({', '.join(model.block_matrices())} in each of layers.0 to "
+            f"layers.{model.num_layers - 1}, and {HEAD})" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     chosen = [name for name, reason in select(float8, matrices, model.tied_head).items() if not reason]
     if not chosen and not unmatched:
@@ -56,7 +54,7 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             f"float8.scaling = {float8.scaling!r} has no matrix to convert: "
             + ("all are too small to gain; set float8.skip_small = false to convert them all the same" if small
-               else "float8.layers and float8.skip leave none; change them")
+               else "float8.layers and float8.skip leave none of the blocks'; change them, or set float8.head = true")
             + ", or float8.scaling = 'none'"
         )  # fmt: skip
     grain, odd = GRAIN[float8.scaling], dict[str, str]()
@@ -64,7 +62,8 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
         outputs, inputs = matrices[name]
         kind = name.split(".", 2)[2] if name != HEAD else HEAD
         mine = (outputs, inputs // tensor) if kind in SPLIT_BY_INPUTS else (outputs // tensor, inputs)
-        if mine[0] % grain or mine[1] % grain:
+        even = mine[0] * mine[1] * tensor == outputs * inputs  # else it is refused for that
+        if even and (mine[0] % grain or mine[1] % grain):
             odd[kind] = f"{mine[0]} x {mine[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")
     problems += [
         f"float8.scaling = {float8.scaling!r} multiplies in pieces of {grain}, but {kind} is {size}; change the model's sizes"

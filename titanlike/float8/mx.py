@@ -40,7 +40,7 @@ class MXLinear(nn.Linear):
         kernels = (
             (KernelPreference.EMULATED, MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH)
             if self.emulate
-            else (KernelPreference.AUTO, MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.CUDA)
+            else (KernelPreference.AUTO, MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.TRITON)
         )
         # Rounding scales up keeps the largest of a block from being cut off.
         out = mx_mm.apply(x, self.weight, dtype, dtype, dtype, BLOCK, *kernels, ScaleCalculationMode.RCEIL, False)

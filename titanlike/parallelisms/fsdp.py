@@ -1,5 +1,6 @@
 """Data parallelism: FSDP2, HSDP (sharded copies) and plain replication are one transform on one or two mesh dimensions."""
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -31,6 +32,8 @@ def apply_fsdp(
         raise UserError(
             "parallelism.cpu_offload = true moves weights from a GPU to the host, but there is no GPU; set it false"
         )
+    # Float8's matrices, and compiled models, return views. That matters to who writes into a result, which nothing here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
