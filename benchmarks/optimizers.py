@@ -1,4 +1,4 @@
-"""What an optimizer that keeps less saves, and what it costs: the debug recipe with each, on a CPU.
+"""What an optimizer that keeps less saves, and what it costs: 200 steps of the debug recipe with each, on a CPU.
 
     python benchmarks/optimizers.py docs/optimizers.json
 
@@ -29,7 +29,13 @@ VARIANTS = {
 def measure(changes: dict[str, str]) -> dict[str, float]:
     """Bytes a parameter of the weights and of the averages, and the loss, of one run."""
     with tempfile.TemporaryDirectory() as runs:
-        keys = changes | {"run.dir": runs, "run.name": "run", "sample.tokens": "0", "metrics.tensorboard": "false"}
+        keys = changes | {
+            "training.steps": "200",
+            "run.dir": runs,
+            "run.name": "run",
+            "sample.tokens": "0",
+            "metrics.tensorboard": "false",
+        }
         words = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml")]
         subprocess.run([*words, *(f"--{key}={value}" for key, value in keys.items())], check=True)
         folder = Path(runs) / "run"

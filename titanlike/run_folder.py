@@ -109,7 +109,13 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_t
         f"{num_microbatches} x {share // num_microbatches}",
         f"ranks   {ranks} on {device}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {what[name]}" for name, size in layout.items() if size > 1),
-        *float8_headlines(recipe.float8, model.matrices(), model.tied_head, recipe.compile.mode != "none"),
+        *float8_headlines(
+            recipe.float8,
+            model.matrices(),
+            model.tied_head,
+            compiled=recipe.compile.mode != "none",
+            sharded=layout["shard"] * layout["context"] > 1,
+        ),
     ]
 
 

@@ -87,7 +87,7 @@ def test_a_name_is_whole_parts_of_a_name(pattern: str, matrix: str, named: bool)
 
 def test_the_start_tells_what_becomes_of_which_matrix() -> None:
     float8 = replace(TENSORWISE, all_gather=True, skip=("layers.1.attention.wq",))
-    lines = headlines(float8, LARGE.matrices(), tied_head=False, compiled=True)
+    lines = headlines(float8, LARGE.matrices(), False, compiled=True, sharded=True)
     assert [line.strip() for line in lines] == [
         "float8  tensorwise; weights are gathered in float8",
         "converted: attention.wq of block 0, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3",
@@ -95,9 +95,12 @@ def test_the_start_tells_what_becomes_of_which_matrix() -> None:
         "as it was: attention.wq of block 1 (in float8.skip)",
         "as it was: output (the head; float8.head is false)",
     ]
-    assert "EMULATED" in headlines(replace(float8, emulate=True), LARGE.matrices(), False, compiled=True)[-1]
-    assert "NOT COMPILED" in headlines(float8, LARGE.matrices(), False, compiled=False)[-1]
-    assert headlines(Float8(), LARGE.matrices(), False, compiled=False) == []
+    assert (
+        "EMULATED" in headlines(replace(float8, emulate=True), LARGE.matrices(), False, compiled=True, sharded=True)[-1]
+    )
+    assert "nothing is gathered" in headlines(float8, LARGE.matrices(), False, compiled=True, sharded=False)[0]
+    assert "NOT COMPILED" in headlines(float8, LARGE.matrices(), False, compiled=False, sharded=False)[-1]
+    assert headlines(Float8(), LARGE.matrices(), False, compiled=False, sharded=True) == []
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def _key(name: str, section: str, variant: str, prop: dict[str, Any]) -> Key:
         kind = "a name of letters, digits and . _ + = @ -"
     numbers = prop.get("items", prop)
     if numbers is not prop:
-        kind = f"a list in brackets, each {KINDS[numbers['type']]}"
+        kind = f"a list in brackets, each {KINDS[numbers['type']]}" + (
+            " in quotes" if numbers["type"] == "string" else ""
+        )
     bounds = [f"{phrase} {numbers[bound]:g}" for bound, phrase in BOUNDS if bound in numbers]
     reason = " ".join(prop.get("description", "").split())
     return Key(

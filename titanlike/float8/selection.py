@@ -43,11 +43,14 @@ def summary(verdicts: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def headlines(float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool, compiled: bool) -> list[str]:
+def headlines(
+    float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool, *, compiled: bool, sharded: bool
+) -> list[str]:
     """What to tell at the start: how, which matrices, which not, and what is slow."""
     if float8.scaling == "none":
         return []
-    lines = [f"float8  {float8.scaling}" + ("; weights are gathered in float8" if float8.all_gather else "")]
+    gathered = "weights are gathered in float8" if sharded else "weights are not sharded: nothing is gathered"
+    lines = [f"float8  {float8.scaling}" + (f"; {gathered}" if float8.all_gather else "")]
     lines += [f"          {line}" for line in summary(select(float8, matrices, tied_head))]
     if float8.emulate:
         lines.append("          EMULATED: rounded to float8 and multiplied in float32, slower than without float8")
