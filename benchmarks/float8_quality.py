@@ -40,25 +40,35 @@ SMALL = {
 FLOAT8 = {"float8.emulate": "true", "float8.skip_small": "false"}
 
 
-def train(variant: str, folder: Path) -> None:
+def train(variant: str, folder: Path, overrides: list[str]) -> None:
     """Run one recipe and keep its metrics."""
     with tempfile.TemporaryDirectory() as runs:
         keys = SMALL | (FLOAT8 if variant.startswith("float8") else {}) | {"run.dir": runs, "run.name": variant}
         recipe = ROOT / "train_configs" / "study" / f"{variant}.toml"
-        words = [str(ROOT / "run_train.sh"), str(recipe), *(f"--{key}={value}" for key, value in keys.items())]
+        words = [
+            str(ROOT / "run_train.sh"),
+            str(recipe),
+            *(f"--{key}={value}" for key, value in keys.items()),
+            *overrides,
+        ]
         subprocess.run(words, env=os.environ | {"NPROC": "2"}, check=True)
         (folder / f"{variant}.jsonl").write_text((Path(runs) / variant / "metrics.jsonl").read_text())
 
 
-def draw(folder: Path) -> None:
-    """One picture of the four, and a line for each in the terminal."""
+def read(folder: Path) -> dict[str, dict[int, float]]:
+    """The validation losses of each variant, by step."""
     runs = {
         name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in VARIANTS
     }
-    validation = {
+    return {
         name: {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
         for name, records in runs.items()
     }
+
+
+def draw(folder: Path) -> None:
+    """One picture of the four, and a line for each in the terminal."""
+    validation = read(folder)
     figure, (losses, distances) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=130)
     for name, style in zip(VARIANTS, ["-", "--", "-.", ":"], strict=True):
         found = validation[name]
@@ -83,5 +93,5 @@ if __name__ == "__main__":
     target.mkdir(parents=True, exist_ok=True)
     if "--draw" not in sys.argv:
         for variant in VARIANTS:
-            train(variant, target)
+            train(variant, target, sys.argv[2:])
     draw(target)

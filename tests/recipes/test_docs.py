@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import float8_quality
 from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
@@ -68,6 +69,17 @@ def test_the_table_of_layouts_is_what_the_tests_measured() -> None:
         for model in ("llama", "gpt"):
             for what, worst in case[model].items():
                 assert worst <= TOLERANCES[what]
+
+
+def test_what_float8_does_to_the_loss_is_what_the_runs_measured() -> None:
+    page = (ROOT / "docs/float8.md").read_text()
+    for folder, rate in (("docs/float8", "6e-4"), ("docs/float8/high_lr", "1.5e-3")):
+        found = float8_quality.read(ROOT / folder)
+        last = {name: losses[500] for name, losses in found.items()}
+        assert all(len(losses) == 20 for losses in found.values())
+        apart = [100 * (last[name] / last["baseline"] - 1) for name in float8_quality.VARIANTS[1:]]
+        assert f"| {rate} | {last['baseline']:.4f} | " + " | ".join(f"{each:+.2f}%" for each in apart) + " |" in page
+        assert rate != "6e-4" or max(map(abs, apart)) < 1.0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
