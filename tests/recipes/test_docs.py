@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import float8_quality
+from benchmarks import float8_quality, optimizers
 from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
@@ -80,6 +80,12 @@ def test_what_float8_does_to_the_loss_is_what_the_runs_measured() -> None:
         apart = [100 * (last[name] / last["baseline"] - 1) for name in float8_quality.VARIANTS[1:]]
         assert f"| {rate} | {last['baseline']:.4f} | " + " | ".join(f"{each:+.2f}%" for each in apart) + " |" in page
         assert rate != "6e-4" or max(map(abs, apart)) < 1.0
+
+
+def test_what_optimizers_keep_is_what_was_counted() -> None:
+    measured = json.loads((ROOT / "docs/optimizers.json").read_text())
+    assert list(measured) == list(optimizers.VARIANTS)
+    assert f"\n\n{optimizers.table(measured)}\n\n" in (ROOT / "docs/float8.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -113,7 +113,7 @@ def test_the_start_tells_what_becomes_of_which_matrix() -> None:
         (dict(scaling="rowwise", all_gather=True), {}, "float8.scaling = 'rowwise' has many; set float8.scaling = 'tensorw"),
         (dict(all_gather=True), dict(parallelism=dict(cpu_offload=True)), "cpu_offload = true: it finds its scales on the"),
         (dict(scaling="none"), {}, "float8.emulate is set, but float8.scaling = 'none' turns float8 off; set float8.scal"),
-        (dict(scaling="none", all_gather=True), {}, "float8.all_gather and float8.emulate is set, but float8.scaling = 'none'"),
+        (dict(scaling="none", all_gather=True), {}, "float8.all_gather and float8.emulate are set, but float8.scaling = 'none'"),
         (dict(head=True), dict(model=replace(LARGE, tied_head=True)), "float8.head = true, but the head of this model is"),
         (
             {}, dict(model=replace(LARGE, ffn_dim=14344)),

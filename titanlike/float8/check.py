@@ -15,10 +15,9 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
     float8, model, tensor = recipe.float8, recipe.model, recipe.parallelism.tensor
     if float8.scaling == "none":
         idle = [name for name in Float8.__dataclass_fields__ if getattr(float8, name) != getattr(Float8(), name)]
-        return [
-            f"float8.{' and float8.'.join(idle)} is set, but float8.scaling = 'none' turns float8 off; set float8.scaling = "
-            f"'tensorwise', or leave {'it' if len(idle) == 1 else 'them'} out"
-        ][: len(idle)]
+        given = f"float8.{' and float8.'.join(idle)} {'is' if len(idle) == 1 else 'are'} set"
+        remedy = f"set float8.scaling = 'tensorwise', or leave {'it' if len(idle) == 1 else 'them'} out"
+        return [f"{given}, but float8.scaling = 'none' turns float8 off; {remedy}"] if idle else []
     problems = []
     if float8.all_gather and float8.scaling != "tensorwise":
         problems.append(
