@@ -153,7 +153,7 @@ def test_scales_by_rows_are_found_where_the_rows_are(ranks: Ranks, tmp_path: Pat
 @pytest.mark.parametrize(
     ("layout", "float8"),
     [
-        pytest.param(dict(tensor=2, shard=2), ALL_GATHER, id="TP-FSDP"),
+        pytest.param(dict(tensor=2, shard=2), ALL_GATHER, id="TP-FSDP", marks=slow),
         pytest.param(dict(pipeline=2, shard=2), ALL_GATHER, id="PP-FSDP", marks=slow),
         pytest.param(dict(pipeline=2, pipeline_schedule="zbv", tensor=2), ALL_GATHER, id="PPzbv-TP", marks=slow),
     ],
@@ -260,7 +260,11 @@ def _graphs(recipe: PretrainRecipe) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "float8"), [(dict(shard=2), ALL_GATHER), (dict(tensor=2), FLOAT8)], ids=["FSDP", "TP"]
+    ("layout", "float8"),
+    [
+        pytest.param(dict(shard=2), ALL_GATHER, id="FSDP"),
+        pytest.param(dict(tensor=2), FLOAT8, id="TP", marks=slow),
+    ],
 )
 def test_one_compiled_block_serves_all(
     ranks: Ranks, tmp_path: Path, layout: dict[str, int], float8: dict[str, Any]
