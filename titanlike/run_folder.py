@@ -153,10 +153,10 @@ def check_resume(
 
 
 def _defaults(recipe: PretrainRecipe) -> dict[str, Any]:
-    """What each section would be if it said nothing."""
-    kinds: dict[str, Any] = {name: type(getattr(recipe, name)) for name in recipe.__dataclass_fields__}
-    made = {name: dataclasses.asdict(kind()) for name, kind in kinds.items() if hasattr(kind, "__dataclass_fields__")}
-    return json.loads(json.dumps(made))
+    """What a recipe of this kind would be if it said nothing but which model."""
+    usual = type(recipe)()
+    same_model = isinstance(usual.model, type(recipe.model))
+    return as_json(usual if same_model else dataclasses.replace(usual, model=type(recipe.model)()))
 
 
 def _completed(old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -157,9 +157,7 @@ class Scales:
         if self.known == self.steps.count:
             return
         self.known = self.steps.count
-        if (
-            not self.weights
-        ):  # at the very first gather all are shards; later some may have gathered ones in their places
+        if not self.weights:  # at the first gather all are shards; later some may have whole ones in their places
             parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
             self.weights = [p for p in parameters if isinstance(p._local_tensor, Shard)]
         by_group: dict[tuple[dist.ProcessGroup, ...], list[Shard]] = {}
