@@ -12,7 +12,6 @@ if __name__ == "__main__":
     recipe = start(PretrainRecipe)  # before torch is imported: a wrong recipe is refused within a second
 
 import gc
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +22,19 @@ from titanlike.data.loader import Batch, Batches, Windows
 from titanlike.data.sources import fingerprint, load_tokens
 from titanlike.data.tokenizer import build_tokenizer
 from titanlike.generate import generate
-from titanlike.loss import cross_entropy_sum, num_valid
+from titanlike.loss import num_valid
 from titanlike.metrics import Monitor
 from titanlike.metrics.hardware import device_name
 from titanlike.models import build_model
 from titanlike.models.initialize import initialize
+from titanlike.models.layers import attention_by
 from titanlike.optimizer import (
+    Guard,
     build_optimizer,
     clip_gradients,
-    gradient_norm,
+    gradient_norms,
     learning_rate,
     set_learning_rate,
-    stop_if_not_finite,
 )
 from titanlike.parallelisms.context import context_places
 from titanlike.parallelisms.mesh import Mesh, build_mesh
@@ -47,6 +47,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     """Train as the recipe says, from the run's last checkpoint if it has one."""
     recipe = distributed.agree(recipe)
     training = recipe.training
+    torch.set_float32_matmul_precision(training.matmul_precision)
 
     # Ranks: how many share what.
     parallelism = recipe.parallelism.resolve(distributed.world_size())
@@ -112,10 +113,11 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         interval=recipe.metrics.interval,
         tensorboard=recipe.metrics.tensorboard,
     )
+    guard = Guard()
     if training.gc_interval:
         gc.disable()
 
-    with monitor:
+    with monitor, attention_by(training.attention):
         for line in headlines(recipe, mesh.sizes, device_name(device), len(tokens)):
             monitor.note(line)
         if beginning:
@@ -127,23 +129,25 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             loss, local_loss = forward_backward(model, microbatches, mesh)
-            grad_norm = gradient_norm(model, mesh.pipeline)
-            stop_if_not_finite(step, loss, local_loss, grad_norm, model)
-            clip_gradients(model, grad_norm, training.max_norm)
+            norms = gradient_norms(model, mesh.pipeline)
+            guard.step(step, loss, local_loss, norms)
+            clip_gradients(model, norms.total, training.max_norm)
             optimizer.step()
             optimizer.zero_grad()
 
-            monitor.step(step, loss=loss, grad_norm=grad_norm, learning_rate=optimizer.param_groups[0]["lr"])
+            monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
 
             if validation_batches and due(step, recipe.validation.interval, training.steps):
                 with monitor.not_training():
                     monitor.validation(step, validate(model, validation_batches, recipe.validation.batches, mesh))
             if recipe.checkpoint.enabled and due(step, recipe.checkpoint.interval, training.steps):
                 with monitor.not_training():
+                    guard.catch_up()
                     checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, mesh.sizes, machine))
             if due(step, training.gc_interval, training.steps):
                 gc.collect(1)
 
+    guard.catch_up()
     if recipe.sample.tokens:
         text = generate(
             model,
@@ -166,15 +170,12 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) ->
     counts = [num_valid(batch.labels) for batch in microbatches]
     num_tokens = distributed.sum_over(torch.stack(counts).sum(), mesh.tokens)
 
-    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_sum(logits, labels, mesh.vocabulary) / num_tokens
-
     if isinstance(model, Pipeline):
-        local_loss = model.forward_backward(microbatches, loss_of)
+        local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:
         local_loss = torch.zeros((), device=num_tokens.device)
         for batch in microbatches:
-            loss = loss_of(model(**batch.inputs), batch.labels)
+            loss = model(**batch.inputs, labels=batch.labels) / num_tokens
             loss.backward()
             local_loss += loss.detach()
     return distributed.sum_over(local_loss.clone(), [*mesh.tokens, mesh.pipeline.get_group()]), local_loss
@@ -184,13 +185,12 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) ->
 def validate(model: nn.Module, batches: Batches, num_batches: int, mesh: Mesh) -> float:
     """Mean loss a token over held-out batches: the same ones each time, the same number on every rank."""
     total, num_tokens = torch.zeros(2, device=batches.device, dtype=torch.float64)
-    loss_of = partial(cross_entropy_sum, vocabulary=mesh.vocabulary)
     for index in range(1, batches.num_distinct(num_batches) + 1):
         microbatches = batches.microbatches(index)
         if isinstance(model, Pipeline):
-            total += model.evaluate(microbatches, loss_of)
+            total += model.evaluate(microbatches)
         else:
-            total += sum(loss_of(model(**batch.inputs), batch.labels) for batch in microbatches)
+            total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
     distributed.sum_over(total, [*mesh.tokens, mesh.pipeline.get_group()])
     return (total / distributed.sum_over(num_tokens, mesh.tokens)).item()

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipes import pretrain
 from tests.pool import Pool
@@ -60,6 +61,11 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     )  # fmt: skip
     initialize(model, torch.device("cpu"), recipe.run.seed)
     return model, mesh
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of it, from all ranks that have a part."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def train_here(recipe: PretrainRecipe) -> None:

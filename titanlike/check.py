@@ -35,6 +35,11 @@ def check_here(recipe: PretrainRecipe) -> None:
     problems = []
     if recipe.run.device == "cpu" or not num_gpus():
         problems += hardware_problems(recipe.float8, "the CPU", None)
+        if recipe.training.attention in ("cudnn", "efficient"):
+            problems.append(
+                f"training.attention = '{recipe.training.attention}' is a kernel for GPUs, but this runs on the CPU; "
+                "set training.attention = 'auto'"
+            )
     if recipe.data.source == "text" and not Path(recipe.data.path).exists() and not glob.glob(recipe.data.path):
         problems.append(
             f"data.path = {recipe.data.path!r} does not exist here; give a text file, a folder or a pattern, "

@@ -1,10 +1,16 @@
-"""The loss: a sum over valid tokens. Who calls it divides by the number of valid tokens in the whole batch."""
+"""The loss: a sum over valid tokens. Who calls it divides by the number of valid tokens in the whole batch.
 
+Its gradient is simple, so it is found together with the loss: what takes the memory, a number for each token and word, is
+never kept for the backward pass, and by way of `head_loss` it is never there for more than some tokens at a time.
+
+Shapes: N tokens, D width, V words of the vocabulary, or of this rank's slice of it.
+"""
+
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
@@ -14,30 +20,111 @@ IGNORE = -100  # a label that is not trained on
 def cross_entropy_sum(logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None = None) -> Tensor:
     """Summed over the valid tokens of (B, T), in float32 whatever the logits are. Where a group of ranks shares the
     `vocabulary`, each gives its slice of the logits, and all get the same sum."""
-    logits, labels = logits.float().flatten(0, -2), labels.flatten()  # (N, V), (N,)
-    if vocabulary is None:
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
-    largest = all_reduce(logits.detach().amax(-1), "max", vocabulary)
-    logits = logits - largest[:, None]  # so that the exponentials do not overflow; it cancels out
-    log_total = _Sum.apply(logits.exp().sum(-1), vocabulary).log()
-    # A label's logit is in the slice of one rank; the others add nothing.
-    places = labels - dist.get_rank(vocabulary) * logits.shape[-1]
-    mine = (places >= 0) & (places < logits.shape[-1])
-    label_logits = logits.gather(-1, places.where(mine, 0)[:, None])[:, 0].where(mine, 0.0)
-    losses = log_total - _Sum.apply(label_logits, vocabulary)
-    return losses.where(labels != IGNORE, 0.0).sum()
+    return _OfLogits.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
 
 
-class _Sum(torch.autograd.Function):
-    """A sum over ranks, each of which goes on to compute the same loss: a term's gradient is the sum's own."""
+def head_loss(
+    x: Tensor,
+    weight: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk: int = 0,
+    vocabulary: dist.ProcessGroup | None = None,
+    backend: str = "",
+) -> Tensor:
+    """The same, of the logits that the head's weight (V, D) makes of the stream (B, T, D), so many tokens at a time; 0: all.
+    What is not a matrix product is compiled by `backend`, if there is one. Without a weight, `x` has the logits already."""
+    if weight is None:
+        return cross_entropy_sum(x, labels, vocabulary)
+    x, labels = x.flatten(0, -2), labels.flatten()
+    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _OfHead.apply(x, weight, labels, chunk or x.shape[0], vocabulary, backend, learning)
+
+
+def loss_and_gradient(
+    logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """The loss of logits (N, V), and its gradient in their type."""
+    valid = labels != IGNORE
+    largest = logits.amax(-1, keepdim=True)  # so that the exponentials do not overflow; it cancels out
+    places = labels.where(valid, 0)[:, None]
+    mine = valid[:, None]
+    if vocabulary is not None:
+        largest = all_reduce(largest, "max", vocabulary)
+        # A label is in the slice of one rank; the others add nothing.
+        places = places - dist.get_rank(vocabulary) * logits.shape[-1]
+        mine = mine & (places >= 0) & (places < logits.shape[-1])
+        places = places.where(mine, 0)
+    shifted = logits.float() - largest
+    label_logits = shifted.gather(-1, places).where(mine, 0.0)
+    odds = shifted.exp_()
+    total = odds.sum(-1, keepdim=True)
+    if vocabulary is not None:
+        total, label_logits = (all_reduce(term, "sum", vocabulary) for term in (total, label_logits))
+    losses = (total.log() - label_logits).where(valid[:, None], 0.0)
+    gradient = odds.mul_(valid[:, None] / total).scatter_add_(-1, places, -mine.float())
+    return losses.sum(), gradient.to(logits.dtype)
+
+
+def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """In float32, and then rounded: the scale is the same for all, and must not be rounded itself."""
+    return (gradient.float() * scale).to(gradient.dtype)
+
+
+@cache
+def compiled(function: Any, backend: str) -> Any:
+    """The function, compiled if there is a backend."""
+    return torch.compile(function, backend=backend, fullgraph=True) if backend else function
+
+
+class _OfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None) -> Tensor:
+        loss, gradient = loss_and_gradient(logits, labels, vocabulary)
+        ctx.save_for_backward(gradient)
+        return loss
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(tensor, "sum", group)
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return scaled(gradient, scale), None, None
+
+
+class _OfHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        vocabulary: dist.ProcessGroup | None,
+        backend: str,
+        learning: bool,
+    ) -> Tensor:
+        ctx.backend = backend
+        total = torch.zeros((), device=x.device)
+        x_gradients = []
+        weight_gradient: Tensor | None = None
+        for some, their_labels in zip(x.split(chunk), labels.split(chunk), strict=True):
+            loss, gradient = compiled(loss_and_gradient, backend)(some @ weight.t(), their_labels, vocabulary)
+            total = total + loss
+            if learning:
+                x_gradients.append(gradient @ weight)
+                if weight_gradient is None:
+                    weight_gradient = gradient.t() @ some
+                else:
+                    weight_gradient.addmm_(gradient.t(), some)
+        if learning:
+            assert weight_gradient is not None
+            ctx.save_for_backward(torch.cat(x_gradients), weight_gradient)
+        return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        # Not in place: a pipeline that splits its backward pass comes here twice.
+        x_gradient, weight_gradient = (compiled(scaled, ctx.backend)(saved, scale) for saved in ctx.saved_tensors)
+        return x_gradient, weight_gradient, None, None, None, None, None
 
 
 def num_valid(labels: Tensor) -> Tensor:

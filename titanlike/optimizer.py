@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from titanlike.adamw import LowMemoryAdamW
 from titanlike.config import UserError
 from titanlike.config.sections import Optimizer, Schedule
 from titanlike.noise import seed_of
+from titanlike.readback import Readback
 
 
 def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torch.optim.Optimizer:
@@ -56,60 +57,79 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
+class Norms(NamedTuple):
+    """How large the gradients are."""
+
+    total: Tensor  # the norm of all of them together
+    parts: Tensor  # the norm of this rank's part of each
+    names: list[str]
+
+
 @torch.no_grad()
-def gradient_norm(model: nn.Module, pipeline: DeviceMesh | None = None) -> Tensor:
-    """The norm of all gradients together, over all shards, and over the ranks of a pipeline that hold other blocks."""
+def gradient_norms(model: nn.Module, pipeline: DeviceMesh | None = None) -> Norms:
+    """Norms over all shards, and over the ranks of a pipeline that hold other blocks."""
     copies = getattr(model, "copies", {})  # counted where their original is
-    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # by the groups of ranks that have the other shards
+    shards: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}  # by the groups of ranks that have the others
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name not in copies:
             groups = distributed.sharers(parameter.grad)
-            shards.setdefault(groups, []).append(distributed.local_part(parameter.grad))
-    squares = [
-        distributed.sum_over(torch.nn.utils.get_total_norm(gradients).square(), groups)
-        for groups, gradients in shards.items()
-    ]
+            shards.setdefault(groups, {})[name] = distributed.local_part(parameter.grad)
+    parts = [torch.stack(torch._foreach_norm(list(some.values()))).float() for some in shards.values()]
+    squares = [distributed.sum_over(some.square().sum(), groups) for some, groups in zip(parts, shards, strict=True)]
     across = [] if pipeline is None else [pipeline.get_group()]
-    return distributed.sum_over(torch.stack(squares).sum(), across).sqrt()
+    total = distributed.sum_over(torch.stack(squares).sum(), across).sqrt()
+    return Norms(total, torch.cat(parts), [name for some in shards.values() for name in some])
 
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
     """Scale the gradients down so that their norm, which is `norm` now, is `max_norm` at most."""
-    torch.nn.utils.clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], max_norm, norm)
+    gradients = [distributed.local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
-def stop_if_not_finite(step: int, loss: Tensor, local_loss: Tensor, grad_norm: Tensor, model: nn.Module) -> None:
-    """Raise before the gradients are used, if they would ruin the weights, naming the step and where it came from.
+class Guard:
+    """Stops a run whose numbers are no longer finite, naming the step and where it came from.
 
-    `loss` and `grad_norm` are the same on all ranks, so all of them stop here together; `local_loss` is each rank's own.
+    On a GPU a step is looked at while the next one runs, so that neither waits for the other; who saves looks first.
     """
-    if bool(torch.isfinite(loss + grad_norm)):
-        return
-    bad = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
-    reports = distributed.gather((local_loss.item(), bad))
-    guilty = [rank for rank, (value, _) in enumerate(reports) if not math.isfinite(value)]
-    holders = [rank for rank, (_, names) in enumerate(reports) if names]
-    if guilty:
-        cause = f"the loss is {reports[guilty[0]][0]} on rank {_list(guilty)}"
-    elif holders:
-        names = reports[holders[0]][1]
-        cause = (
-            f"the loss is finite, but not the gradient of {_list(names[:3])}, in the part held by rank {_list(holders)}"
+
+    def __init__(self) -> None:
+        self.unseen: list[tuple[int, Readback, list[str]]] = []
+
+    def step(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms) -> None:
+        """Take note of a step. `loss` and `norms.total` are the same on all ranks, so that all stop together."""
+        numbers = torch.cat((torch.stack((loss, local_loss, norms.total)).float(), norms.parts))
+        self.unseen.append((step, Readback(numbers), norms.names))
+        while self.unseen and (len(self.unseen) > 1 or self.unseen[0][1].here):
+            self._look()
+
+    def catch_up(self) -> None:
+        """Look at every step so far."""
+        while self.unseen:
+            self._look()
+
+    def _look(self) -> None:
+        step, numbers, names = self.unseen.pop(0)
+        loss, local_loss, norm, *parts = numbers.read()
+        if math.isfinite(loss + norm):
+            return
+        bad = [name for name, part in zip(names, parts, strict=True) if not math.isfinite(part)]
+        reports = distributed.gather((local_loss, bad))
+        guilty = [rank for rank, (value, _) in enumerate(reports) if not math.isfinite(value)]
+        holders = [rank for rank, (_, names) in enumerate(reports) if names]
+        if guilty:
+            cause = f"the loss is {reports[guilty[0]][0]} on rank {_list(guilty)}"
+        elif holders:
+            some = _list(reports[holders[0]][1][:3])
+            cause = f"the loss is finite, but not the gradient of {some}, in the part held by rank {_list(holders)}"
+        else:
+            cause = f"loss and gradients are finite, but the gradient norm is {norm}: they are too large to add up"
+        raise UserError(
+            f"step {step}: {cause}. Nothing of it was saved; earlier checkpoints are sound. "
+            "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of that step"
         )
-    else:
-        cause = (
-            f"loss and gradients are finite, but the gradient norm is {grad_norm.item()}: they are too large to add up"
-        )
-    raise UserError(
-        f"step {step}: {cause}. The step was not taken and nothing was saved; earlier checkpoints are sound. "
-        "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of that step"
-    )
 
 
 def _list(items: Sequence[object]) -> str:
     return ", ".join(map(str, items))
-
-
-def _all_finite(gradient: Tensor) -> bool:
-    return bool(torch.isfinite(distributed.local_part(gradient)).all())

@@ -32,12 +32,14 @@ FREE_SECTIONS = {
 }
 # Single keys that may differ. Where the data lies does not matter: its fingerprint is compared.
 FREE_KEYS = {
-    "training.steps", "training.local_batch_size", "training.gc_interval", "optimizer.fused",
-    "data.source", "data.path", "tokenizer.encoding", "float8.all_gather", "float8.emulate",
+    "training.steps", "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
+    "training.attention", "optimizer.fused", "data.source", "data.path", "tokenizer.encoding", "float8.all_gather",
+    "float8.emulate",
 }  # fmt: skip
 # Of these, what rounds otherwise or ends elsewhere: the run goes on, and is no longer the same to the bit.
 INEXACT = (
-    "training.steps", "training.local_batch_size", "optimizer.fused", "parallelism.cpu_offload",
+    "training.steps", "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
+    "parallelism.cpu_offload",
     "parallelism.pipeline_", "parallelism.async_tensor", "float8.", "compile.", "activation_checkpoint.",
 )  # fmt: skip
 

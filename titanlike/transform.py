@@ -1,12 +1,14 @@
 """The one order of the transforms: a plain model on the meta device in, this rank's trainable model out."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlike.loss import head_loss
 from titanlike.models import blocks
 from titanlike.models.layers import TiedHead
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -15,6 +17,7 @@ from titanlike.parallelisms.context import apply_context
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.parallelisms.precision import apply_compute_dtype
 from titanlike.parallelisms.tensor import apply_tensor, overlap_tensor
 
 
@@ -47,7 +50,7 @@ def transform(
         refuse_hardware(mesh.tensor.device_type, float8)
         apply_float8(model, float8)
     # Before all that shares: what is on another rank needs no transform.
-    parts = [model]
+    parts: list[Any] = [model]
     if mesh.pipeline.size() > 1:
         model = Pipeline(
             model,
@@ -72,13 +75,26 @@ def transform(
         every_n=activation_checkpoint.every_n,
         memory_budget=activation_checkpoint.memory_budget,
     )
+    for part in parts:
+        if getattr(part, "output", None) is not None:
+            part.output.loss = partial(
+                head_loss,
+                chunk=training.loss_chunk,
+                vocabulary=mesh.vocabulary,
+                backend=compile.backend if compile.mode == "block" else "",
+            )
     # After checkpointing: the compiler sees what is recomputed and plans for it.
     apply_compile(model, layers, mode=compile.mode, backend=compile.backend)
     reshard = parallelism.reshard_after_forward
     if reshard == "auto" and len(split) > 1:
         reshard = "never"  # every micro-batch would gather a stage's weights again
+    # A rank that shares its weights with no other has nothing to gather.
+    alone = mesh.weights.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload)
     # Last: its hooks gather weights around a block, outside of what was compiled.
     for part in parts:
+        if alone:
+            apply_compute_dtype(part, compute_dtype)
+            continue
         if float8.all_gather:
             wrap_weights(part)
         apply_fsdp(

@@ -162,6 +162,8 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "training.compute_dtype": "float32",
         "training.master_dtype": "float32",
         "training.reduce_dtype": "float32",
+        "training.matmul_precision": "highest",
+        "training.attention": "auto",
         # Adam divides a gradient by its own size: with the usual eps, rounding noise around 0 becomes a full step.
         "optimizer.eps": max(values["optimizer"]["eps"], 1e-4),
         "optimizer.lr": max(values["optimizer"]["lr"], 1e-2),  # a few steps have to show a wrong gradient

@@ -1,4 +1,4 @@
-"""A NaN on one rank stops all of them, names that rank, and leaves the weights as they were."""
+"""A NaN on one rank stops all of them, and names that rank."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.pool import Pool
 from titanlike import distributed
 from titanlike.config import UserError
-from titanlike.optimizer import gradient_norm, stop_if_not_finite
+from titanlike.optimizer import Guard, gradient_norms
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
 
@@ -20,7 +20,7 @@ Ranks = Callable[[int], Pool]
 
 def _said(loss: Tensor, local_loss: Tensor, model: nn.Module) -> str:
     try:
-        stop_if_not_finite(7, loss, local_loss, gradient_norm(model), model)
+        Guard().step(7, loss, local_loss, gradient_norms(model))
     except UserError as error:
         return str(error)
     return "nothing said"
@@ -38,9 +38,7 @@ def _step_with_nan(guilty: int) -> str:
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_the_rank_is_named_by_all(ranks: Ranks, guilty: int) -> None:
     for said in ranks(2).run(_step_with_nan, guilty):
-        assert said.startswith(
-            f"step 7: the loss is nan on rank {guilty}. The step was not taken and nothing was saved"
-        )
+        assert said.startswith(f"step 7: the loss is nan on rank {guilty}. Nothing of it was saved")
 
 
 def test_good_steps_pass(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.parity import FAST
 from tests.pool import Pool
-from tests.training import assert_same, build, tiny, train
+from tests.training import assert_same, build, tiny, train, whole
 from titanlike import distributed
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
@@ -72,10 +72,6 @@ def _gradients(recipe: PretrainRecipe, seed: int) -> dict[str, Tensor]:
     copies = mesh.data_ranks  # each of which has made the same gradient
     found = {name: whole(p.grad) / copies for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": total, **found}
-
-
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from recipes import pretrain
 from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.distributed.test_parity import model_of
 from tests.pool import Pool
-from tests.training import MODELS, assert_same, build, result, tiny, train, train_here
+from tests.training import MODELS, assert_same, build, result, tiny, train, train_here, whole
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
@@ -43,10 +42,7 @@ def recipe_for(folder: Path, name: str, model: str, layout: str | None, **sectio
 def _first_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
     model, _ = build(recipe)
     copies = getattr(model, "copies", {})
-    return {
-        copies.get(name, name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
+    return {copies.get(name, name): whole(p) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -67,10 +63,10 @@ def _batches_seen(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
     original = pretrain.forward_backward
 
     def watched(model: Any, microbatches: Any, mesh: Any) -> Any:
-        whole = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
-        whole["labels"] = torch.cat([batch.labels for batch in microbatches])
-        first = mesh.data_rank * whole["labels"].shape[0]
-        seen.append(whole | {"sequence": torch.arange(first, first + whole["labels"].shape[0])})
+        step = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
+        step["labels"] = torch.cat([batch.labels for batch in microbatches])
+        first = mesh.data_rank * step["labels"].shape[0]
+        seen.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
         return original(model, microbatches, mesh)
 
     pretrain.forward_backward = watched
@@ -86,13 +82,13 @@ def test_every_token_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path:
     options: dict[str, Any] = dict(checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1)
     alone = ranks(1).run(_batches_seen, recipe_for(tmp_path, "one", "llama", None, **options))[0]
     found = ranks(4).run(_batches_seen, recipe_for(tmp_path, "four", "llama", layout, **options))
-    for step, whole in enumerate(alone):
-        covered = torch.zeros_like(whole["tokens"], dtype=torch.bool)
+    for step, everything in enumerate(alone):
+        covered = torch.zeros_like(everything["tokens"], dtype=torch.bool)
         for rank in found:
             mine = rank[step]
             places = mine["sequence"][:, None], mine["positions"]
             for name in ("tokens", "labels", "noise"):
-                assert torch.equal(mine[name], whole[name][places])
+                assert torch.equal(mine[name], everything[name][places])
             covered[places] = True
         assert covered.all()
 
@@ -220,7 +216,7 @@ def _copies_agree(recipe: PretrainRecipe) -> list[tuple[str, Tensor]]:
     finally:
         pretrain.build_optimizer = original
     ends = [(name, p) for name, p in kept[0].named_parameters() if name in ("tok_embeddings.weight", "output.weight")]
-    return [(name, p.full_tensor().detach().clone()) for name, p in ends]
+    return [(name, whole(p)) for name, p in ends]
 
 
 ROUNDED: dict[str, Any] = dict(training=dict(master_dtype="bfloat16"), optimizer=dict(stochastic_rounding=True))

@@ -41,10 +41,10 @@ def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
         ("    recipe = start(PretrainRecipe)", "    recipe = start(NoisyRecipe)"),
         ("def main(recipe: PretrainRecipe,", "def main(recipe: NoisyRecipe,"),
         (
-            "            grad_norm = gradient_norm(model, mesh.pipeline)",
+            "            norms = gradient_norms(model, mesh.pipeline)",
             "            for parameter in model.parameters():\n"
             "                parameter.grad.add_(recipe.noise.scale)\n"
-            "            grad_norm = gradient_norm(model, mesh.pipeline)",
+            "            norms = gradient_norms(model, mesh.pipeline)",
         ),
     )
     (tmp_path / "noisy.py").write_text(program)

@@ -51,8 +51,8 @@ def test_a_shipped_recipe_is_the_same_under_a_layout(tmp_path: Path) -> None:
 def test_a_loss_averaged_twice_is_found(tmp_path: Path) -> None:
     recipe = copied(
         tmp_path,
-        "        return cross_entropy_sum(logits, labels, mesh.vocabulary) / num_tokens",
-        "        return cross_entropy_sum(logits, labels, mesh.vocabulary) / num_tokens / mesh.data_ranks",
+        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens",
+        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens / mesh.data_ranks",
     )
     done = verify(tmp_path, recipe, "--layout", "shard=2")
     assert done.returncode == 1
@@ -79,10 +79,10 @@ def test_an_entry_missing_from_the_plan_is_found(tmp_path: Path, entry: str) -> 
 def test_a_gradient_that_is_not_summed_is_found(tmp_path: Path) -> None:
     recipe = copied(
         tmp_path,
-        "            grad_norm = gradient_norm(model, mesh.pipeline)",
+        "            norms = gradient_norms(model, mesh.pipeline)",
         "            if mesh.sizes['tensor'] > 1:\n"
         "                model.get_parameter('norm.weight').grad *= 0.5\n"
-        "            grad_norm = gradient_norm(model, mesh.pipeline)",
+        "            norms = gradient_norms(model, mesh.pipeline)",
     )
     done = verify(tmp_path, recipe, "--layout", "tensor=2", "--steps=2")
     assert done.returncode == 1

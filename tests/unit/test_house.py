@@ -19,7 +19,7 @@ FLOORS = [
     {"optimizer"},
     {"parallelisms", "float8", "data", "adamw", "checkpoint", "metrics"},
     {"models", "loss"},
-    {"distributed", "noise", "quietly"},
+    {"distributed", "noise", "quietly", "readback"},
     {"environment"},
     {"config"},
 ]

@@ -12,7 +12,7 @@ from titanlike.config.models import GPT, Llama
 from titanlike.config.sections import Optimizer, Schedule
 from titanlike.loss import IGNORE, cross_entropy_sum, num_valid
 from titanlike.models import build_model
-from titanlike.optimizer import build_optimizer, clip_gradients, gradient_norm, learning_rate, stop_if_not_finite
+from titanlike.optimizer import Guard, build_optimizer, clip_gradients, gradient_norms, learning_rate
 
 
 def test_the_loss_is_a_sum_over_valid_tokens() -> None:
@@ -78,10 +78,10 @@ def test_fused_and_plain_adamw_agree() -> None:
 def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
     model = nn.Linear(3, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 0.0, 4.0]])
-    assert gradient_norm(model).item() == pytest.approx(5.0)
-    clip_gradients(model, gradient_norm(model), max_norm=1.0)
+    assert gradient_norms(model).total.item() == pytest.approx(5.0)
+    clip_gradients(model, gradient_norms(model).total, max_norm=1.0)
     torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.0, 0.8]]))
-    clip_gradients(model, gradient_norm(model), max_norm=2.0)
+    clip_gradients(model, gradient_norms(model).total, max_norm=2.0)
     torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.0, 0.8]]))
 
 
@@ -98,12 +98,12 @@ def test_a_bad_step_is_named_and_a_good_one_passes() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    stop_if_not_finite(3, good, good, gradient_norm(model), model)
-    with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. The step was not taken"):
-        stop_if_not_finite(3, bad, bad, gradient_norm(model), model)
+    Guard().step(3, good, good, gradient_norms(model))
+    with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. Nothing of it was saved"):
+        Guard().step(3, bad, bad, gradient_norms(model))
     model[1].bias.grad = torch.tensor([float("inf")])
     with pytest.raises(UserError, match=r"finite, but not the gradient of 1\.bias, in the part held by rank 0"):
-        stop_if_not_finite(3, good, good, gradient_norm(model), model)
+        Guard().step(3, good, good, gradient_norms(model))
     model[1].bias.grad = torch.tensor([3e38])
     with pytest.raises(UserError, match="the gradient norm is inf: they are too large to add up"):
-        stop_if_not_finite(3, good, good, gradient_norm(model), model)
+        Guard().step(3, good, good, gradient_norms(model))

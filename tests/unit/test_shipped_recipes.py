@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlike.check import check
 from titanlike.config import PretrainRecipe, load
+from titanlike.distributed import local_part
 from titanlike.models import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.start import program_of
@@ -74,7 +74,7 @@ def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, override
             training=recipe.training, parallelism=layout, activation_checkpoint=recipe.activation_checkpoint,
             compile=recipe.compile, float8=replace(recipe.float8, emulate=True),
         )  # fmt: skip
-        mine = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        mine = [local_part(parameter) for parameter in model.parameters()]
         assert sum(part.numel() for part in mine) == pytest.approx(count / processes, rel=1e-3)
         assert {part.dtype for part in mine} == {torch.float32}
     finally:

@@ -93,6 +93,14 @@ class Training:
     """Precision in which the optimizer keeps and updates the weights."""
     reduce_dtype: DType = "float32"
     """Precision in which gradients are summed over ranks. bfloat16 halves the traffic."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Digits of products of float32 matrices. `high` lets GPUs take TF32, `medium` lets CPUs that can take bfloat16: faster
+    with `compute_dtype = "float32"`, which then is no longer quite what it says."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """The kernel of attention. `auto` takes the first that can do it, in this order."""
+    loss_chunk: NonNegative = 1024
+    """Tokens whose logits are there at once: the loss and its gradient are found for so many, and the logits forgotten. Less
+    memory, which a large vocabulary has need of; smaller than some hundred is slow. 0: all that a rank takes at once."""
     gc_interval: NonNegative = 50
     """Steps between garbage collections. Left to itself Python collects at a different step on each rank, and all wait.
     0 leaves it to itself."""

@@ -4,14 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.distributed import named_group
 from titanlike.float8.check import hardware_problems
 from titanlike.float8.selection import select
+from titanlike.loss import head_loss
+from titanlike.models.layers import LossOf
 from titanlike.quietly import quietly
 
 with quietly():
@@ -39,7 +41,7 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)  # <- converts
     converted: list[Any] = [model.get_submodule(name) for name in chosen]
     for matrix in converted:
-        matrix.__class__ = Float8Linear
+        matrix.__class__ = Float8Linear if matrix is not getattr(model, "output", None) else Float8Head
         matrix.linear_mm_config = converted[0].linear_mm_config  # one for all, so that one compiled block serves all
 
 
@@ -74,6 +76,16 @@ class Float8Linear(TorchaoLinear):
     def has_one_scale(self) -> bool:
         """Whether a whole tensor shares one scale."""
         return bool(self.config.cast_config_weight.scaling_granularity.value == "tensorwise")
+
+
+class Float8Head(Float8Linear):
+    """The same as the last matrix: a `Head`, whose logits are there all at once."""
+
+    loss: LossOf = staticmethod(head_loss)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = super().forward(x)
+        return logits if labels is None else self.loss(logits, None, labels)
 
 
 def to_float8(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
 from titanlike.metrics.screen import Screen
+from titanlike.readback import Readback
 
 
 class Monitor:
@@ -47,6 +48,7 @@ class Monitor:
         self.started = self.window_started = time.perf_counter()
         self.window_steps = 0
         self.data_wait = 0.0
+        self.unseen: tuple[int, Readback, float] | None = None
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -58,28 +60,37 @@ class Monitor:
     @contextmanager
     def not_training(self) -> Iterator[None]:
         """Time in here (validation, saving) does not count in the training rates."""
+        self._record_last()
         start = time.perf_counter()
         yield
         self.window_started += time.perf_counter() - start
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
-        """A step is done. Every `interval` steps, and at the first and the last, it is recorded."""
+        """A step is on its way. Every `interval` steps, and at the first and the last, it is recorded: on a GPU when the
+        next one is on its way too."""
+        self._record_last()
         self.window_steps += 1
-        if step % self.interval and step not in (1, self.num_steps):
+        if step % self.interval == 0 or step in (1, self.num_steps):
+            self.unseen = step, Readback(torch.stack((loss, grad_norm))), learning_rate
+            if self.unseen[1].here or step == self.num_steps:
+                self._record_last()
+
+    def _record_last(self) -> None:
+        """Record the step that is not recorded yet, if there is one."""
+        if self.unseen is None:
             return
-        values: dict[str, float | None] = {
-            "loss": loss.item(),
-            "grad_norm": grad_norm.item(),
-            "learning_rate": learning_rate,
-        }
-        now = time.perf_counter()  # after .item(): the device has finished what is being timed
+        (step, numbers, learning_rate), self.unseen = self.unseen, None
+        loss, grad_norm = numbers.read()
+        now = time.perf_counter()  # after reading: the device has finished what is being timed
         seconds = now - self.window_started
         tokens_per_second = self.window_steps * self.tokens_per_step / seconds
         flops = tokens_per_second * self.flops_per_token / self.num_devices
         self._record(
             step,
-            values
-            | {
+            {
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": learning_rate,
                 "tokens": step * self.tokens_per_step,
                 "tokens_per_second": tokens_per_second,
                 "tflops_per_device": flops / 1e12,

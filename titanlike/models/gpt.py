@@ -55,9 +55,10 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocabulary) for tokens (B, T). Of the same shape, each where it is wanted: `positions`, which count
-        from 0 unless given; a number for each token's document; random bits for dropout."""
+        """Logits (B, T, vocabulary) for tokens (B, T), or the loss summed over `labels`. Of the same shape, each where it is
+        wanted: `positions`, which count from 0 unless given; a number for each token's document; random bits for dropout."""
         h = tokens
         if self.tok_embeddings is not None and self.pos_embeddings is not None:
             if positions is None:
@@ -66,7 +67,7 @@ class GPT(nn.Module):
         for layer in self.layers.values():
             h = layer(h, documents, noise)
         h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h
+        return self.output(h, labels) if self.output is not None else h
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:

@@ -4,11 +4,28 @@ the place of either from outside.
 Shapes: B sequences, T tokens, D width, H query heads, K key and value heads, E width of a head.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titanlike.loss import head_loss
 from titanlike.noise import spread
+
+# Of attention, the fastest first.
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+# Of the stream (B, T, D), the head's weight (V, D) and labels (B, T).
+LossOf = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 class CausalAttention(nn.Module):
@@ -31,8 +48,25 @@ def visible(seeing: Tensor, seen: Tensor, seeing_documents: Tensor, seen_documen
     return same & (seeing[:, None] >= seen[None, :])
 
 
+def attention_by(kernel: str) -> AbstractContextManager[Any]:
+    """Which kernel of torch's `CausalAttention` takes in here: one by name, or with `auto` the first that can do it."""
+    names = list(KERNELS) if kernel == "auto" else [kernel]
+    return sdpa_kernel([KERNELS[name] for name in names], set_priority=True)
+
+
+class Head(nn.Linear):
+    """The last matrix. Given labels, it gives their summed loss in place of logits, which then need never be there at once."""
+
+    loss: LossOf = staticmethod(head_loss)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(x) if labels is None else self.loss(x, self.weight, labels)
+
+
 class TiedHead(nn.Module):
     """The embedding's weight used once more, as the head."""
+
+    loss: LossOf = staticmethod(head_loss)
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -43,8 +77,9 @@ class TiedHead(nn.Module):
         """That of the embedding."""
         return self.embedding[0].weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        return F.linear(x, weight) if labels is None else self.loss(x, weight, labels)
 
 
 class Dropout(nn.Module):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import models as shapes
-from titanlike.models.layers import CausalAttention, Dropout, TiedHead
+from titanlike.models.layers import CausalAttention, Dropout, Head, TiedHead
 
 # How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
 TENSOR_PLAN = {
@@ -47,7 +47,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.num_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output: nn.Module | None = (
-            TiedHead(self.tok_embeddings) if shape.tied_head else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+            TiedHead(self.tok_embeddings) if shape.tied_head else Head(shape.dim, shape.vocab_size, bias=False)
         )
 
     def forward(
@@ -56,9 +56,10 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocabulary) for tokens (B, T). Of the same shape, each where it is wanted: `positions`, which count
-        from 0 unless given; a number for each token's document; random bits for dropout."""
+        """Logits (B, T, vocabulary) for tokens (B, T), or the loss summed over `labels`. Of the same shape, each where it is
+        wanted: `positions`, which count from 0 unless given; a number for each token's document; random bits for dropout."""
         h = tokens
         if self.tok_embeddings is not None:
             h = self.dropout(self.tok_embeddings(tokens), noise)  # (B, T, D)
@@ -68,7 +69,7 @@ class Llama(nn.Module):
         for layer in self.layers.values():
             h = layer(h, rope, documents, noise)
         h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h
+        return self.output(h, labels) if self.output is not None else h
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
 from titanlike.distributed import local_part
-from titanlike.models.layers import TiedHead
+from titanlike.models.layers import Head, TiedHead
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 
-LossOf = Callable[[Tensor, Tensor], Tensor]  # of a micro-batch's logits and labels
+Finish = Callable[[Tensor], Tensor]  # what is done with the loss that a micro-batch's labels add up to
 
 
 class MicroBatch(Protocol):
@@ -28,7 +28,7 @@ class MicroBatch(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """What the loss is called with."""
+        """What the last stage is called with besides."""
 
 
 class Pipeline(nn.Module):
@@ -71,45 +71,46 @@ class Pipeline(nn.Module):
         self.tied = isinstance(model.output, TiedHead)
         self.copies = {HEAD: EMBEDDING} if self.tied and self.has_last else {}
         self.schedule: Any = None
-        self.loss_of: LossOf | None = None
+        self.finish: Finish | None = None
 
     @property
     def has_last(self) -> bool:
         """Whether the loss is computed on this rank."""
         return self.num_stages - 1 in self.parts
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], loss_of: LossOf) -> Tensor:
-        """Gradients of the sum of the micro-batches' losses. Returns that sum where the last stage is, 0 elsewhere."""
+    def forward_backward(self, microbatches: Sequence[MicroBatch], finish: Finish) -> Tensor:
+        """Gradients of the sum of what `finish` makes of the micro-batches' losses. Returns that sum where the last stage is,
+        0 elsewhere."""
         # The schedule cuts the batch into micro-batches again, by itself.
         inputs = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
         labels = torch.cat([batch.labels for batch in microbatches])
         tokens = inputs.pop("tokens")
         if self.schedule is None:
             self.schedule = self._build_schedule(microbatches[0].labels, len(microbatches))
-        self.loss_of = loss_of
+        self.finish = finish
         losses: list[Tensor] = []
         self.schedule.step(
             *([tokens] if 0 in self.parts else []),
             target=labels if self.has_last else None,
             losses=losses,
             return_outputs=False,
+            labels=labels,
             **inputs,
         )
         if self.tied:
             self._add_tied_gradients()
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=labels.device)
 
-    def evaluate(self, microbatches: Sequence[MicroBatch], loss_of: LossOf) -> Tensor:
+    def evaluate(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """The sum of the micro-batches' losses where the last stage is, 0 elsewhere."""
         loss = torch.zeros((), device=microbatches[0].labels.device)
         # As many at once as keep all ranks busy: the activations of all of them are kept.
         for start in range(0, len(microbatches), self.mesh.size()):
             some = microbatches[start : start + self.mesh.size()]
 
-            def add(logits: Tensor, index: int, some: Sequence[MicroBatch] = some) -> None:
-                loss.add_(loss_of(logits, some[index].labels))
-
-            self._forward_only([batch.inputs for batch in some], add)
+            self._forward_only(
+                [batch.inputs | {"labels": batch.labels} for batch in some], lambda found, index: loss.add_(found)
+            )
         return loss
 
     def forward(self, **inputs: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _forward_only(self, inputs: Sequence[dict[str, Tensor]], take: Callable[[Tensor, int], object]) -> None:
-        """Send micro-batches through all stages. `take` is given their logits, one after the other, where the last one is.
+        """Send micro-batches through all stages. `take` is given what comes out, one after the other, where the last one is.
 
         Stage by stage, and all that a stage receives before all that it sends: so two ranks that exchange in both
         directions do so in the same order, and never wait for each other.
@@ -165,7 +166,7 @@ class Pipeline(nn.Module):
         # Saying what is handed on spares torch a trial run on made-up values.
         tokens = torch.empty(batch, length, dtype=labels.dtype, device="meta")
         hidden = self._like(tokens, self.dim, length // self.tensor).requires_grad_()
-        logits = self._like(tokens, self.vocab_size // self.tensor, length).requires_grad_()
+        loss = torch.empty((), device="meta").requires_grad_()
         stages = [
             pipelining.PipelineStage(
                 part,
@@ -173,7 +174,7 @@ class Pipeline(nn.Module):
                 self.num_stages,
                 labels.device,
                 input_args=hidden if stage else tokens,
-                output_args=hidden if stage < self.num_stages - 1 else logits,
+                output_args=hidden if stage < self.num_stages - 1 else loss,
                 group=self.mesh.get_group(),
             )
             for stage, part in self.parts.items()
@@ -184,13 +185,13 @@ class Pipeline(nn.Module):
                 stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         kind = getattr(pipelining, self.kind.torch_class)
 
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            assert self.loss_of is not None
-            return self.loss_of(logits, labels)
+        def finish(loss: Tensor, _: Tensor) -> Tensor:
+            assert self.finish is not None
+            return self.finish(loss)
 
         # Each loss is already divided by the tokens of the whole batch: micro-batches add up.
         several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
-        return kind(stages if several else stages[0], num_microbatches, loss_fn=loss, scale_grads=False)
+        return kind(stages if several else stages[0], num_microbatches, loss_fn=finish, scale_grads=False)
 
     def _add_tied_gradients(self) -> None:
         """Give the embedding and the head that is its copy the sum of their gradients, wherever each of them is."""
@@ -230,5 +231,5 @@ def _part(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Module:
     elif isinstance(part.output, TiedHead):
         embedding = model.get_parameter(EMBEDDING)
         vocab_size, dim = embedding.shape
-        part.output = nn.Linear(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
+        part.output = Head(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
     return part
