@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
 
 from tests.pool import Pool
 
@@ -18,3 +19,11 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     yield lambda world_size: pools.setdefault(world_size, Pool(world_size))
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -40,7 +40,8 @@ FREE_KEYS = {
 INEXACT = (
     "training.steps", "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
     "parallelism.cpu_offload",
-    "parallelism.pipeline_", "parallelism.async_tensor", "float8.", "compile.", "activation_checkpoint.",
+    "parallelism.pipeline_", "parallelism.async_tensor", "float8.", "compile.mode", "compile.backend",
+    "activation_checkpoint.",
 )  # fmt: skip
 
 

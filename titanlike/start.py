@@ -98,6 +98,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         print(f"{arguments.recipe}: nothing speaks against {arguments.check} processes; its files are not looked for")
         sys.exit(0)
     recipe = replace(recipe, run=_place(recipe.run, arguments))
+    if recipe.compile.cache:  # torch looks when it is imported
+        environment.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
     program = Path(sys.argv[0]).resolve()
     if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # so that the resolved recipe finds its program again

@@ -1,11 +1,15 @@
 """Which process this is, and how many to start, from the variables that launchers set."""
 
+import os
+import signal
 import socket
+from pathlib import Path
 
 import pytest
 
-from titanlike.config import UserError
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.environment import Job, Ranks, first_host, job, num_gpus, port_is_free, rank_variables_from_slurm, ranks
+from titanlike.start import start
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -94,3 +98,15 @@ def test_a_port_in_use_is_seen() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         assert not port_is_free(server.getsockname()[1])
+
+
+def test_compiled_code_is_kept_where_the_recipe_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": ""})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own Ctrl-C
+    start(PretrainRecipe, [f"--run.dir={tmp_path}"])
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    start(PretrainRecipe, [f"--run.dir={tmp_path}", "--compile.cache=kept"])
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")
+    start(PretrainRecipe, [f"--run.dir={tmp_path}", "--compile.cache=other"])  # what the user has set stays
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")

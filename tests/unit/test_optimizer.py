@@ -1,10 +1,7 @@
 """The loss, the learning rate, the parameter groups, clipping, and the stop before a bad step."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from titanlike.config import UserError
@@ -83,13 +80,6 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
     torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.0, 0.8]]))
     clip_gradients(model, gradient_norms(model).total, max_norm=2.0)
     torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.0, 0.8]]))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

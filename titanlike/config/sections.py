@@ -227,6 +227,9 @@ class Compile:
     as one piece. On a CPU the first compile takes about half a minute, so short runs want `none`."""
     backend: str = "inductor"
     """The compiler's back end. `aot_eager` finds a fault without waiting for code generation."""
+    cache: str = ""
+    """A folder that keeps compiled code, for starts on other machines of the same kind: on storage that they share. Empty:
+    this machine keeps its own."""
 
 
 @section

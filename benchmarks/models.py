@@ -1,0 +1,55 @@
+"""The models that `benchmarks/run.py` trains: shapes by titanlike's names, and the batch that each is trained with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from titanlike.config.models import GPT, Llama
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape, and a step's worth of it."""
+
+    shape: dict[str, Any]
+    seq_len: int
+    batch_size: int  # sequences in a step
+    micro_batch_size: int  # sequences in a pass, where the row does not say otherwise
+    lr: float = 1e-3  # so that training is steady from its first step on: else rounding alone drives losses apart
+
+
+def llama(**fields: Any) -> dict[str, Any]:
+    """A Llama with every field that a subject may want to know."""
+    usual = dict(norm_eps=1e-5, rope_theta=500000.0, rope_scaling=1.0, rope_original_seq_len=8192, tied_head=False)
+    return {"name": "llama", **usual, **fields}
+
+
+MODELS = {
+    # For two CPU cores.
+    "cpu_6m": Model(
+        llama(dim=256, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=768, vocab_size=4096, max_seq_len=256),
+        seq_len=256, batch_size=8, micro_batch_size=8,
+    ),
+    "cpu_50m": Model(
+        llama(dim=512, num_layers=10, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=16384, max_seq_len=512),
+        seq_len=512, batch_size=4, micro_batch_size=4, lr=3e-4,
+    ),
+    # For one GPU.
+    "gpt2_124m": Model(
+        dict(name="gpt", dim=768, num_layers=12, num_heads=12, vocab_size=50304, max_seq_len=1024, norm_eps=1e-5),
+        seq_len=1024, batch_size=64, micro_batch_size=64,
+    ),
+    "llama3_1b": Model(
+        llama(dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn_dim=8192, vocab_size=128256,
+              max_seq_len=8192, rope_scaling=32.0, tied_head=True),
+        seq_len=8192, batch_size=4, micro_batch_size=4, lr=3e-4,
+    ),
+    "llama3_8b_8layers": Model(
+        llama(dim=4096, num_layers=8, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192),
+        seq_len=8192, batch_size=2, micro_batch_size=2, lr=1e-4,
+    ),
+}  # fmt: skip
+
+
+def shape_of(model: Model) -> Llama | GPT:
+    """The model as titanlike's recipes have it, which knows its matrices and what they cost."""
+    return (Llama if model.shape["name"] == "llama" else GPT)(**model.shape)

@@ -1,0 +1,261 @@
+"""Trains one model with several programs side by side, and writes what each of them made of the same machine.
+
+    python -m benchmarks.run --subject plain,titanlike --model cpu_6m --device cpu --precision float32 --out result.json
+    python -m benchmarks.run --table result.json ...                      the tables of the documents, from such files
+
+Every subject (`benchmarks/subjects/`) is a process of its own, with the same first weights, the same batches, the same AdamW,
+and the precision that is asked for. Two rows each: "shipped", as its makers run it, and "best", as fast as its options make it.
+On a CPU all of them are started, warmed up, and then take turns of a few steps: what slows the machine down for a while
+slows down all of them. On a GPU, where memory is part of the matter, they run one after the other, forth and back.
+
+A peer that is not installed beside titanlike: `--python litgpt=/path/to/venv/bin/python`, or `--path nanochat=/path/to/it`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.figures import AGREE, cpu_name, figures, table
+from benchmarks.models import MODELS, Model, shape_of
+from benchmarks.protocol import Task
+
+ROOT = Path(__file__).parents[1]
+SUBJECTS = sorted(path.stem for path in (ROOT / "benchmarks/subjects").glob("*.py"))
+
+
+def words() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subject", default="plain,titanlike", help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--rows", default="shipped,best")
+    parser.add_argument("--model", default="cpu_6m", choices=list(MODELS))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--precision", default="float32", choices=list(AGREE))
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--block", type=int, help="steps in a turn; by default 5 on a CPU, all on a GPU")
+    parser.add_argument("--micro-batch", type=int, help="sequences in a pass through the model")
+    parser.add_argument("--warm-start", action="store_true", help="start each once more, to time a warm start")
+    parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
+    parser.add_argument("--path", action="append", default=[], metavar="SUBJECT=FOLDER")
+    parser.add_argument("--option", action="append", default=[], metavar="SUBJECT.ROW:KEY=VALUE")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that a subject may take")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", nargs="*", type=Path, help="print the tables of these results, and measure nothing")
+    return parser.parse_args()
+
+
+class Subject:
+    """One process of one row, which runs when it is told to."""
+
+    def __init__(self, task: Task, folder: Path, python: str, path: str | None, timeout: float) -> None:
+        self.waiting = False
+        self.task = replace(task, started=time.time(), result_file=str(folder / "result.json"))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "task.json").write_text(json.dumps(asdict(self.task)))
+        Path(self.task.result_file).unlink(missing_ok=True)
+        self.log = folder / "log.txt"
+        environment = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), path))),
+        }
+        self.process = subprocess.Popen(
+            [python, "-m", f"benchmarks.subjects.{task.subject}", str(folder / "task.json")],
+            cwd=ROOT, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"),
+        )  # fmt: skip
+        self.watchdog = threading.Timer(timeout, self.process.kill)
+        self.watchdog.daemon = True
+        self.watchdog.start()
+
+    def turn(self) -> bool:
+        """Let it run until it waits for its next turn, or ends. Whether it goes on."""
+        assert self.process.stdin and self.process.stdout
+        if self.waiting:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.strip() in ("ready", "done"):
+                self.waiting = line.strip() == "ready"
+                return self.waiting
+        return False
+
+    def result(self) -> dict[str, Any]:
+        """What it wrote, or how it failed."""
+        self.process.wait()
+        self.watchdog.cancel()
+        file = Path(self.task.result_file)
+        if file.exists():
+            return json.loads(file.read_text())
+        return {"failed": self.log.read_text()[-2000:]}
+
+
+def tokens_like_text(count: int, vocab_size: int) -> np.ndarray:
+    """Made-up text: common words and rare ones, and a word that often follows another. Something to learn, for any vocabulary."""
+    random = np.random.default_rng(0)
+    words = (vocab_size * random.random(count) ** 4).astype(np.uint32)
+    follower = random.permutation(vocab_size).astype(np.uint32)
+    follows = random.random(count) < 0.6
+    for place in np.flatnonzero(follows[1:]) + 1:
+        words[place] = follower[words[place - 1]]
+    return words
+
+
+def prepare(model: Model, task: Task) -> None:
+    """Write the batches and the first weights that all share, made by titanlike: it makes the same of them by itself."""
+    import torch
+
+    from titanlike.data.loader import Batches, Windows
+    from titanlike.models import build_model
+    from titanlike.models.initialize import initialize
+
+    shape = shape_of(model)
+    with torch.device("meta"):
+        network = build_model(shape)
+    initialize(network, torch.device("cpu"), task.seed)
+    torch.save(network.state_dict(), task.weights_file)
+    steps = task.warmup + task.steps + 1
+    tokens = tokens_like_text(steps * task.batch_size * task.seq_len + 1, shape.vocab_size)
+    np.save(task.tokens_file, tokens)
+    batches = Batches(
+        Windows(tokens, task.seq_len, held_out=False, validation_every=0),
+        global_batch_size=task.batch_size, local_batch_size=task.batch_size,
+        data_rank=0, data_ranks=1, seed=task.seed, device=torch.device("cpu"),
+    )  # fmt: skip
+    all_steps = np.empty((steps, task.batch_size, task.seq_len + 1), np.uint32)
+    for step in range(1, steps + 1):
+        (batch,) = batches.microbatches(step)
+        all_steps[step - 1, :, :-1] = batch.inputs["tokens"]
+        all_steps[step - 1, :, -1] = batch.labels[:, -1]
+    np.save(task.batches_file, all_steps)
+
+
+def take_turns(tasks: dict[str, Task], start: Callable[[str, Task], Subject]) -> dict[str, dict[str, Any]]:
+    """Start and warm up one after the other, then let each run a block of steps in turn. What each wrote."""
+    running, results = {}, {}
+    for row, task in tasks.items():
+        print(f"{row} ...", end=" ", flush=True, file=sys.stderr)
+        subject = start(row, task)
+        if subject.turn():
+            running[row] = subject
+        else:
+            results[row] = subject.result()
+        print("failed" if "failed" in results.get(row, ()) else "ready", file=sys.stderr)
+    order = list(running)
+    while running:
+        for row in order:
+            if row in running and not running[row].turn():
+                results[row] = running.pop(row).result()
+        order = order[1:] + order[:1]  # nobody always comes after the same
+    return {row: results[row] for row in tasks}
+
+
+def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run every row, gather what they wrote, and `keep` it when some of it is there."""
+    model = MODELS[arguments.model]
+    pythons = dict(item.split("=", 1) for item in arguments.python)
+    paths = dict(item.split("=", 1) for item in arguments.path)
+    options: dict[str, dict[str, str]] = {}
+    for item in arguments.option:
+        row, _, change = item.partition(":")
+        key, _, value = change.partition("=")
+        options.setdefault(row, {})[key] = value
+    together = arguments.device == "cpu"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        limits = folder / "limits.json"
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.limits", "--model", arguments.model, "--device", arguments.device,
+             "--kinds", arguments.precision, "--out", str(limits)],
+            cwd=ROOT, check=True, stdout=sys.stderr,
+        )  # fmt: skip
+
+        def start(row: str, task: Task) -> Subject:
+            python, path = pythons.get(task.subject, sys.executable), paths.get(task.subject)
+            return Subject(task, folder / row, python, path, arguments.timeout)
+
+        task = Task(
+            subject="", row="", model=model.shape, device=arguments.device, precision=arguments.precision,
+            seq_len=model.seq_len, batch_size=model.batch_size,
+            micro_batch_size=arguments.micro_batch or model.micro_batch_size,
+            warmup=arguments.warmup, steps=arguments.steps, lr=model.lr,
+            block=arguments.block or (5 if together else arguments.steps),
+            batches_file=str(folder / "batches.npy"), weights_file=str(folder / "weights.pt"),
+            tokens_file=str(folder / "tokens.npy"),
+        )  # fmt: skip
+        prepare(model, task)
+        tasks = {
+            f"{subject}.{row}": replace(task, subject=subject, row=row, options=options.get(f"{subject}.{row}", {}))
+            for subject in arguments.subject.split(",")
+            for row in arguments.rows.split(",")
+        }
+        result = {
+            "command": " ".join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+            "model": arguments.model, "device": arguments.device, "precision": arguments.precision,
+            "tokens_per_step": model.batch_size * model.seq_len,
+            "warmup": task.warmup, "steps": task.steps, "block": task.block, "options": options,
+            "limits": json.loads(limits.read_text()),
+        }  # fmt: skip
+        found: dict[str, Any] = {}
+
+        def kept() -> dict[str, Any]:
+            rows = {row: figures(one, found, result) for row, one in found.items()}
+            keep(result | {"rows": rows})
+            return result | {"rows": rows}
+
+        if together:
+            found |= take_turns(tasks, start)
+            kept()
+            for row, task in tasks.items() if arguments.warm_start else ():
+                again = take_turns({row: replace(task, steps=0)}, start)[row]
+                found[row]["warm_seconds_to_second_step"] = again.get("seconds_to_second_step")
+        else:
+            for row in (*tasks, *reversed(tasks)):
+                if "failed" in found.get(row, ()):
+                    continue
+                alone = take_turns({row: tasks[row]}, start)[row]
+                if row in found:  # the second time, it found its compiled code
+                    found[row]["blocks"] += alone.get("blocks", [])
+                    found[row]["warm_seconds_to_second_step"] = alone.get("seconds_to_second_step")
+                else:
+                    found[row] = alone
+                kept()
+        return kept()
+
+
+def main() -> None:
+    """Measure, or print what was measured."""
+    arguments = words()
+    if arguments.table is None:
+
+        def keep(result: dict[str, Any]) -> None:
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+        result = measure(arguments, keep)
+        for row, one in result["rows"].items():
+            if "failed" in one:
+                print(f"\n{row} failed:\n{one['failed']}", file=sys.stderr)
+        print(table([result]))
+    else:
+        print(table([json.loads(path.read_text()) for path in arguments.table]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Hugging Face transformers: LlamaForCausalLM or GPT2LMHeadModel, trained with transformers.Trainer (tried: 5.23).
+
+    row "shipped"   the Trainer's defaults: not compiled, attention by torch's scaled_dot_product_attention, fused AdamW
+    row "best"      `torch_compile`, and the same attention without the mask that transformers else builds in compiled code
+
+Neither row logs or saves, and neither looks for a loss that is no number (`logging_nan_inf_filter`), which makes the host wait
+for every step. `options` are TrainingArguments, and `attn_implementation`:
+`--option hf.best:use_liger_kernel=true`, `--option hf.best:attn_implementation=flash_attention_2`.
+"""
+
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from benchmarks.protocol import Clock, Task
+from benchmarks.subjects.nanogpt import gpt2_weights, load, renamed
+
+# titanlike's names of a Llama's weights, and those of transformers.
+NAMES = {
+    r"^tok_embeddings": "model.embed_tokens",
+    r"^norm": "model.norm",
+    r"^output": "lm_head",
+    r"^layers": "model.layers",
+    r"attention_norm": "input_layernorm",
+    r"ffn_norm": "post_attention_layernorm",
+    r"attention\.w([qkvo])": r"self_attn.\1_proj",
+    r"feed_forward\.w1": "mlp.gate_proj",
+    r"feed_forward\.w2": "mlp.down_proj",
+    r"feed_forward\.w3": "mlp.up_proj",
+}
+
+
+def llama(shape: dict[str, Any], **options: Any) -> transformers.PreTrainedModel:
+    """A Llama of the task's shape."""
+    rope = {"rope_type": "default", "rope_theta": shape["rope_theta"]}
+    if shape["rope_scaling"] != 1.0:
+        rope |= {"rope_type": "llama3", "factor": shape["rope_scaling"], "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": shape["rope_original_seq_len"]}
+    config = transformers.LlamaConfig(
+        vocab_size=shape["vocab_size"], hidden_size=shape["dim"], intermediate_size=shape["ffn_dim"],
+        num_hidden_layers=shape["num_layers"], num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"], max_position_embeddings=shape["max_seq_len"],
+        rms_norm_eps=shape["norm_eps"], tie_word_embeddings=shape["tied_head"], rope_parameters=rope, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(shape: dict[str, Any], **options: Any) -> transformers.PreTrainedModel:
+    """A GPT-2 of the task's shape, without its dropout."""
+    config = transformers.GPT2Config(
+        vocab_size=shape["vocab_size"], n_embd=shape["dim"], n_layer=shape["num_layers"], n_head=shape["num_heads"],
+        n_positions=shape["max_seq_len"], layer_norm_epsilon=shape["norm_eps"],
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def weights_here(task: Task) -> dict[str, Tensor]:
+    """The task's first weights as transformers has them."""
+    if task.model["name"] == "llama":
+        return {renamed(name, NAMES): value for name, value in task.weights.items()}
+    # GPT-2's projections are (inputs, outputs) in transformers.
+    projections = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    weights = gpt2_weights(task.weights)
+    return {name: value.t() if name.endswith(projections) else value for name, value in weights.items()}
+
+
+class Sequences(torch.utils.data.Dataset):
+    """The task's sequences, in the order of its steps."""
+
+    def __init__(self, task: Task) -> None:
+        batches = np.load(task.batches_file, mmap_mode="r")
+        self.steps = len(batches)
+        self.sequences = batches.reshape(-1, task.seq_len + 1)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sequence = torch.from_numpy(self.sequences[index].astype(np.int64))
+        # `labels` asks for a loss; transformers would shift them, and leave out each sequence's last, but for the second.
+        return {"input_ids": sequence[:-1], "labels": sequence[1:], "shift_labels": sequence[1:]}
+
+
+class LossTrainer(transformers.Trainer):
+    """The Trainer, which keeps the loss of each step without waiting for it."""
+
+    step_loss = 0.0
+
+    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+        """A micro-batch. What it returns is its share of the mean over the step's tokens."""
+        share = super().training_step(*arguments, **named)
+        self.step_loss = self.step_loss + share
+        return share
+
+
+class AfterStep(transformers.TrainerCallback):
+    """Tells the clock when the optimizer has stepped."""
+
+    def __init__(self, trainer: LossTrainer, clock: Clock) -> None:
+        self.trainer, self.clock = trainer, clock
+
+    def on_step_end(self, *arguments: Any, **named: Any) -> None:
+        """The Trainer's step is done, with its schedule and its gradients set back."""
+        self.clock.step(self.trainer.step_loss)
+        self.trainer.step_loss = 0.0
+
+
+def main() -> None:
+    """Train the task's model."""
+    task = Task.read()
+    if task.precision == "float8":
+        print("none of the TrainingArguments asks for float8", file=sys.stderr)
+        sys.exit(2)
+    best = task.row == "best"
+    clock = Clock(task, ("transformers", "accelerate"))
+    # An attention that has no function for masks gets none, compiled or not, and sdpa is then told that it is causal.
+    transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+    data = Sequences(task)
+    options = dict(task.options)
+    attention = options.pop("attn_implementation", "sdpa_without_mask" if best else "sdpa")
+    with torch.device(task.device):
+        model = (llama if task.model["name"] == "llama" else gpt2)(task.model, attn_implementation=attention)
+    load(model, weights_here(task))
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {
+            "output_dir": folder, "use_cpu": task.device == "cpu", "seed": task.seed, "max_steps": data.steps,
+            "per_device_train_batch_size": task.micro_batch_size, "gradient_accumulation_steps": task.num_microbatches,
+            "train_sampling_strategy": "sequential", "remove_unused_columns": False,
+            "learning_rate": task.lr, "lr_scheduler_type": "constant", "weight_decay": task.weight_decay,
+            "adam_beta1": task.beta1, "adam_beta2": task.beta2, "adam_epsilon": task.eps, "max_grad_norm": task.max_norm,
+            "bf16": task.precision == "bfloat16", "torch_compile": best,
+            "logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+            "logging_nan_inf_filter": False,
+        }  # fmt: skip
+        if task.precision == "float32":
+            keys["tf32"] = False  # `torch_compile` else asks for it
+        words = [f"--{key}={value}" for key, value in (keys | options).items()]
+        (arguments,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses(words)
+        trainer = LossTrainer(model=model, args=arguments, train_dataset=data)
+        trainer.add_callback(AfterStep(trainer, clock))
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

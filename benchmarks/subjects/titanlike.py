@@ -1,0 +1,76 @@
+"""titanlike: the shipped program, `recipes/pretrain.py`, from its data to its log, with a recipe made of the task.
+
+    row "shipped"   the recipe's defaults: compiled block by block; on a CPU not compiled
+    row "best"      compiled block by block, on a CPU too
+    rows "baseline", "compile", "float8", "float8_all_gather": the four steps of train_configs/study, one change each
+
+`options` are keys of the recipe: `--option titanlike.best:compile.mode=model`.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.protocol import Clock, Task
+from recipes import pretrain
+from titanlike import distributed
+from titanlike.config import PretrainRecipe
+from titanlike.start import start
+
+# What a row changes from the recipe's defaults.
+FLOAT8 = {"float8.scaling": "tensorwise"}
+ROWS = {
+    "shipped": {},
+    "best": {},
+    "baseline": {"compile.mode": "none", "activation_checkpoint.mode": "selective"},
+    "compile": {"activation_checkpoint.mode": "selective"},
+    "float8": {"activation_checkpoint.mode": "selective", **FLOAT8},
+    "float8_all_gather": {"activation_checkpoint.mode": "selective", **FLOAT8, "float8.all_gather": "true"},
+}
+
+
+def recipe_of(task: Task, folder: str) -> PretrainRecipe:
+    """The task as a recipe."""
+    compiled = "none" if task.row == "shipped" and task.device == "cpu" else "block"
+    keys: dict[str, Any] = {f"model.{key}": str(value).lower() for key, value in task.model.items()}
+    keys |= {
+        "run.dir": folder, "run.name": "run", "run.device": task.device, "run.seed": task.seed,
+        "data.source": "synthetic", "data.validation_every": 0, "validation.interval": 0,
+        "training.steps": task.warmup + task.steps + 1, "training.seq_len": task.seq_len,
+        "training.global_batch_size": task.batch_size, "training.local_batch_size": task.micro_batch_size,
+        "training.compute_dtype": "float32" if task.precision == "float32" else "bfloat16",
+        "training.max_norm": task.max_norm,
+        "optimizer.lr": task.lr, "optimizer.beta1": task.beta1, "optimizer.beta2": task.beta2,
+        "optimizer.eps": task.eps, "optimizer.weight_decay": task.weight_decay,
+        "schedule.warmup_steps": 0, "schedule.decay": "none",
+        "float8.scaling": "tensorwise" if task.precision == "float8" else "none",
+        "compile.mode": compiled, "checkpoint.enabled": "false",
+    }  # fmt: skip
+    keys |= ROWS[task.row] | task.options
+    toml = Path(folder, "task.toml")
+    toml.write_text("")
+    return start(PretrainRecipe, [str(toml), *(f"--{key}={value}" for key, value in keys.items())])
+
+
+def main() -> None:
+    task = Task.read()
+    clock = Clock(task, ("titanlike", "torchao"))
+
+    class Monitor(pretrain.Monitor):
+        def step(self, step: int, **values: Any) -> None:
+            super().step(step, **values)
+            clock.step(values["loss"])
+
+    # All of the program but where its tokens come from.
+    pretrain.load_tokens = lambda section, tokenizer: np.load(task.tokens_file, mmap_mode="r")  # type: ignore[assignment]
+    pretrain.Monitor = Monitor  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(task, folder)
+        with distributed.session(recipe.run.device) as device:
+            pretrain.main(recipe, device)
+
+
+if __name__ == "__main__":
+    main()

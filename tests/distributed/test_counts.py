@@ -1,0 +1,159 @@
+"""What makes a step slow without changing a number, counted: each shipped recipe's model, made small, under each layout.
+
+A time would depend on the machine; these do not. Where the host would wait for a GPU is seen on a CPU too: it is where a
+number is taken out of a tensor, or the size of a result depends on its values.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recipes import pretrain
+from tests.pool import Pool
+from tests.training import train_here
+from titanlike.config import PretrainRecipe, load, to_toml
+from titanlike.verify import _toml, shrink
+
+Ranks = Callable[[int], Pool]
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+WARM = 3  # the first step that nothing is excused in
+STEPS = 4
+
+# Operations that hand a number, or a size, to the host.
+TO_THE_HOST = {
+    "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
+    "bincount", "repeat_interleave",
+}  # fmt: skip
+
+# One recipe of each kind; the others differ in sizes alone.
+RECIPES = ["debug", "gpt2_124m", "llama3_1b", "llama3_8b", "llama3_8b_float8", "llama3_70b", "study/baseline"]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "FSDP": (2, dict(shard=2)),
+    "TP": (2, dict(tensor=2)),
+    "CP": (2, dict(context=2)),
+    "PP": (2, dict(pipeline=2)),
+    "HSDP": (4, dict(replicate=2, shard=2)),
+    "TP-FSDP": (4, dict(tensor=2, shard=2)),
+    "CP-TP": (4, dict(context=2, tensor=2)),
+    "PP-TP": (4, dict(pipeline=2, tensor=2)),
+}
+# A few in every run, of which each layout is one; in the second tier all recipes under all that is combined.
+QUICK = {
+    ("llama3_8b_float8", "one"), ("llama3_8b_float8", "TP"), ("gpt2_124m", "FSDP"), ("llama3_1b", "CP"), ("llama3_8b", "PP"),
+}  # fmt: skip
+CASES = [pytest.param(*case, id="-".join(case)) for case in sorted(QUICK)] + [
+    pytest.param(name, layout, marks=pytest.mark.slow, id=f"{name}-{layout}")
+    for name in RECIPES
+    for layout in ("one", "HSDP", "TP-FSDP", "CP-TP", "PP-TP")
+    if (name, layout) not in QUICK
+]
+
+
+def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecipe:
+    """A shipped recipe, as `titanlike verify` makes it small, with all that may slow a step put back."""
+    processes, dimensions = LAYOUTS[layout]
+    keys = {f"parallelism.{key}": str(value) for key, value in dimensions.items()}
+    recipe = load(PretrainRecipe, FOLDER / f"{name}.toml", keys)
+    smaller = shrink(tomli.loads(to_toml(recipe)), processes, STEPS)
+    smaller |= {
+        "training.compute_dtype": recipe.training.compute_dtype,
+        "training.global_batch_size": 4 * processes,
+        "compile.mode": recipe.compile.mode,
+        # Captures and partitions as the real compiler does, and leaves out the generating of code.
+        "compile.backend": "aot_eager_decomp_partition",
+        "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
+        "float8.scaling": recipe.float8.scaling,
+        "float8.all_gather": recipe.float8.all_gather,
+        "float8.emulate": recipe.float8.scaling != "none",
+        "float8.skip_small": False,
+        "optimizer.state": recipe.optimizer.state,
+        "validation.interval": 0,
+        "checkpoint.enabled": False,
+        "metrics.interval": STEPS,
+        "run.dir": str(folder),
+        "run.name": "run",
+    } | changes
+    return load(PretrainRecipe, FOLDER / f"{name}.toml", keys | {key: _toml(value) for key, value in smaller.items()})
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def steps_watched(before: Callable[[int], None]) -> Iterator[None]:
+    """Call something at the beginning of each step of the program, from its data on."""
+    original = pretrain.Batches.microbatches
+
+    def watched(self: Any, step: int) -> Any:
+        before(step)
+        return original(self, step)
+
+    pretrain.Batches.microbatches = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        pretrain.Batches.microbatches = original  # type: ignore[method-assign]
+
+
+def _operations(recipe: PretrainRecipe) -> dict[str, int]:
+    """All that the program does in one step after the first ones, up to the next one's data."""
+    operations = Operations()
+
+    def before(step: int) -> None:
+        if step == WARM:
+            operations.__enter__()
+        elif step == WARM + 1:
+            operations.__exit__(None, None, None)
+
+    with steps_watched(before):
+        train_here(recipe)
+    return dict(operations.counts)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_the_host_never_waits_in_a_step(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
+    recipe = small(tmp_path, name, layout, **{"compile.mode": "none"})
+    for counts in ranks(LAYOUTS[layout][0]).run(_operations, recipe):
+        assert sum(counts.values()) > 100
+        assert {operation: counts[operation] for operation in TO_THE_HOST & counts.keys()} == {}
+
+
+def _compiled(recipe: PretrainRecipe) -> tuple[int, int, int]:
+    """Graphs compiled in the first steps and after them, and graph breaks."""
+    counters.clear()
+    graphs = {}
+
+    def before(step: int) -> None:
+        graphs[step] = counters["stats"]["unique_graphs"]
+
+    with steps_watched(before):
+        train_here(recipe)
+    return graphs[WARM], counters["stats"]["unique_graphs"] - graphs[WARM], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [case for case in CASES if case.values[0] not in ("debug", "study/baseline")]
+)
+def test_nothing_is_compiled_again_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
+    recipe = small(tmp_path, name, layout)
+    for first, later, breaks in ranks(LAYOUTS[layout][0]).run(_compiled, recipe):
+        assert first >= 1
+        assert (later, breaks) == (0, 0)

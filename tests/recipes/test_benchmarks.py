@@ -1,0 +1,61 @@
+"""The side-by-side runs: same losses, and the library beside the loop that was written by hand, within one run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figures import figures, table
+
+ROOT = Path(__file__).parents[2]
+PLAIN_LINES = 150
+
+
+def test_the_hand_written_loop_stays_small() -> None:
+    assert len((ROOT / "benchmarks/subjects/plain.py").read_text().splitlines()) < PLAIN_LINES
+
+
+def test_ratios_are_between_neighbours_in_time() -> None:
+    plain = {
+        "blocks": [1.0, 2.0, 4.0], "losses": [3.0, 2.0], "seconds_to_second_step": 1.0, "peak_memory_gib": 1.0, "device": "cpu",
+    }  # fmt: skip
+    rows = {
+        "plain.best": plain,
+        "titanlike.best": plain | {"blocks": [0.5, 1.0, 4.0], "losses": [3.0, 2.002]},
+        "other.best": plain | {"blocks": [1.0, 2.0, 8.0], "peak_memory_gib": 2.0},
+        "wrong.best": plain | {"blocks": [0.1, 0.1, 0.1], "losses": [3.0, 2.02]},
+        "broken.best": {"failed": "no such thing"},
+    }
+    limits = {"kinds": {"float32": {"products_flops_per_second": 1e12, "floor_seconds_per_token": 1e-3}}}
+    run = dict(model="cpu_6m", device="cpu", precision="float32", tokens_per_step=50, block=2, limits=limits)
+    compared = {row: figures(one, rows, run) for row, one in rows.items()}
+    ours = compared["titanlike.best"]
+    assert (ours["tokens_per_second"], ours["of_the_floor"]) == (100.0, 0.1)
+    assert ours["of_plain.best"] == {"median": 2.0, "low": 1.0, "high": 2.0}
+    assert ours["loss_differs"] == pytest.approx(0.001) and not compared["wrong.best"]["losses_agree"]
+    printed = table([run | {"rows": compared}])
+    assert "| titanlike.best | 100 | 2.000 (1.00 to 2.00) | 0% | 1.00 | 1.0 / nan | agree |" in printed
+    assert "| wrong.best | 1,000 | 20.000 (10.00 to 40.00) | 4% | 1.00 | 1.0 / nan | differ by 1e-02 |" in printed
+    assert "| broken.best | failed |" in printed
+    # Who trains something else is no peer.
+    assert (
+        "fastest row, other.best: 2.000 (2.00 to 2.00) of its tokens/s, 0.50 of its memory, 1.00 of its time" in printed
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_library_keeps_up_with_the_loop_written_by_hand(tmp_path: Path, precision: str) -> None:
+    """Not a matter of seconds: both run in turns, and what slows the machine slows both."""
+    words = f"--subject plain,titanlike --rows shipped --model cpu_6m --precision {precision} --warmup 3 --steps 12 --block 2"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", *words.split(), "--out", str(tmp_path / "result.json")],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    ours, plain = rows["titanlike.shipped"], rows["plain.shipped"]
+    assert ours["losses_agree"]
+    assert ours["of_plain.shipped"]["median"] > 0.85  # it is about 1; a machine with other work on it is not exact
+    assert ours["peak_memory_gib"] < 1.05 * plain["peak_memory_gib"]

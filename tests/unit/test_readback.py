@@ -1,0 +1,65 @@
+"""On a GPU a step is looked at one step later. Here the numbers are made to arrive late without one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.test_metrics import monitor, records
+from titanlike.config import UserError
+from titanlike.optimizer import Guard, Norms
+from titanlike.readback import Readback
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Readback, "here", False)
+
+
+def norms(value: float) -> Norms:
+    return Norms(torch.tensor(value), torch.tensor([1.0, value]), ["first", "second"])
+
+
+def looks(guard: Guard, values: list[float]) -> None:
+    for step, value in enumerate(values, start=1):
+        guard.step(step, torch.tensor(1.0), torch.tensor(1.0), norms(value))
+
+
+@pytest.mark.usefixtures("late", "alone")
+def test_a_bad_step_is_found_at_the_next_one() -> None:
+    guard = Guard()
+    looks(guard, [1.0, 2.0, float("nan")])
+    with pytest.raises(UserError, match=r"step 3: the loss is finite, but not the gradient of second"):
+        guard.step(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0))
+
+
+@pytest.mark.usefixtures("late", "alone")
+def test_a_bad_last_step_is_found_by_who_catches_up() -> None:
+    guard = Guard()
+    looks(guard, [1.0, float("inf")])
+    with pytest.raises(UserError, match="step 2: "):
+        guard.catch_up()
+    guard.catch_up()  # once is enough
+
+
+@pytest.mark.usefixtures("late")
+def test_good_steps_pass_and_none_is_left() -> None:
+    guard = Guard()
+    looks(guard, [1.0, 2.0, 3.0])
+    assert len(guard.unseen) == 1
+    guard.catch_up()
+    assert not guard.unseen
+
+
+@pytest.mark.usefixtures("late")
+def test_a_record_waits_for_the_next_step_and_nothing_is_lost(tmp_path: Path) -> None:
+    with monitor(tmp_path, num_steps=6, interval=2) as watched:
+        for step in range(1, 7):
+            watched.step(step, loss=torch.tensor(float(step)), grad_norm=torch.tensor(1.0), learning_rate=0.1)
+            if step == 4:
+                assert [record["step"] for record in records(tmp_path)] == [1, 2]
+                with watched.not_training():
+                    assert [record["step"] for record in records(tmp_path)] == [1, 2, 4]
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in found] == [(1, 1.0), (2, 2.0), (4, 4.0), (6, 6.0)]
