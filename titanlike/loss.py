@@ -55,14 +55,18 @@ def loss_and_gradient(
         places = places - dist.get_rank(vocabulary) * logits.shape[-1]
         mine = mine & (places >= 0) & (places < logits.shape[-1])
         places = places.where(mine, 0)
-    shifted = logits.float() - largest
-    label_logits = shifted.gather(-1, places).where(mine, 0.0)
-    odds = shifted.exp_()
+    label_logits = (logits.gather(-1, places).float() - largest).where(mine, 0.0)
+    odds = (logits.float() - largest).exp_()
     total = odds.sum(-1, keepdim=True)
     if vocabulary is not None:
         total, label_logits = (all_reduce(term, "sum", vocabulary) for term in (total, label_logits))
     losses = (total.log() - label_logits).where(valid[:, None], 0.0)
-    gradient = odds.mul_(valid[:, None] / total).scatter_add_(-1, places, -mine.float())
+    gradient = odds.mul_(valid[:, None] / total)
+    if torch.compiler.is_compiling():  # compiled, it is one pass with what comes before and after
+        words = torch.arange(logits.shape[-1], device=logits.device)
+        gradient = gradient - ((words == places) & mine).float()
+    else:
+        gradient = gradient.scatter_add_(-1, places, -mine.float())
     return losses.sum(), gradient.to(logits.dtype)
 
 
@@ -123,7 +127,11 @@ class _OfHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: a pipeline that splits its backward pass comes here twice.
-        x_gradient, weight_gradient = (compiled(scaled, ctx.backend)(saved, scale) for saved in ctx.saved_tensors)
+        x_gradient, weight_gradient = ctx.saved_tensors
+        backend = "" if x_gradient.dtype == torch.float32 else ctx.backend  # where there is more than one operation
+        x_gradient, weight_gradient = (
+            compiled(scaled, backend)(saved, scale) for saved in (x_gradient, weight_gradient)
+        )
         return x_gradient, weight_gradient, None, None, None, None, None
 
 

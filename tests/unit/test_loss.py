@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlike.loss import IGNORE, cross_entropy_sum, head_loss
+from titanlike.loss import IGNORE, compiled, cross_entropy_sum, head_loss
 
 TOKENS, WIDTH, WORDS = 24, 16, 40
 
@@ -34,6 +34,18 @@ def test_in_pieces_it_is_torchs_own(chunk: int) -> None:
     loss = head_loss(x, weight, labels, chunk=chunk)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), by_torch(x, weight, labels))
+    torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_it_is_the_same(backend: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    x, weight, labels = inputs(dtype)
+    expected = torch.autograd.grad(head_loss(x, weight, labels, chunk=7) / 19, (x, weight))
+    loss = head_loss(x, weight, labels, chunk=7, backend=backend)
+    torch.testing.assert_close(loss, head_loss(x, weight, labels, chunk=7))
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
 
 

@@ -213,7 +213,7 @@ class Float8:
     skip_small: bool = True
     """Leave those as they are that are too small to gain more in the product than the casts cost."""
     head: bool = False
-    """Convert the head too. Logits suffer more from rounding than what is inside the model."""
+    """Convert the head too. Logits suffer more from rounding than what is inside the model, and are then there all at once."""
     emulate: bool = False
     """Round as float8 does, multiply in float32: to see on any machine what float8 does to the loss. Slower than without."""
 

@@ -1,0 +1,65 @@
+"""What only a GPU can show of speed: that the host never waits, which attention runs, and what the loss in pieces saves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from recipes import pretrain
+from tests.distributed.test_counts import STEPS, WARM, small, steps_watched
+from titanlike import distributed
+from titanlike.loss import head_loss
+from titanlike.models.layers import attention_by
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.parametrize("compiled", ["none", "block"])
+@pytest.mark.parametrize("name", ["gpt2_124m", "llama3_1b", "llama3_8b"])
+def test_the_host_never_waits_in_a_step(tmp_path: Path, name: str, compiled: str) -> None:
+    options: dict[str, Any] = {"run.device": "cuda", "compile.mode": compiled, "compile.backend": "inductor"}
+    recipe = small(tmp_path, name, "one", **options)
+
+    def before(step: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if WARM <= step < STEPS else "default")
+
+    try:
+        with distributed.session("cuda") as device, steps_watched(before):
+            pretrain.main(recipe, device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def kernels_of_attention(choice: str) -> str:
+    q, k, v = (torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    with attention_by(choice), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return " ".join(event.key for event in profiled.key_averages())
+
+
+def test_attention_is_cudnns_where_there_is_a_choice_and_what_is_asked_for() -> None:
+    assert "_scaled_dot_product_flash_attention" in kernels_of_attention("flash")
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert "_scaled_dot_product_cudnn_attention" in kernels_of_attention("auto")
+
+
+@pytest.mark.parametrize("backend", ["", "inductor"])
+def test_the_loss_in_pieces_takes_little_memory(backend: str) -> None:
+    tokens, width, words = 8192, 512, 65536
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(words, width, device="cuda")).bfloat16().requires_grad_()
+    labels = torch.randint(0, words, (tokens,), device="cuda")
+    peaks, gradients = {}, {}
+    for chunk in (0, 1024):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = head_loss(x, weight, labels, chunk=chunk, backend=backend)
+        gradients[chunk] = torch.autograd.grad(loss / tokens, (x, weight))
+        peaks[chunk] = torch.cuda.max_memory_allocated() - before
+    assert peaks[1024] < peaks[0] / 3
+    for one, other in zip(*gradients.values(), strict=True):
+        assert (one - other).float().norm() < 0.01 * other.float().norm()
