@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import float8_quality, optimizers
+from benchmarks import figures, float8_quality, optimizers
 from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
@@ -86,6 +86,14 @@ def test_what_optimizers_keep_is_what_was_counted() -> None:
     measured = json.loads((ROOT / "docs/optimizers.json").read_text())
     assert list(measured) == list(optimizers.VARIANTS)
     assert f"\n\n{optimizers.table(measured)}\n\n" in (ROOT / "docs/float8.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("cpu_*.json")), ids=lambda path: path.stem)
+def test_the_tables_of_speed_are_what_was_measured(path: Path) -> None:
+    measured = json.loads(path.read_text())
+    assert figures.table([measured]).strip() in (ROOT / "docs/speed.md").read_text()
+    assert measured["command"].endswith(f"--out benchmarks/results/{path.name}")
+    assert all(one.get("losses_agree") for one in measured["rows"].values() if "failed" not in one)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
