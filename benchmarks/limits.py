@@ -18,18 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.models import MODELS, Model, shape_of
 from titanlike.config.models import GPT, Llama
 from titanlike.metrics.hardware import device_name, peak_flops
-
-KERNELS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+from titanlike.models.layers import KERNELS, attention_by
 
 
 def seconds(work: Callable[[], Any], device: str, times: int = 7) -> float:
@@ -84,11 +77,11 @@ def attention(shape: Llama | GPT, batch: int, length: int, kind: str, device: st
         torch.autograd.grad(out, (q, k, v), out)
 
     found: dict[str, float | None] = {}
-    for name, kernel in KERNELS.items():
+    for name in KERNELS:
         if name == "math" and length > 2048:
             continue  # it holds all pairs of tokens
         try:
-            with sdpa_kernel([kernel]):
+            with attention_by(name):
                 found[name] = seconds(both, device)
         except RuntimeError:
             found[name] = None

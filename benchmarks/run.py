@@ -54,7 +54,11 @@ def words() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that a subject may take")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", nargs="*", type=Path, help="print the tables of these results, and measure nothing")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for subject in arguments.subject.split(","):
+        if subject not in SUBJECTS:
+            parser.error(f"--subject {subject}: there is no such subject; there are {', '.join(SUBJECTS)}")
+    return arguments
 
 
 class Subject:

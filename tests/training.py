@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes import pretrain
 from tests.pool import Pool
@@ -94,3 +96,15 @@ def assert_same(
     tolerances = {"loss": loss, "gradient norm": norm, "weights": weights}
     for what, (worst, where) in differences(found, expected).items():
         assert worst <= tolerances[what], f"{what} differs by {worst:.1e} ({where}), more than {tolerances[what]:.0e}"
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))

@@ -99,8 +99,7 @@ class Guard:
 
     def step(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms) -> None:
         """Take note of a step. `loss` and `norms.total` are the same on all ranks, so that all stop together."""
-        numbers = torch.cat((torch.stack((loss, local_loss, norms.total)).float(), norms.parts))
-        self.unseen.append((step, Readback(numbers), norms.names))
+        self.unseen.append((step, Readback(loss, local_loss, norms.total, norms.parts), norms.names))
         while self.unseen and (len(self.unseen) > 1 or self.unseen[0][1].here):
             self._look()
 

@@ -5,10 +5,13 @@ from torch import Tensor
 
 
 class Readback:
-    """Some numbers, asked for now and read later: on a GPU, while it works on what comes next."""
+    """Numbers of some tensors, asked for now and read later: on a GPU, while it works on what comes next."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        self.numbers = numbers.detach()
+    def __init__(self, *tensors: Tensor) -> None:
+        # All to the first one's device: with offloading, norms are on the host and the loss is not.
+        device = tensors[0].device
+        numbers = torch.cat([tensor.detach().flatten().float().to(device) for tensor in tensors])
+        self.numbers = numbers
         self.arrival: torch.cuda.Event | None = None
         if numbers.is_cuda:
             self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)

@@ -4,7 +4,6 @@ A time would depend on the machine; these do not. Where the host would wait for 
 number is taken out of a tensor, or the size of a result depends on its values.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 import pytest
 import tomli
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes import pretrain
 from tests.pool import Pool
-from tests.training import train_here
+from tests.training import Operations, train_here
 from titanlike.config import PretrainRecipe, load, to_toml
 from titanlike.verify import _toml, shrink
 
@@ -83,18 +81,6 @@ def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecip
         "run.name": "run",
     } | changes
     return load(PretrainRecipe, FOLDER / f"{name}.toml", keys | {key: _toml(value) for key, value in smaller.items()})
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

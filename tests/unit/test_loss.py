@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training import Operations
 from titanlike.loss import IGNORE, compiled, cross_entropy_sum, head_loss
 
 TOKENS, WIDTH, WORDS = 24, 16, 40
@@ -135,21 +136,9 @@ def test_the_logits_are_never_there_at_once() -> None:
 
 def test_without_gradients_none_are_made() -> None:
     x, weight, labels = inputs()
-    with torch.no_grad(), Products() as products:
+    with torch.no_grad(), Operations() as operations:
         head_loss(x, weight, labels, chunk=12)
-    assert products.number == 2  # one a piece
-    with Products() as products:
+    assert operations.counts["mm"] == 2  # one a piece
+    with Operations() as operations:
         head_loss(x, weight, labels, chunk=12).backward()
-    assert products.number == 6
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.overloadpacket.__name__ in ("mm", "addmm_", "addmm")
-        return func(*args, **(kwargs or {}))
+    assert operations.counts["mm"] + operations.counts["addmm_"] == 6

@@ -26,6 +26,11 @@ def looks(guard: Guard, values: list[float]) -> None:
         guard.step(step, torch.tensor(1.0), torch.tensor(1.0), norms(value))
 
 
+def test_numbers_come_in_their_order_whatever_their_type() -> None:
+    found = Readback(torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor([3.0, 4.0]))
+    assert found.here and found.read() == [1.0, 2.0, 3.0, 4.0]
+
+
 @pytest.mark.usefixtures("late", "alone")
 def test_a_bad_step_is_found_at_the_next_one() -> None:
     guard = Guard()

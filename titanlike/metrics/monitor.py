@@ -71,7 +71,7 @@ class Monitor:
         self._record_last()
         self.window_steps += 1
         if step % self.interval == 0 or step in (1, self.num_steps):
-            self.unseen = step, Readback(torch.stack((loss, grad_norm))), learning_rate
+            self.unseen = step, Readback(loss, grad_norm), learning_rate
             if self.unseen[1].here or step == self.num_steps:
                 self._record_last()
 

@@ -32,7 +32,7 @@ def _casting(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> type:
                 self.computing = False
 
     def seen(name: str) -> property:
-        def look(module: Any) -> Tensor | None:
+        def look(module: Any) -> Tensor:
             parameter: Tensor = module._parameters[name]
             # Made anew at each use: the compiler computes it again in the backward pass instead of keeping it.
             return parameter.to(dtype) if module.computing or torch.compiler.is_compiling() else parameter
