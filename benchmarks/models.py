@@ -27,7 +27,7 @@ MODELS = {
     # For two CPU cores.
     "cpu_6m": Model(
         llama(dim=256, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=768, vocab_size=4096, max_seq_len=256),
-        seq_len=256, batch_size=8, micro_batch_size=8,
+        seq_len=256, batch_size=8, micro_batch_size=8, lr=5e-4,
     ),
     "cpu_50m": Model(
         llama(dim=512, num_layers=10, num_heads=8, num_kv_heads=8, ffn_dim=1536, vocab_size=16384, max_seq_len=512),

@@ -144,7 +144,9 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
                 with monitor.not_training():
                     guard.catch_up()
                     checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, mesh.sizes, machine))
-            if due(step, training.gc_interval, training.steps):
+            if step == first_step:
+                gc.collect()  # what compiling has left behind
+            elif due(step, training.gc_interval, training.steps):
                 gc.collect(1)
 
     guard.catch_up()

@@ -70,6 +70,8 @@ def _join(device: str, timeout_minutes: int) -> torch.device:
     chosen = torch.device("cuda", ranks.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(chosen)
+    else:
+        environment.keep_freed_memory()
     options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
     if not ranks.started_by_launcher:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # alone: no port, no address, no waiting

@@ -3,7 +3,9 @@
 The one reader of environment variables: the launcher asks it how many processes to start, every program which of them it is.
 """
 
+import ctypes
 import os
+import platform
 import re
 import shutil
 import signal
@@ -157,6 +159,28 @@ def share_cores(processes: int) -> dict[str, str]:
     """Variables that give each of so many processes an even share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:
+    """Let the process keep what it frees: the next step takes the same sizes again, and the system is slow to give them anew.
+    Does nothing where the C library is not glibc, or the user has set its variables."""
+    keep_all, from_system_never = (-1, -1), (-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt and not any(name.startswith("MALLOC_") for name in environ):
+        for setting in (keep_all, from_system_never):
+            mallopt(*setting)
+
+
+def trust_compiler() -> dict[str, str]:
+    """Variables that spare torch.compile its trials of the processor's instructions, seven seconds of a first start on a CPU:
+    a compiler of these years knows them all."""
+    command = [os.environ.get("CXX", "g++"), "-dumpversion"]
+    try:
+        version = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return {}
+    recent = version.partition(".")[0].strip().isdigit() and int(version.partition(".")[0]) >= 11
+    return {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if recent and platform.machine() == "x86_64" else {}
 
 
 def started_by_another_launcher(environ: Mapping[str, str] = os.environ) -> bool:

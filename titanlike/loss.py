@@ -41,10 +41,8 @@ def head_loss(
     return _OfHead.apply(x, weight, labels, chunk or x.shape[0], vocabulary, backend, learning)
 
 
-def loss_and_gradient(
-    logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
-    """The loss of logits (N, V), and its gradient in their type."""
+def loss_in_place(logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None = None) -> Tensor:
+    """The loss of logits (N, V), which become its gradient: there are never two of what takes so much memory."""
     valid = labels != IGNORE
     largest = logits.amax(-1, keepdim=True)  # so that the exponentials do not overflow; it cancels out
     places = labels.where(valid, 0)[:, None]
@@ -56,18 +54,20 @@ def loss_and_gradient(
         mine = mine & (places >= 0) & (places < logits.shape[-1])
         places = places.where(mine, 0)
     label_logits = (logits.gather(-1, places).float() - largest).where(mine, 0.0)
-    odds = (logits.float() - largest).exp_()
+    # Compiled, each of three passes computes what it needs anew, and the last one writes in place; otherwise each step does.
+    compiling = torch.compiler.is_compiling()
+    odds = (logits.float() - largest).exp() if compiling else logits.float().sub_(largest).exp_()
     total = odds.sum(-1, keepdim=True)
     if vocabulary is not None:
         total, label_logits = (all_reduce(term, "sum", vocabulary) for term in (total, label_logits))
     losses = (total.log() - label_logits).where(valid[:, None], 0.0)
-    gradient = odds.mul_(valid[:, None] / total)
-    if torch.compiler.is_compiling():  # compiled, it is one pass with what comes before and after
+    if compiling:
         words = torch.arange(logits.shape[-1], device=logits.device)
-        gradient = gradient - ((words == places) & mine).float()
+        odds = (logits.float() - (largest + total.log())).exp().where(valid[:, None], 0.0)
+        logits.copy_(odds - ((words == places) & mine).float())
     else:
-        gradient = gradient.scatter_add_(-1, places, -mine.float())
-    return losses.sum(), gradient.to(logits.dtype)
+        logits.copy_(odds.mul_(valid[:, None] / total).scatter_add_(-1, places, -mine.float()))
+    return losses.sum()
 
 
 def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -84,7 +84,8 @@ def compiled(function: Any, backend: str) -> Any:
 class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None) -> Tensor:
-        loss, gradient = loss_and_gradient(logits, labels, vocabulary)
+        gradient = logits.clone()
+        loss = loss_in_place(gradient, labels, vocabulary)
         ctx.save_for_backward(gradient)
         return loss
 
@@ -108,20 +109,18 @@ class _OfHead(torch.autograd.Function):
     ) -> Tensor:
         ctx.backend = backend
         total = torch.zeros((), device=x.device)
-        x_gradients = []
-        weight_gradient: Tensor | None = None
-        for some, their_labels in zip(x.split(chunk), labels.split(chunk), strict=True):
-            loss, gradient = compiled(loss_and_gradient, backend)(some @ weight.t(), their_labels, vocabulary)
-            total = total + loss
+        # What stays is there before the logits come and go: they leave no holes in memory.
+        x_gradient, weight_gradient = (torch.zeros_like(of) if learning else of for of in (x, weight))
+        for first in range(0, x.shape[0], chunk):
+            piece = slice(first, first + chunk)
+            gradient = x[piece] @ weight.t()  # the logits, as yet
+            total += compiled(loss_in_place, backend)(gradient, labels[piece], vocabulary)
             if learning:
-                x_gradients.append(gradient @ weight)
-                if weight_gradient is None:
-                    weight_gradient = gradient.t() @ some
-                else:
-                    weight_gradient.addmm_(gradient.t(), some)
+                x_gradient[piece] = gradient @ weight
+                weight_gradient.addmm_(gradient.t(), x[piece])
+            del gradient  # before the next piece's logits
         if learning:
-            assert weight_gradient is not None
-            ctx.save_for_backward(torch.cat(x_gradients), weight_gradient)
+            ctx.save_for_backward(x_gradient, weight_gradient)
         return total
 
     @staticmethod

@@ -100,6 +100,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     recipe = replace(recipe, run=_place(recipe.run, arguments))
     if recipe.compile.cache:  # torch looks when it is imported
         environment.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
+    if recipe.compile.mode != "none" and recipe.run.device != "cuda":
+        environment.set_variables(environment.trust_compiler())
     program = Path(sys.argv[0]).resolve()
     if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # so that the resolved recipe finds its program again

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.protocol import Clock, Task
-from recipes import pretrain
-from titanlike import distributed
 from titanlike.config import PretrainRecipe
 from titanlike.start import start
 
@@ -56,6 +54,16 @@ def recipe_of(task: Task, folder: str) -> PretrainRecipe:
 
 def main() -> None:
     task = Task.read()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(task, folder)  # as the shipped program does: before what compiles is imported
+        train(task, recipe)
+
+
+def train(task: Task, recipe: PretrainRecipe) -> None:
+    """The shipped program, all of it but where its tokens come from."""
+    from recipes import pretrain
+    from titanlike import distributed
+
     clock = Clock(task, ("titanlike", "torchao"))
 
     class Monitor(pretrain.Monitor):
@@ -63,13 +71,10 @@ def main() -> None:
             super().step(step, **values)
             clock.step(values["loss"])
 
-    # All of the program but where its tokens come from.
     pretrain.load_tokens = lambda section, tokenizer: np.load(task.tokens_file, mmap_mode="r")  # type: ignore[assignment]
     pretrain.Monitor = Monitor  # type: ignore[misc]
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(task, folder)
-        with distributed.session(recipe.run.device) as device:
-            pretrain.main(recipe, device)
+    with distributed.session(recipe.run.device) as device:
+        pretrain.main(recipe, device)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,24 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.environment import Job, Ranks, first_host, job, num_gpus, port_is_free, rank_variables_from_slurm, ranks
+from titanlike.environment import (
+    Job,
+    Ranks,
+    first_host,
+    job,
+    num_gpus,
+    port_is_free,
+    rank_variables_from_slurm,
+    ranks,
+    trust_compiler,
+)
 from titanlike.start import start
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -110,3 +122,42 @@ def test_compiled_code_is_kept_where_the_recipe_says(monkeypatch: pytest.MonkeyP
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")
     start(PretrainRecipe, [f"--run.dir={tmp_path}", "--compile.cache=other"])  # what the user has set stays
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")
+
+
+KEEP = """
+import resource, sys, mmap
+from titanlike.environment import keep_freed_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE
+
+keep_freed_memory()
+before = resident()
+block = bytearray(b"x") * (256 << 20)
+del block
+print((resident() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not os.confstr("CS_GNU_LIBC_VERSION"), reason="glibc keeps or gives back"
+)
+@pytest.mark.parametrize(("variables", "kept"), [({}, True), ({"MALLOC_TOP_PAD_": "0"}, False)])
+def test_freed_memory_is_kept_unless_the_user_has_a_word_on_it(variables: dict[str, str], kept: bool) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
+    out = subprocess.run([sys.executable, "-c", KEEP], env=environ, capture_output=True, text=True, check=True).stdout
+    assert (int(out) > 200) is kept, f"{out} MiB stayed"
+
+
+@pytest.mark.parametrize(("version", "trusted"), [("12", True), ("11.4.0", True), ("9.4.0", False), ("", False)])
+def test_a_recent_compiler_is_trusted_with_the_processors_instructions(
+    version: str, trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho {version}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert bool(trust_compiler()) is trusted
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    assert trust_compiler() == {}
