@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from recipes import pretrain
 from tests.pool import Pool
@@ -99,12 +100,17 @@ def assert_same(
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counts operations by name, and the bytes that ranks tell each other: of the larger side of what goes in and comes out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.counts[name] += 1
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.bytes[name] += max(x.nbytes for x in tree_leaves((args, result)) if isinstance(x, Tensor))
+        return result

@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 import tomli
+import torch
 from torch._dynamo.utils import counters
+from torch._inductor import metrics
 
 from recipes import pretrain
 from tests.pool import Pool
 from tests.training import Operations, train_here
 from titanlike.config import PretrainRecipe, load, to_toml
+from titanlike.config import models as shapes
+from titanlike.models import blocks
+from titanlike.models.llama import Llama
+from titanlike.parallelisms.compile import apply_compile
 from titanlike.verify import _toml, shrink
 
 Ranks = Callable[[int], Pool]
@@ -30,6 +36,7 @@ TO_THE_HOST = {
     "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
     "bincount", "repeat_interleave",
 }  # fmt: skip
+NOT_TALK = {"wait_tensor", "_wrap_tensor_autograd"}
 
 # One recipe of each kind; the others differ in sizes alone.
 RECIPES = ["debug", "gpt2_124m", "llama3_1b", "llama3_8b", "llama3_8b_float8", "llama3_70b", "study/baseline"]
@@ -99,8 +106,8 @@ def steps_watched(before: Callable[[int], None]) -> Iterator[None]:
         pretrain.Batches.microbatches = original  # type: ignore[method-assign]
 
 
-def _operations(recipe: PretrainRecipe) -> dict[str, int]:
-    """All that the program does in one step after the first ones, up to the next one's data."""
+def _operations(recipe: PretrainRecipe) -> tuple[dict[str, int], dict[str, int]]:
+    """All that the program does in one step after the first ones, up to the next one's data, and the bytes of its talk."""
     operations = Operations()
 
     def before(step: int) -> None:
@@ -111,13 +118,13 @@ def _operations(recipe: PretrainRecipe) -> dict[str, int]:
 
     with steps_watched(before):
         train_here(recipe)
-    return dict(operations.counts)
+    return dict(operations.counts), dict(operations.bytes)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_the_host_never_waits_in_a_step(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
     recipe = small(tmp_path, name, layout, **{"compile.mode": "none"})
-    for counts in ranks(LAYOUTS[layout][0]).run(_operations, recipe):
+    for counts, _ in ranks(LAYOUTS[layout][0]).run(_operations, recipe):
         assert sum(counts.values()) > 100
         assert {operation: counts[operation] for operation in TO_THE_HOST & counts.keys()} == {}
 
@@ -143,3 +150,62 @@ def test_nothing_is_compiled_again_and_no_graph_breaks(ranks: Ranks, tmp_path: P
     for first, later, breaks in ranks(LAYOUTS[layout][0]).run(_compiled, recipe):
         assert first >= 1
         assert (later, breaks) == (0, 0)
+
+
+BLOCKS = 3
+# In a step of so many passes: how often ranks talk, and how much they say.
+PASSES = {"FSDP": 4, "TP": 8, "CP": 8, "PP": 8}
+
+
+@pytest.mark.parametrize("layout", PASSES)
+def test_ranks_talk_as_often_and_as_much_as_the_layout_needs(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    recipe = small(
+        tmp_path, "llama3_8b", layout,
+        **{"compile.mode": "none", "activation_checkpoint.mode": "none", "model.num_layers": BLOCKS},
+    )  # fmt: skip
+    shape = recipe.model
+    passes, stream = (
+        PASSES[layout],
+        2 * recipe.training.seq_len * shape.dim,
+    )  # bytes of the stream of a pass, in bfloat16
+    embedding = shape.vocab_size * shape.dim
+    head = embedding + shape.dim  # with the norm before it
+    matrices = shape.dim**2 * 2 + 2 * shape.dim * shape.num_kv_heads * shape.head_dim + 3 * shape.dim * shape.ffn_dim
+    weights = embedding + BLOCKS * (matrices + 2 * shape.dim) + head
+    units = BLOCKS + 2  # that FSDP gathers, both ends among them
+    expected: dict[str, tuple[int, int]] = {}  # by operation: times, bytes
+    if layout in ("FSDP", "CP"):  # gathered for each pass, and all but the head once more for its way back
+        expected["_allgather_base_"] = (passes * (2 * units - 1), passes * 2 * (2 * weights - head))
+        expected["_reduce_scatter_base_"] = (passes * units, passes * 4 * weights)  # gradients in float32
+    if layout == "TP":  # twice a block and once at each end, forward and backward
+        moves = passes * 2 * (2 * BLOCKS + 1)
+        expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"] = (moves, moves * stream)
+        # The norms' gradients; three numbers a token for the loss.
+        norms, tokens = 2 * BLOCKS + 1, recipe.training.seq_len
+        expected["all_reduce"] = (passes * (norms + 3), passes * (norms * 2 * shape.dim + (4 + 4 + 2) * tokens))
+    if layout == "CP":  # keys and values
+        moves = passes * 2 * BLOCKS
+        half = stream * shape.num_kv_heads // shape.num_heads
+        expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"] = (moves, moves * half)
+    if layout == "PP":  # the stream one way, its gradient the other
+        expected["send"] = expected["recv_"] = (passes, passes * stream)
+    for counts, sizes in ranks(2).run(_operations, recipe):
+        few = counts.pop("allreduce_", 0), sizes.pop("allreduce_", 0)
+        assert few <= (3, 16), "loss, tokens and norm, a number each"
+        assert {name: (counts[name], sizes[name]) for name in sizes if name not in NOT_TALK} == expected
+
+
+@pytest.mark.slow
+def test_a_block_is_a_few_kernels_however_many_there_are() -> None:
+    counts = []
+    for num_blocks in (1, 3):
+        torch._dynamo.reset()
+        metrics.reset()
+        model = Llama(
+            shapes.Llama(dim=64, num_layers=num_blocks, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
+        )
+        apply_compile(model, blocks(model), mode="block")
+        model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
+        counts.append(metrics.generated_kernel_count)
+    assert counts[0] == counts[1] > 0
+    assert counts[0] <= 37  # loops of both passes with torch 2.13; more would mean that less is done in one go

@@ -1,15 +1,17 @@
 """The loss by way of the head, in pieces, against torch's own of all logits at once."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training import Operations
-from titanlike.loss import IGNORE, compiled, cross_entropy_sum, head_loss
+from titanlike.loss import IGNORE, compiled, cross_entropy_sum, head_loss, loss_in_place
 
 TOKENS, WIDTH, WORDS = 24, 16, 40
 
@@ -120,6 +122,22 @@ class Largest(TorchDispatchMode):
         return out
 
 
+class Made(TorchDispatchMode):
+    """How many tensors of the size of the first one's whole are made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self.numbers += sum(
+            x.numel() == 64 * 320 and x.untyped_storage().data_ptr() not in before
+            for x in (out if isinstance(out, tuple) else (out,))
+            if isinstance(x, Tensor) and x.dtype != torch.bool
+        )
+        return out
+
+
 def test_the_logits_are_never_there_at_once() -> None:
     x, weight, labels = (
         torch.randn(512, 8, requires_grad=True),
@@ -132,6 +150,29 @@ def test_the_logits_are_never_there_at_once() -> None:
     with Largest() as largest:
         head_loss(x, weight, labels.long()).backward()
     assert largest.numbers == 512 * 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_become_their_gradient_without_a_second_of_their_size(dtype: torch.dtype) -> None:
+    logits, labels = torch.randn(64, 320).to(dtype), torch.zeros(64, dtype=torch.long)
+    kept = logits.clone()
+    with Made() as made:
+        loss_in_place(logits, labels)
+    assert made.numbers == (0 if dtype == torch.float32 else 1)  # bfloat16: one in float32, to compute with
+    exact = kept.double().requires_grad_()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(exact, labels, reduction="sum"), exact)
+    torch.testing.assert_close(logits, gradient.to(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_there_is_no_second_of_their_size_at_all(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    logits, labels = torch.randn(64, 320).to(dtype), torch.zeros(64, dtype=torch.long)
+    _, codes = run_and_get_code(torch.compile(loss_in_place, fullgraph=True), logits, labels)
+    sizes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "".join(codes))
+    assert sizes
+    assert set(sizes) <= {"64, 1", "64", ""}  # a number a token, and the sum
 
 
 def test_without_gradients_none_are_made() -> None:

@@ -102,8 +102,8 @@ class Training:
     """Tokens whose logits are there at once: the loss and its gradient are found for so many, and the logits forgotten. Less
     memory, which a large vocabulary has need of; smaller than some hundred is slow. 0: all that a rank takes at once."""
     gc_interval: NonNegative = 50
-    """Steps between garbage collections. Left to itself Python collects at a different step on each rank, and all wait.
-    0 leaves it to itself."""
+    """Steps between garbage collections; one more, a whole one, follows the first step. Left to itself Python collects at a
+    different step on each rank, and all wait. 0 leaves it to itself."""
 
     def num_microbatches(self, data_ranks: int) -> int:
         """Forward and backward passes that one rank makes in a step."""
@@ -173,7 +173,7 @@ class Parallelism:
     """Number of blocks of each stage, in order, such as `[7, 8, 8, 9]`. Empty: balanced, the head counted as the blocks that
     it costs."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """When to let go of gathered weights. `auto`: after each block but the last, which the backward pass needs at once.
+    """When to let go of gathered weights. `auto`: after each block; the head keeps its own, which the backward pass needs at once.
     `never` gathers once a pass, for the memory of a whole model in `compute_dtype`."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the host's memory. Fits larger models; much slower."""

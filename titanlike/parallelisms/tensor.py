@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from titanlike.config import UserError
 from titanlike.distributed import gather_along, scatter_sum_along
 from titanlike.models import blocks
+from titanlike.parallelisms.seeing import seeing
 
 TOKENS = 1  # the dimension of a stream (B, T, D) that is shared between the matrices
 WHOLE, OUT, IN = (
@@ -66,7 +67,6 @@ def apply_tensor(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
                     field, nn.Parameter(distribute_tensor(parameter, mesh, [placement], src_data_rank=None))
                 )
             module.__class__ = shared(type(module), style, mesh)
-            module.computing = False
     # Shares are looked up in front of a block, outside of what is compiled: there the compiler meets plain tensors only.
     layers = blocks(model).values()
     ends = [module for name, module in model.named_children() if name != "layers"]
@@ -106,32 +106,20 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
     """The same kind of module, which sees its parameters as this rank's share, and computes this rank's share."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
 
-    class Shared(kind):  # type: ignore[misc]
+    def share(module: Any, name: str) -> Tensor | None:
+        # Where terms are added up, the bias comes after the sum.
+        return None if style.adds_up and name == "bias" else module.mine.get(name)
+
+    class Shared(seeing(kind, ("weight", "bias"), share)):  # type: ignore[misc]
         mine: dict[str, Tensor]  # kept after a pass: the backward pass may recompute with it
-        computing: bool
         gather = staticmethod(gather_along)  # a transform may put others in the place of these two
         scatter_sum = staticmethod(scatter_sum_along)
-
-        @property
-        def weight(self) -> Tensor | None:
-            return self._seen("weight")
-
-        @property
-        def bias(self) -> Tensor | None:
-            # Where terms are added up, the bias comes after the sum.
-            inside = self.computing or torch.compiler.is_compiling()
-            return None if style.adds_up and inside else self._seen("bias")
-
-        def _seen(self, name: str) -> Tensor | None:
-            if self.computing or torch.compiler.is_compiling():
-                return self.mine.get(name)
-            return self._parameters[name] if name in self._parameters else getattr(super(), name, None)
 
         def take_mine(self) -> None:
             """Look up this rank's share of the parameters."""
             mine = {}
             for name, placement in (("weight", style.weight), ("bias", style.bias)):
-                parameter = self._seen(name)
+                parameter = self.own(name)
                 if isinstance(parameter, DTensor):
                     # Of a parameter that all ranks have, each computes the gradient of its share of the work.
                     gradient = Partial() if placement == WHOLE else placement
@@ -148,13 +136,7 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
                 rows = self.num_embeddings // mesh.size()
                 known = (x >= rank * rows) & (x < (rank + 1) * rows)
                 x = (x - rank * rows).where(known, 0)
-            if not torch.compiler.is_compiling():
-                self.computing = True
-            try:
-                out = super().forward(x, *others)
-            finally:  # a recomputation is cut short by an exception when it has what it wants
-                if not torch.compiler.is_compiling():
-                    self.computing = False
+            out: Tensor = super().forward(x, *others)
             if known is not None:
                 out = out.where(known[..., None], 0.0)
             if style.adds_up:
