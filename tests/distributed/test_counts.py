@@ -28,6 +28,7 @@ from titanlike.verify import _toml, shrink
 Ranks = Callable[[int], Pool]
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
+PASSES = 4  # in a step, under any layout
 WARM = 3  # the first step that nothing is excused in
 STEPS = 4
 
@@ -71,7 +72,8 @@ def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecip
     smaller = shrink(tomli.loads(to_toml(recipe)), processes, STEPS)
     smaller |= {
         "training.compute_dtype": recipe.training.compute_dtype,
-        "training.global_batch_size": 4 * processes,
+        "training.global_batch_size": PASSES * processes,
+        "training.local_batch_size": processes // (dimensions.get("replicate", 1) * dimensions.get("shard", 1)),
         "compile.mode": recipe.compile.mode,
         # Captures and partitions as the real compiler does, and leaves out the generating of code.
         "compile.backend": "aot_eager_decomp_partition",
@@ -153,21 +155,17 @@ def test_nothing_is_compiled_again_and_no_graph_breaks(ranks: Ranks, tmp_path: P
 
 
 BLOCKS = 3
-# In a step of so many passes: how often ranks talk, and how much they say.
-PASSES = {"FSDP": 4, "TP": 8, "CP": 8, "PP": 8}
 
 
-@pytest.mark.parametrize("layout", PASSES)
+@pytest.mark.parametrize("layout", ["FSDP", "TP", "CP", "PP"])
 def test_ranks_talk_as_often_and_as_much_as_the_layout_needs(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     recipe = small(
         tmp_path, "llama3_8b", layout,
         **{"compile.mode": "none", "activation_checkpoint.mode": "none", "model.num_layers": BLOCKS},
     )  # fmt: skip
     shape = recipe.model
-    passes, stream = (
-        PASSES[layout],
-        2 * recipe.training.seq_len * shape.dim,
-    )  # bytes of the stream of a pass, in bfloat16
+    tokens = recipe.training.seq_len * recipe.training.local_batch_size  # of a pass
+    stream = 2 * tokens * shape.dim  # its bytes, in bfloat16
     embedding = shape.vocab_size * shape.dim
     head = embedding + shape.dim  # with the norm before it
     matrices = shape.dim**2 * 2 + 2 * shape.dim * shape.num_kv_heads * shape.head_dim + 3 * shape.dim * shape.ffn_dim
@@ -175,20 +173,20 @@ def test_ranks_talk_as_often_and_as_much_as_the_layout_needs(ranks: Ranks, tmp_p
     units = BLOCKS + 2  # that FSDP gathers, both ends among them
     expected: dict[str, tuple[int, int]] = {}  # by operation: times, bytes
     if layout in ("FSDP", "CP"):  # gathered for each pass, and all but the head once more for its way back
-        expected["_allgather_base_"] = (passes * (2 * units - 1), passes * 2 * (2 * weights - head))
-        expected["_reduce_scatter_base_"] = (passes * units, passes * 4 * weights)  # gradients in float32
+        expected["_allgather_base_"] = (PASSES * (2 * units - 1), PASSES * 2 * (2 * weights - head))
+        expected["_reduce_scatter_base_"] = (PASSES * units, PASSES * 4 * weights)  # gradients in float32
     if layout == "TP":  # twice a block and once at each end, forward and backward
-        moves = passes * 2 * (2 * BLOCKS + 1)
+        moves = PASSES * 2 * (2 * BLOCKS + 1)
         expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"] = (moves, moves * stream)
         # The norms' gradients; three numbers a token for the loss.
-        norms, tokens = 2 * BLOCKS + 1, recipe.training.seq_len
-        expected["all_reduce"] = (passes * (norms + 3), passes * (norms * 2 * shape.dim + (4 + 4 + 2) * tokens))
+        norms = 2 * BLOCKS + 1
+        expected["all_reduce"] = (PASSES * (norms + 3), PASSES * (norms * 2 * shape.dim + (4 + 4 + 2) * tokens))
     if layout == "CP":  # keys and values
-        moves = passes * 2 * BLOCKS
+        moves = PASSES * 2 * BLOCKS
         half = stream * shape.num_kv_heads // shape.num_heads
         expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"] = (moves, moves * half)
     if layout == "PP":  # the stream one way, its gradient the other
-        expected["send"] = expected["recv_"] = (passes, passes * stream)
+        expected["send"] = expected["recv_"] = (PASSES, PASSES * stream)
     for counts, sizes in ranks(2).run(_operations, recipe):
         few = counts.pop("allreduce_", 0), sizes.pop("allreduce_", 0)
         assert few <= (3, 16), "loss, tokens and norm, a number each"
