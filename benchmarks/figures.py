@@ -102,10 +102,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             if "mfu" in one:
                 share = f"{one['mfu']:.1%} / {one['mfu_causal']:.1%}"
             agree = "agree" if one.get("losses_agree") else f"differ by {one.get('loss_differs', math.nan):.0e}"
+            warm = one.get("warm_seconds_to_second_step")
             lines.append(
                 f"| {row} | {one['tokens_per_second']:,.0f} | {spread(against) if against else ''} | {share} | "
                 f"{one['peak_memory_gib']:.2f} | {one['seconds_to_second_step']:.1f} / "
-                f"{one.get('warm_seconds_to_second_step') or math.nan:.1f} | {agree} |"
+                f"{f'{warm:.1f}' if warm else 'not measured'} | {agree} |"
             )
         best = against_peers(result["rows"])
         if best:
