@@ -36,8 +36,10 @@ def test_ratios_are_between_neighbours_in_time() -> None:
     assert ours["of_plain.best"] == {"median": 2.0, "low": 1.0, "high": 2.0}
     assert ours["loss_differs"] == pytest.approx(0.001) and not compared["wrong.best"]["losses_agree"]
     printed = table([run | {"rows": compared}])
-    assert "| titanlike.best | 100 | 2.000 (1.00 to 2.00) | 0% | 1.00 | 1.0 / nan | agree |" in printed
-    assert "| wrong.best | 1,000 | 20.000 (10.00 to 40.00) | 4% | 1.00 | 1.0 / nan | differ by 1e-02 |" in printed
+    assert "| titanlike.best | 100 | 2.000 (1.00 to 2.00) | 0% | 1.00 | 1.0 / not measured | agree |" in printed
+    assert (
+        "| wrong.best | 1,000 | 20.000 (10.00 to 40.00) | 4% | 1.00 | 1.0 / not measured | differ by 1e-02 |" in printed
+    )
     assert "| broken.best | failed |" in printed
     # Who trains something else is no peer.
     assert (
