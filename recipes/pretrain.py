@@ -12,6 +12,7 @@ if __name__ == "__main__":
     recipe = start(PretrainRecipe)  # before torch is imported: a wrong recipe is refused within a second
 
 import gc
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,12 @@ from titanlike.optimizer import (
 from titanlike.parallelisms.context import context_places
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
-from titanlike.run_folder import RunFolder, as_json, check_resume, headlines, machine_facts
+from titanlike.resume import as_json, check_resume
+from titanlike.rng import seed_generators
+from titanlike.run_folder import RunFolder, headlines, machine_facts, versions
+from titanlike.signals import Stop
 from titanlike.transform import transform
+from titanlike.watch import Watch, group_timeout
 
 
 def main(recipe: PretrainRecipe, device: torch.device) -> None:
@@ -75,10 +80,19 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     validation_batches = batches(held_out=True) if recipe.validation.interval else None
 
     # Resume or not: decided before anything is built or written.
-    run, machine = RunFolder(recipe), machine_facts(device)
-    checkpoints = Checkpoints(run.checkpoints, keep=recipe.checkpoint.keep)
-    saved = checkpoints.latest()
-    inexact = check_resume(saved, recipe, data_id, mesh.sizes, machine) if saved else []
+    run = RunFolder(recipe)
+    here = Saved(
+        step=0,
+        recipe=as_json(recipe),
+        data=data_id,
+        tokenizer=tokenizer.fingerprint,
+        layout=mesh.sizes,
+        machine=machine_facts(device),
+        versions=versions(),
+    )
+    checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint)
+    saved = checkpoints.find(recipe.checkpoint.resume_from)
+    inexact = check_resume(saved, here, recipe) if saved else []
     first_step = saved.step + 1 if saved else 1
     beginning = run.beginning(saved, inexact)
 
@@ -97,11 +111,13 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     )
     initialize(model, device, recipe.run.seed, offload=parallelism.cpu_offload)
     optimizer = build_optimizer(model, recipe.optimizer, recipe.run.seed)
+    seed_generators(recipe.run.seed)
     if saved:
-        checkpoints.load(model, optimizer, saved.step)
+        checkpoints.load(model, optimizer, saved)
 
     if distributed.is_main():
         run.open(recipe, device_name(device), distributed.world_size(), resumed_step=first_step - 1)
+    checkpoints.set_aside_after(first_step - 1)
     monitor = Monitor(
         folder=run.path if distributed.is_main() else None,
         device=device,
@@ -113,43 +129,72 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         interval=recipe.metrics.interval,
         tensorboard=recipe.metrics.tensorboard,
     )
-    guard = Guard()
+    guard = Guard(
+        training.non_finite,
+        limit=training.skip_limit,
+        window=training.skip_window,
+        skipped=saved.skipped if saved else (),
+        tell=monitor.skipped,
+    )
     if training.gc_interval:
         gc.disable()
 
-    with monitor, attention_by(training.attention):
+    with (
+        monitor,
+        checkpoints,
+        Watch(recipe.run.hang_seconds, run.path) as watch,
+        Stop() as stop,
+        attention_by(training.attention),
+    ):
         for line in headlines(recipe, mesh.sizes, device_name(device), len(tokens)):
             monitor.note(line)
         if beginning:
             monitor.note(beginning)
 
         for step in range(first_step, training.steps + 1):
+            watch.beat(step)
             with monitor.waiting_for_data():
                 microbatches = train_batches.microbatches(step)
 
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             loss, local_loss = forward_backward(model, microbatches, mesh)
+            stop.ask(checkpoints.given_up)
             norms = gradient_norms(model, mesh.pipeline)
-            guard.step(step, loss, local_loss, norms)
-            clip_gradients(model, norms.total, training.max_norm)
-            optimizer.step()
+            if guard.allows(step, loss, local_loss, norms):
+                clip_gradients(model, norms.total, training.max_norm)
+                optimizer.step()
             optimizer.zero_grad()
 
             monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
 
-            if validation_batches and due(step, recipe.validation.interval, training.steps):
-                with monitor.not_training():
+            stopping = stop.answer()  # the number of a signal, as a rule 0
+            if validation_batches and not stopping and due(step, recipe.validation.interval, training.steps):
+                with monitor.not_training(), watch.patient():
                     monitor.validation(step, validate(model, validation_batches, recipe.validation.batches, mesh))
-            if recipe.checkpoint.enabled and due(step, recipe.checkpoint.interval, training.steps):
-                with monitor.not_training():
+            if recipe.checkpoint.enabled and (stopping or due(step, recipe.checkpoint.interval, training.steps)):
+                with monitor.not_training(), watch.patient():
                     guard.catch_up()
-                    checkpoints.save(model, optimizer, Saved(step, as_json(recipe), data_id, mesh.sizes, machine))
+                    seen = step * training.global_batch_size * training.seq_len
+                    here = replace(here, step=step, tokens=seen, skipped=guard.skipped)
+                    checkpoints.save(model, optimizer, here, wait=stopping > 0)
+            monitor.saved(checkpoints.news())
+            if stopping:
+                monitor.note(run.farewell(stopping))
+                break
             if step == first_step:
                 gc.collect()  # what compiling has left behind
             elif due(step, training.gc_interval, training.steps):
                 gc.collect(1)
 
-    guard.catch_up()
+        with watch.patient():
+            guard.catch_up()
+            checkpoints.settle(last=True)
+        monitor.saved(checkpoints.news())
+
+    if stop.agreed:
+        distributed.leave(128 + stop.agreed)
+    if recipe.checkpoint.weights != "none" and distributed.is_main():
+        checkpoints.write_weights(run.path / "weights.safetensors", recipe.checkpoint.weights)
     if recipe.sample.tokens:
         text = generate(
             model,
@@ -204,9 +249,14 @@ def due(step: int, interval: int, last: int) -> bool:
 
 
 if __name__ == "__main__":
-    with distributed.session(
-        recipe.run.device,
-        deterministic=recipe.run.deterministic,
-        farewell=RunFolder(recipe).farewell,
-    ) as device:
+    run = RunFolder(recipe)
+    with (
+        distributed.session(
+            recipe.run.device,
+            deterministic=recipe.run.deterministic,
+            timeout=group_timeout(recipe.run.hang_seconds),
+            farewell=run.farewell,
+        ) as device,
+        run.locked(),
+    ):
         main(recipe, device)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import BLOCK, SCHEDULES, SPLIT_BY_INPUTS
+from titanlike.config.load import nearest
 from titanlike.config.models import Llama
+from titanlike.config.schema import describe
 from titanlike.config.section import one_of
 from titanlike.environment import num_gpus
 from titanlike.float8.check import float8_problems, hardware_problems, token_problems
@@ -238,7 +240,12 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
 
 
 def _option_problems(recipe: PretrainRecipe) -> list[str]:
-    problems = []
+    problems, training = [], recipe.training
+    if training.non_finite == "skip" and training.skip_limit >= training.skip_window:
+        problems.append(
+            f"training.skip_limit = {training.skip_limit} among skip_window = {training.skip_window} steps lets all be skipped, "
+            f"for ever; use skip_window = {training.skip_limit + 1} or more"
+        )
     if recipe.optimizer.state == "bfloat16" and recipe.optimizer.beta2 > 0.98:
         problems.append(
             f"optimizer.state = 'bfloat16' cannot hold an average with a memory as long as beta2 = {recipe.optimizer.beta2}: "
@@ -258,6 +265,21 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             "validation.interval is set, but data.validation_every = 0 holds nothing out; "
             "set validation.interval = 0, or data.validation_every = 50"
+        )
+    checkpoint = recipe.checkpoint
+    keys = [key.name for key in describe(type(recipe))]
+    for key in checkpoint.allow:
+        if key not in keys:
+            near = nearest(key, keys)
+            problems.append(
+                f"checkpoint.allow: {key} is not a key; " + (f"did you mean {near}?" if near else "see --help")
+            )
+    if checkpoint.weights != "none" and not checkpoint.enabled:
+        problems.append("checkpoint.weights takes them from the last checkpoint, but checkpoint.enabled = false")
+    if checkpoint.weights != "none" and "://" in checkpoint.dir:
+        problems.append(
+            f"checkpoint.weights takes them from a folder, but checkpoint.dir = {checkpoint.dir!r} is an address; set it "
+            "'none', and use `titanlike consolidate` on a copy"
         )
     if recipe.data.validation_every == 1:
         problems.append("data.validation_every = 1 holds everything out; use 2 or more, or 0 for nothing")

@@ -1,17 +1,19 @@
 """The process group: joining it, agreeing over it, leaving it. The only file that starts torch.distributed."""
 
 import datetime
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from titanlike import environment
@@ -25,13 +27,13 @@ def session(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     *,
     deterministic: bool = False,
-    timeout_minutes: int = 10,
+    timeout: float = 600.0,
     farewell: Callable[[], str] = lambda: "stopped",
 ) -> Iterator[torch.device]:
     """Join the process group, and leave it at the end. A user's mistake ends the process without a stack trace, and so
-    does Ctrl-C, with `farewell`."""
+    does Ctrl-C, with `farewell`. A collective fails after `timeout` seconds."""
     try:
-        chosen = _join(device, timeout_minutes)
+        chosen = _join(device, timeout)
         # Until here Ctrl-C ended the process by itself, even where it waits inside torch for ranks that do not come.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if deterministic:
@@ -43,14 +45,14 @@ def session(
         environment.fail(error)
     except KeyboardInterrupt:
         if is_main():
-            print(farewell(), file=sys.stderr)
-        sys.exit(130)
+            print(farewell(), file=sys.stderr, flush=True)
+        os._exit(130)  # at once, whatever is under way
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _join(device: str, timeout_minutes: int) -> torch.device:
+def _join(device: str, timeout: float) -> torch.device:
     ranks = environment.ranks()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -72,10 +74,13 @@ def _join(device: str, timeout_minutes: int) -> torch.device:
         torch.cuda.set_device(chosen)
     else:
         environment.keep_freed_memory()
-    options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
+    options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)}
     if not ranks.started_by_launcher:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # alone: no port, no address, no waiting
+    environment.set_variables({"TORCH_FR_BUFFER_SIZE": "2000"})  # collectives that torch can tell of after a hang
     try:
+        if environment.launchers_stamp() and environment.restarts().count:
+            options |= _fresh_store(options["timeout"])
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -87,9 +92,22 @@ def _join(device: str, timeout_minutes: int) -> torch.device:
     return chosen
 
 
+def _fresh_store(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Our part of torchrun's store for this restart. Over several machines torchrun keeps one store for all starts, and with
+    it the addresses of processes that are no more. Only for our own launcher, which counts alike on every machine."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    part = dist.PrefixStore(f"restart-{environment.restarts().count}", store)
+    return {"store": part, "rank": rank, "world_size": world_size}
+
+
 def is_main() -> bool:
     """Whether this rank is the one that writes and prints."""
     return dist.get_rank() == 0
+
+
+def rank() -> int:
+    """This rank's number."""
+    return dist.get_rank()
 
 
 def world_size() -> int:
@@ -104,11 +122,23 @@ def agree(value: T) -> T:
     return box[0]
 
 
-def gather(value: T) -> list[T]:
-    """Every rank's value, on every rank."""
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, on every rank: of a group, or of all."""
+    box: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(box, value, group=group)
     return box
+
+
+def leave(code: int) -> NoReturn:
+    """End this process when all ranks have come this far: one that still talks to one that has left may be ended by it."""
+    barrier()
+    sys.exit(code)
+
+
+def warn(text: str) -> None:
+    """Tell the user what is not right and does not stop the run. Once: rank 0 says it."""
+    if is_main():
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def same_everywhere(what: str, value: T) -> T:
@@ -119,6 +149,12 @@ def same_everywhere(what: str, value: T) -> T:
                 f"{what} is not the same on all ranks: {value} here, {other} on rank {rank}; make them equal"
             )
     return value
+
+
+def store_of_its_own() -> Store:
+    """The job's key-value store, for a thread: through a connection of its own where there are connections."""
+    store = _get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def barrier() -> None:

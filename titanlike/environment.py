@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -21,6 +22,8 @@ from typing import NoReturn
 from titanlike.config import UserError
 
 DEFAULT_PORT = 29500
+STARTED = "TITANLIKE_STARTED"  # set by the launcher, for the processes that it starts and starts again
+RANK_IS_MISSING = 3  # exit code of a run that hung, and has said so
 SPEAK_AFTER = 3.0  # seconds: torchrun looks at its processes ten times a second
 
 
@@ -44,6 +47,7 @@ class Job:
     processes: int  # on this machine
     master_address: str
     master_port: int
+    max_restarts: int = 0
 
     @property
     def world_size(self) -> int:
@@ -70,6 +74,31 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
     return Ranks(rank, world_size, local_rank, local_world_size, started_by_launcher=True)
 
 
+@dataclass(frozen=True)
+class Restarts:
+    """How often torchrun has started this job's processes again, and how often it may."""
+
+    count: int = 0
+    limit: int = 0
+
+
+def restarts(environ: Mapping[str, str] = os.environ) -> Restarts:
+    """What torchrun says of restarts; none where it did not start this process."""
+    if not started_by_another_launcher(environ):
+        return Restarts()
+    return Restarts(_number(environ, "TORCHELASTIC_RESTART_COUNT", 0), _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def new_stamp() -> str:
+    """What tells one start from another. The last part keeps apart what starts within one second, as an array's jobs do."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def launchers_stamp(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The launcher's own, the same for every process that it starts, and starts again; None where it started none."""
+    return environ.get(STARTED) if started_by_another_launcher(environ) else None
+
+
 def is_first_on_machine(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is the one of its machine that speaks."""
     return environ.get("LOCAL_RANK", "0") == "0"
@@ -93,15 +122,29 @@ def end_quietly_on_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Be told to stop (SIGTERM) when torchrun dies: nobody else would end this process, and it would go on writing into a
+    run's folder that the next start takes up. Linux alone can do this."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in environ:
+        launcher, tell_me = os.getppid(), 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(tell_me, signal.SIGTERM)
+        if os.getppid() != launcher:  # it has just died
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def job(environ: Mapping[str, str] = os.environ) -> Job:
     """How many processes to start here: NPROC, else one a GPU, else one; and on how many machines.
 
+    MAX_RESTARTS is how often they may be started again when one of them dies.
     Machines come from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else from Slurm when `srun` started one task a
     machine, else there is one.
     """
     processes = _number(environ, "NPROC") if environ.get("NPROC") else max(1, num_gpus(environ))
     if processes < 1:
         raise UserError(f"NPROC={processes}: at least one process is needed")
+    max_restarts = _number(environ, "MAX_RESTARTS") if environ.get("MAX_RESTARTS") else 0
+    if max_restarts < 0:
+        raise UserError(f"MAX_RESTARTS={max_restarts}: give the number of restarts, 0 for none")
     nodes, node_rank, address = 1, 0, environ.get("MASTER_ADDR", "127.0.0.1")
     if environ.get("NNODES"):
         nodes = _number(environ, "NNODES")
@@ -118,7 +161,7 @@ def job(environ: Mapping[str, str] = os.environ) -> Job:
         address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_JOB_NODELIST"])
     if not 0 <= node_rank < nodes:
         raise UserError(f"NODE_RANK={node_rank} is not below NNODES={nodes}: machines count from 0")
-    return Job(nodes, node_rank, processes, address, _number(environ, "MASTER_PORT", DEFAULT_PORT))
+    return Job(nodes, node_rank, processes, address, _number(environ, "MASTER_PORT", DEFAULT_PORT), max_restarts)
 
 
 def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
@@ -126,6 +169,11 @@ def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[s
     tasks, nodes = _number(environ, "SLURM_NTASKS", 1), _number(environ, "SLURM_NNODES", 1)
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ or tasks <= nodes:
         return None
+    if environ.get("MAX_RESTARTS", "0") != "0":
+        raise UserError(
+            f"MAX_RESTARTS={environ['MAX_RESTARTS']}, but srun started one task a process, and nothing restarts a task; start "
+            "one a machine (srun --ntasks-per-node=1), or unset MAX_RESTARTS"
+        )
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
@@ -201,6 +249,7 @@ def port_is_free(port: int) -> bool:
 
 def variables(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process to be started here: ours with these changes, and no place in another job."""
+    from_torchrun = "TORCHELASTIC_"
     identifying = (
         "RANK",
         "WORLD_SIZE",
@@ -209,8 +258,20 @@ def variables(changes: Mapping[str, str]) -> dict[str, str]:
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_JOB_NUM_NODES",
+        "MAX_RESTARTS",
+        STARTED,
     )
-    return {name: value for name, value in os.environ.items() if name not in identifying} | dict(changes)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in identifying and not name.startswith(from_torchrun)
+    }
+    return kept | dict(changes)
+
+
+def stamp_what_is_started() -> None:
+    """Give the processes that this one starts a stamp in common, whatever the user's own variables say."""
+    os.environ[STARTED] = new_stamp()
 
 
 def set_variables(variables: Mapping[str, str]) -> None:

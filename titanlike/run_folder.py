@@ -1,6 +1,5 @@
-"""The folder of one run: its recipe, what it ran on, its numbers and its checkpoints. Here is decided whether it resumes."""
+"""The folder of one run: its recipe, what it ran on, its numbers and its checkpoints."""
 
-import dataclasses
 import json
 import math
 import platform
@@ -8,41 +7,22 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import titanlike
+from titanlike import distributed, environment, signals
 from titanlike.checkpoint import Saved
+from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.float8.selection import headlines as float8_headlines
-
-# Sections that may differ from one start of a run to the next: they place, watch or keep the work, and do not change it.
-# All others, those of a copied program among them, decide what the next steps compute.
-FREE_SECTIONS = {
-    "run",
-    "parallelism",
-    "compile",
-    "activation_checkpoint",
-    "checkpoint",
-    "validation",
-    "sample",
-    "metrics",
-}
-# Single keys that may differ. Where the data lies does not matter: its fingerprint is compared.
-FREE_KEYS = {
-    "training.steps", "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
-    "training.attention", "optimizer.fused", "data.source", "data.path", "tokenizer.encoding", "float8.all_gather",
-    "float8.emulate",
-}  # fmt: skip
-# Of these, what rounds otherwise or ends elsewhere: the run goes on, and is no longer the same to the bit.
-INEXACT = (
-    "training.steps", "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
-    "parallelism.cpu_offload",
-    "parallelism.pipeline_", "parallelism.async_tensor", "float8.", "compile.mode", "compile.backend",
-    "activation_checkpoint.",
-)  # fmt: skip
+from titanlike.lock import Held, Lock
 
 
 class RunFolder:
@@ -50,43 +30,84 @@ class RunFolder:
 
     def __init__(self, recipe: PretrainRecipe) -> None:
         self.path = Path(recipe.run.dir, recipe.run.name)
-        self.checkpoints = self.path / "checkpoints"
+        elsewhere = recipe.checkpoint.dir
+        self.checkpoints = f"{elsewhere.rstrip('/')}/{recipe.run.name}" if elsewhere else str(self.path / "checkpoints")
         self.metrics = self.path / "metrics.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other jobs out of this folder while this one trains in it. Rank 0 holds the lock; if it cannot, all refuse."""
+        lock, refusal = self._lock() if distributed.is_main() else (None, None)
+        try:
+            refusal = distributed.agree(refusal)
+            if refusal:
+                raise UserError(refusal)
+            yield
+        finally:
+            if lock:
+                lock.release()
+
+    def _lock(self) -> tuple[Lock | None, str | None]:
+        try:
+            lock = Lock(self.path / "lock")
+        except Held as holder:
+            return None, (
+                f"{self.path} is being trained by {holder}; end that one, or give --run.name to start a new run"
+            )
+        except OSError as error:
+            return None, f"run.dir = {str(self.path.parent)!r}: {error}; choose another run.dir"
+        if not lock.works:
+            distributed.warn(f"the file system of {self.path} has no locks: nothing keeps a second job out of this run")
+        return lock, None
 
     def open(self, recipe: PretrainRecipe, device: str, world_size: int, resumed_step: int) -> None:
         """Make the folder, write the recipe and the facts, and cut off what the metrics say of steps to be done again."""
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if "://" not in self.checkpoints:
+                Path(self.checkpoints).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"run.dir = {recipe.run.dir!r}: {error}; choose another run.dir") from None
+            key, value = (
+                ("checkpoint.dir", recipe.checkpoint.dir) if self.path.is_dir() else ("run.dir", recipe.run.dir)
+            )
+            raise UserError(f"{key} = {value!r}: {error}; choose another {key}") from None
         comment = f"The whole recipe of this run. Run it again to resume:\n{self.command()}"
-        (self.path / "recipe.toml").write_text(to_toml(recipe, comment))
+        # What was said of one start is not said of the next.
+        lasting = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0, allow=()))
         facts = environment_facts(device, world_size) | {"resumed_step": resumed_step}
-        (self.path / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
-        if self.metrics.exists():
-            lines = [
-                line for line in self.metrics.read_text(errors="replace").splitlines() if _step_of(line) <= resumed_step
-            ]
-            shortened = self.metrics.with_suffix(".partial")
-            shortened.write_text("".join(f"{line}\n" for line in lines))
-            shortened.replace(self.metrics)
+        try:
+            _replace(self.path / "recipe.toml", to_toml(lasting, comment))
+            _replace(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
+            if self.metrics.exists():
+                lines = self.metrics.read_text(errors="replace").splitlines()
+                _replace(self.metrics, "".join(f"{line}\n" for line in lines if _step_of(line) <= resumed_step))
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written to: {error}; put that right, or choose another run.dir"
+            ) from None
 
     def command(self) -> str:
         """What takes this run up again."""
         return f"./run_train.sh {shlex.quote(str(self.path / 'recipe.toml'))}"
 
-    def farewell(self) -> str:
+    def farewell(self, signal: int = 0) -> str:
         """What to say when the run is stopped by hand."""
-        if not any(self.checkpoints.glob("step-*/state.json")):
-            return "stopped before the first checkpoint"
-        return f"stopped; to go on from the last checkpoint: {self.command()}"
+        stopped = f"stopped by {signals.name_of(signal)}" if signal else "stopped"
+        saved = open_store(self.checkpoints).steps()
+        if not saved:
+            return f"{stopped} before the first checkpoint"
+        return f"{stopped}; to go on from step {saved[-1]}: {self.command()}"
 
     def beginning(self, saved: Saved | None, inexact: list[str]) -> str | None:
         """Where in the run this start begins, if that is not simply the beginning."""
+        restarts = environment.restarts()
+        restart = f"restart {restarts.count} of {restarts.limit}: " if restarts.count else ""
         if saved:
-            return f"resumed at step {saved.step}" + "".join(f"; not bit-exact: {reason}" for reason in inexact)
-        if self.metrics.exists():
-            return f"{self.path} has no checkpoint to resume from: beginning again at step 1"
+            return f"{restart}resumed at step {saved.step}" + "".join(
+                f"; not bit-exact: {reason}" for reason in inexact
+            )
+        if self.metrics.exists() or restart:
+            return f"{restart}{self.path} has no checkpoint to resume from: beginning again at step 1"
         return None
 
 
@@ -122,66 +143,17 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_t
     ]
 
 
-def check_resume(
-    saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
-) -> list[str]:
-    """Refuse a checkpoint that this recipe would not continue. Returns what to tell the user if it is not bit-exact."""
-    now = as_json(recipe)
-    differences = _differences(_completed(saved.recipe, now, _defaults(recipe)), now)
-    changed = [
-        line
-        for key, line in differences.items()
-        if key == "run.seed" or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
-    ]
-    where = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
-    if changed:
-        raise UserError(
-            f"{where} that was trained otherwise: {'; '.join(changed)}. Put these back to resume, "
-            "or give --run.name to start a new run"
-        )
-    if saved.data != data:
-        raise UserError(
-            f"{where} that read other data (fingerprint {saved.data}, now {data}). Bring the data back to resume, "
-            "or give --run.name to start a new run"
-        )
-    if saved.step > recipe.training.steps:
-        raise UserError(
-            f"{where}, past training.steps = {recipe.training.steps}; set it to {saved.step} or more, "
-            "or give --run.name to start a new run"
-        )
-    inexact = [line for key, line in differences.items() if key.startswith(INEXACT)]
-    return inexact + list(
-        _differences({"layout": saved.layout, **saved.machine}, {"layout": layout, **machine}).values()
-    )
-
-
-def _defaults(recipe: PretrainRecipe) -> dict[str, Any]:
-    """What a recipe of this kind would be if it said nothing but which model."""
-    usual = type(recipe)()
-    same_model = isinstance(usual.model, type(recipe.model))
-    return as_json(usual if same_model else dataclasses.replace(usual, model=type(recipe.model)()))
-
-
-def _completed(old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """An older recipe with the keys that there were not yet: they were what they are by default."""
-    completed = dict(old)
-    for key, default in defaults.items():
-        if key not in old and key in new:
-            completed[key] = default
-        elif isinstance(default, dict) and isinstance(old[key], dict):
-            completed[key] = _completed(old[key], new[key], default)
-    return completed
-
-
-def as_json(recipe: PretrainRecipe) -> dict[str, Any]:
-    """A recipe as plain dictionaries. Its program goes by name: where the file lies is no part of what it means."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return values | {"recipe": Path(recipe.recipe).stem}
-
-
 def machine_facts(device: torch.device) -> dict[str, str]:
     """What of the machine decides how results are rounded."""
     return {"device": device.type, "torch": torch.__version__.partition("+")[0]}
+
+
+def versions() -> dict[str, str]:
+    """Of what a later reader may want to know."""
+    names = ("torch", "torchao", "numpy")
+    return {"titanlike": titanlike.__version__, "python": platform.python_version()} | {
+        name: metadata.version(name) for name in names
+    }
 
 
 def environment_facts(device: str, world_size: int) -> dict[str, Any]:
@@ -212,16 +184,11 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key in [*old, *(key for key in new if key not in old)]:
-        name = f"{prefix}{key}"
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found |= _differences(before, after, f"{name}.")
-        elif before != after:
-            found[name] = f"{name} was {json.dumps(before)}, now {json.dumps(after)}"
-    return found
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all: the disk may be full, or this process killed at any moment."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _step_of(line: str) -> float:

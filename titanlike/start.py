@@ -4,9 +4,7 @@ Called before torch is imported, so that a wrong recipe costs a moment and not t
 """
 
 import os
-import secrets
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +13,9 @@ from typing import TypeVar
 from titanlike import environment
 from titanlike.check import check, check_here
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
-from titanlike.config.load import nearest, read
+from titanlike.config.load import nearest, parse_value, read
 from titanlike.config.schema import describe, help_text
-from titanlike.config.sections import Run
+from titanlike.config.sections import Checkpoint, Run
 
 R = TypeVar("R", bound=PretrainRecipe)
 
@@ -31,7 +29,8 @@ usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
        ./run_train.sh --help                    this text: every key, its kind, its default and the reason for it
 
 Without a recipe it trains train_configs/debug.toml. NPROC=n sets the number of processes on this machine; by default it is
-one for each GPU, or one. Keys on the command line win over the recipe's, which win over those of a recipe it extends."""
+one for each GPU, or one. MAX_RESTARTS=n starts all of them again when one dies, n times at most, and the run goes on from its
+newest checkpoint. Keys on the command line win over the recipe's, which win over those of a recipe it extends."""
 
 
 class Arguments:
@@ -78,6 +77,7 @@ class Arguments:
 def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     """The checked recipe of this command line. Ends the process after `--help`, after `--check`, and on a user's mistake."""
     environment.end_quietly_on_interrupt()
+    environment.end_with_launcher()
     try:
         ranks = environment.ranks()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)
@@ -92,12 +92,15 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         check(recipe, arguments.check or ranks.world_size)
         if arguments.here:
             check_here(recipe)
+        placed = _place(recipe.run, arguments)
     except UserError as error:
         environment.fail(error)
     if arguments.check:
         print(f"{arguments.recipe}: nothing speaks against {arguments.check} processes; its files are not looked for")
         sys.exit(0)
-    recipe = replace(recipe, run=_place(recipe.run, arguments))
+    recipe = replace(recipe, run=placed)
+    if environment.restarts().count:  # the first start has gone back to that step
+        recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0))
     if recipe.compile.cache:  # torch looks when it is imported
         environment.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":
@@ -114,9 +117,23 @@ def _place(run: Run, arguments: Arguments) -> Run:
     if (folder / "environment.json").exists() and not {"run.name", "run.dir"} & arguments.overrides.keys():
         folder = folder.absolute()
         return replace(run, dir=os.path.relpath(folder.parent), name=folder.name)
-    # The last part keeps apart what starts within one second, as the jobs of an array do.
-    fresh = f"{arguments.recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return replace(run, name=run.name or fresh)
+    if run.name:
+        return run
+    stamp, limit = environment.launchers_stamp(), environment.restarts().limit
+    if limit and stamp is None:
+        raise UserError(
+            f"torchrun may restart this job (--max-restarts={limit}), and each start would make a run of its own; "
+            "give --run.name so that a restart finds the run, or start it with MAX_RESTARTS and ./run_train.sh"
+        )
+    return replace(run, name=f"{arguments.recipe.stem}-{stamp or environment.new_stamp()}")
+
+
+def grace_seconds(arguments: Arguments) -> int:
+    """`checkpoint.grace` of a recipe that was checked, without knowing the sections of its program."""
+    values, _ = read(arguments.recipe)
+    override = arguments.overrides.get("checkpoint.grace")
+    given = parse_value(override) if override else values.get("checkpoint", {}).get("grace", Checkpoint().grace)
+    return int(given)
 
 
 def program_of(recipe: Path, override: str | None = None) -> Path:

@@ -54,7 +54,7 @@ class Result:
             losses=[record["loss"] for record in steps],
             gradient_norms=[record["grad_norm"] for record in steps],
             validation=[record["validation_loss"] for record in records if "validation_loss" in record],
-            state=read_whole(sorted((folder / "checkpoints").iterdir())[-1]),
+            state=read_whole(sorted((folder / "checkpoints").glob("step-*[0-9]"))[-1]),
         )
 
 
@@ -164,6 +164,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "training.reduce_dtype": "float32",
         "training.matmul_precision": "highest",
         "training.attention": "auto",
+        "training.non_finite": "stop",
         # Adam divides a gradient by its own size: with the usual eps, rounding noise around 0 becomes a full step.
         "optimizer.eps": max(values["optimizer"]["eps"], 1e-4),
         "optimizer.lr": max(values["optimizer"]["lr"], 1e-2),  # a few steps have to show a wrong gradient

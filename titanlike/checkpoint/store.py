@@ -1,36 +1,31 @@
-"""The checkpoints of one run: a folder a step, either complete or not there.
+"""The checkpoints of one run, where they are kept: a folder a step, which is either whole or not there.
 
-A save writes into a folder of another name and renames it when every rank is done, so that a process killed in between
-leaves the earlier checkpoints as they were. Tensors are saved by torch.distributed.checkpoint under their plain names,
-so another layout can read them; everything else is `state.json`.
+Files are written into a folder of another name; when all are on the disk, the manifest with their sizes and hashes joins
+them, and the folder gets its own name. Until then nothing of what was saved before is touched. On a remote store, which
+cannot rename folders, one is a checkpoint as soon as it has its manifest, which gets its name last.
 """
 
-import dataclasses
+import hashlib
 import json
 import os
 import re
 import shutil
-import warnings
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-
-from titanlike import distributed
+from titanlike.checkpoint.shards import Damaged, Sum, write_all
 from titanlike.config import UserError
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+STEP = re.compile(r"step-(\d{8,})")
+FILE = re.compile(r"rank-\d{5,}\.safetensors|state\.json")
+MANIFEST = "manifest.json"
+STATE = "state.json"
+UNNAMED, ASIDE = f"{MANIFEST}.new", f"{MANIFEST}.aside"  # where folders cannot be renamed
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -39,108 +34,273 @@ class Saved:
 
     step: int
     recipe: dict[str, Any]
-    data: str  # fingerprint
+    data: str  # fingerprint of the tokens
     layout: dict[str, int]
-    machine: dict[str, str]  # kind of device, version of torch
+    machine: dict[str, str]  # what decides how results are rounded: kind of device, version of torch
+    tokenizer: str = ""  # fingerprint
+    tokens: int = 0  # seen so far
+    skipped: list[int] = field(default_factory=list)  # steps of late that were left out
+    versions: dict[str, str] = field(default_factory=dict)  # of libraries
 
 
-class Checkpoints:
-    """Saves and loads under one folder, keeping the newest few."""
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
-
-    def latest(self) -> Saved | None:
-        """The newest complete checkpoint, as rank 0 sees it."""
-        found = None
-        if distributed.is_main():
-            steps = self._steps()
-            found = Saved(**json.loads((self._path(steps[-1]) / "state.json").read_text())) if steps else None
-        return distributed.agree(found)
-
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved) -> Path:
-        """Save all ranks' weights and optimizer state. Complete when this returns, absent if it does not."""
-        path = self._path(saved.step)
-        partial = path.with_name(path.name + ".partial")
-        if distributed.is_main():
-            if not self.folder.is_dir():
-                raise UserError(f"{self.folder} is gone: the run's folder was moved or deleted while it trained")
-            for leftover in self.folder.glob("*.partial"):
-                shutil.rmtree(leftover)
-            partial.mkdir()
-        distributed.barrier()
-        # One thread a rank: with several, torch 2.13 still reports success when a thread meets a full disk.
-        dcp.save(_state(model, optimizer), storage_writer=dcp.FileSystemWriter(partial, thread_count=1))
-        if distributed.is_main():
-            (partial / "state.json").write_text(json.dumps(dataclasses.asdict(saved), indent=1))
-            if path.exists():
-                shutil.rmtree(path)
-            partial.rename(path)
-            _sync(self.folder)
-            for step in self._steps()[: -self.keep]:
-                shutil.rmtree(self._path(step))
-        distributed.barrier()
-        return path
-
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Read this rank's share of a checkpoint into the model and the optimizer, whatever layout saved it."""
-        state = _state(model, optimizer)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(self._path(step)))
-        set_model_state_dict(model, _with_copies(model, state["model"]))
-        set_optimizer_state_dict(model, optimizer, _with_copies(model, state["optimizer"]), options=FLAT)
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
-
-    def _steps(self) -> list[int]:
-        names = [entry.parent.name for entry in self.folder.glob("step-*/state.json")]
-        return sorted(int(match.group(1)) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name)))
+def name_of(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step:08d}"
 
 
-def read_whole(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """All tensors of a checkpoint, "model" and "optimizer", by name and without any layout. Needs no process group."""
-    reader = dcp.FileSystemReader(checkpoint)
-    found: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        kind, _, key = name.partition(".")
-        if isinstance(entry, TensorStorageMetadata):
-            found[kind][key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
+def file_of(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that is saved, under the names of the whole model: a copy of a parameter goes by the name of that parameter."""
-    state: dict[str, dict[str, Any]] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
-    }
-    for copied, original in getattr(model, "copies", {}).items():
-        for values in state.values():
-            for key in _of(copied, values):
-                values[key.replace(copied, original, 1)] = values.pop(key)
-    return state
+class Store(Protocol):
+    """Where checkpoints are kept. Rank 0 alone calls what changes more than one file."""
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, in order."""
+
+    def begin(self, step: int, size: int) -> None:
+        """Make room for a checkpoint of so many bytes, which is not there until it is committed."""
+
+    def create(self, step: int, file: str) -> Any:
+        """A context in which one file of a checkpoint that was begun is written; what was written lasts when it ends."""
+
+    def commit(self, step: int) -> None:
+        """Let it be there."""
+
+    def point_at(self, step: int) -> None:
+        """Say in the file `latest` which one is."""
+
+    def read(self, step: int, file: str) -> bytes:
+        """The content of a small file."""
+
+    def fetch(self, step: int, file: str) -> Path:
+        """A file as one of this machine."""
+
+    def remove(self, step: int) -> None:
+        """Let a checkpoint be no more there, and delete it."""
+
+    def set_aside(self, step: int) -> None:
+        """Let a checkpoint be no more there under its name, without deleting it."""
 
 
-def _with_copies(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    """The way back: each copy is given what was saved of its original, which may or may not be here too."""
-    here = {name for name, _ in model.named_parameters()}
-    for copied, original in getattr(model, "copies", {}).items():
-        for key in _of(original, values):
-            value = values[key] if original in here else values.pop(key)
-            values[key.replace(original, copied, 1)] = value.clone() if isinstance(value, torch.Tensor) else value
-    return values
+def open_store(place: str) -> "Store":
+    """The checkpoints in a folder, or at an address such as s3://bucket/folder."""
+    return Remote(place) if "://" in place else Folder(Path(place))
 
 
-def _of(parameter: str, values: dict[str, Any]) -> list[str]:
-    return [key for key in values if re.fullmatch(rf"((state|param_groups)\.)?{re.escape(parameter)}(\..*)?", key)]
+def commit(store: Store, saved: Saved, files: Mapping[str, Sum]) -> None:
+    """Add to all ranks' files what the checkpoint says of itself, and its manifest, and let it be there."""
+    content = json.dumps({"format": FORMAT, **asdict(saved)}, indent=1).encode()
+    with store.create(saved.step, STATE) as stream:
+        write_all(stream, memoryview(content))
+    sums = {**files, STATE: Sum(len(content), hashlib.sha256(content).hexdigest())}
+    manifest = {"format": FORMAT, "step": saved.step, "files": {name: asdict(found) for name, found in sums.items()}}
+    with store.create(saved.step, MANIFEST) as stream:
+        write_all(stream, memoryview(json.dumps({**manifest, "sha256": _own_hash(manifest)}, indent=1).encode()))
+    store.commit(saved.step)
+
+
+def tidy(store: Store, step: int, *, keep: int, keep_every: int) -> None:
+    """After a commit: name it as the latest, and delete all but the newest few and those of every so many steps."""
+    store.point_at(step)
+    for step in store.steps()[:-keep]:
+        if not keep_every or step % keep_every:
+            store.remove(step)
+
+
+def read_manifest(store: Store, step: int) -> dict[str, Sum]:
+    """The files of a checkpoint and what they are recognised by."""
+    where = f"{store}/{name_of(step)}"
+    try:
+        found = json.loads(store.read(step, MANIFEST))
+        claimed = found.pop("sha256")
+        if claimed != _own_hash(found) or found["step"] != step:
+            raise ValueError("its hash is not that of its content")
+        if found["format"] == FORMAT:  # another one is no damage: what follows is for those who know it
+            files = {name: Sum(**said) for name, said in found["files"].items()}
+            if not all(FILE.fullmatch(name) for name in files):
+                raise ValueError("it names files that no checkpoint has")
+            if not {STATE, file_of(0)} <= files.keys():
+                raise ValueError(f"it lacks {STATE} or {file_of(0)}")
+    except FileNotFoundError:
+        raise Damaged(f"{where} has no {MANIFEST}") from None
+    except OSError as error:
+        raise Damaged(f"{where}/{MANIFEST} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{where}/{MANIFEST} is damaged: {error}") from None
+    if found["format"] != FORMAT:
+        raise UserError(f"{where} is of format {found['format']}; this version of titanlike reads format {FORMAT}")
+    return files
+
+
+def read_state(store: Store, step: int) -> Saved:
+    """What a checkpoint says of itself. Its manifest is read, and this file compared with it, before."""
+    try:
+        found = json.loads(store.read(step, STATE))
+        found.pop("format")
+        saved = Saved(**found)
+        if saved.step != step:
+            raise ValueError(f"it is of step {saved.step}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{store}/{name_of(step)}/{STATE} is damaged: {error}") from None
+    return saved
+
+
+def _own_hash(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+class Folder:
+    """Checkpoints in a folder of a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, in order."""
+        return sorted(int(found[1]) for entry in self.path.glob("step-*") if (found := STEP.fullmatch(entry.name)))
+
+    def begin(self, step: int, size: int) -> None:
+        """Clear what interrupted saves have left, look for room, and make the folder to write into."""
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is gone: the run's folder was moved or deleted while it trained")
+        for leftover in self.path.glob("*.partial"):
+            shutil.rmtree(leftover)
+        free = shutil.disk_usage(self.path).free
+        if free < size:
+            raise OSError(f"{self.path} has {free:,} bytes left, and a checkpoint takes {size:,}")
+        self._partial(step).mkdir()
+
+    @contextmanager
+    def create(self, step: int, file: str) -> Iterator[BinaryIO]:
+        """Write one file; it is on the disk when this ends."""
+        if not self._partial(step).is_dir():
+            raise UserError(
+                f"{self._partial(step)} is not there on this machine: the machines of a job share this folder"
+            )
+        with (self._partial(step) / file).open("xb", buffering=0) as stream:
+            yield stream
+            os.fsync(stream.fileno())
+
+    def commit(self, step: int) -> None:
+        """Give the folder its name, and have that reach the disk."""
+        _sync(self._partial(step))
+        if (self.path / name_of(step)).exists():  # this very step was saved before, and trained again since
+            self.remove(step)
+        self._partial(step).rename(self.path / name_of(step))
+        _sync(self.path)
+
+    def point_at(self, step: int) -> None:
+        """Say in the file `latest` which one is."""
+        latest = self.path / "latest"
+        latest.with_suffix(".new").write_text(f"{name_of(step)}\n")
+        latest.with_suffix(".new").replace(latest)
+
+    def read(self, step: int, file: str) -> bytes:
+        """The content of a small file."""
+        return self.fetch(step, file).read_bytes()
+
+    def fetch(self, step: int, file: str) -> Path:
+        """The file."""
+        return self.path / name_of(step) / file
+
+    def remove(self, step: int) -> None:
+        """Delete it under another name: half of it would not be a checkpoint."""
+        leaving = self.path / f"{name_of(step)}.removed.partial"
+        (self.path / name_of(step)).rename(leaving)
+        shutil.rmtree(leaving)
+
+    def set_aside(self, step: int) -> None:
+        """Give it a name that no checkpoint has."""
+        aside = self.path / f"{name_of(step)}.aside"
+        if aside.exists():
+            shutil.rmtree(aside)
+        (self.path / name_of(step)).rename(aside)
+
+    def _partial(self, step: int) -> Path:
+        return self.path / f"{name_of(step)}.partial"
+
+
+class Remote:
+    """Checkpoints on a store that fsspec knows, such as s3://bucket/runs. What is read is fetched to this machine."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # type: ignore[import-untyped]  # only here: it is slow to import, and most runs do without
+
+        try:
+            self.files, self.root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"checkpoint.dir = {url!r}: {error}") from None
+        self.url = url.rstrip("/")
+        self.fetched = tempfile.TemporaryDirectory(prefix="titanlike-")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def steps(self) -> list[int]:
+        """Steps whose folder has a manifest."""
+        self.files.invalidate_cache()
+        found = [STEP.search(path) for path in self.files.glob(f"{self.root}/step-*/{MANIFEST}")]
+        return sorted(int(match[1]) for match in found if match)
+
+    def begin(self, step: int, size: int) -> None:
+        """Clear what interrupted saves and deletions have left, and this very step, trained again since."""
+        self.files.invalidate_cache()
+        for folder in self.files.glob(f"{self.root}/step-*"):
+            names = {path.rpartition("/")[2] for path in self.files.ls(folder, detail=False)}
+            if not names & {MANIFEST, ASIDE}:
+                self.files.rm(folder, recursive=True)
+        self.remove(step)
+        self.files.makedirs(self._path(step), exist_ok=True)
+
+    @contextmanager
+    def create(self, step: int, file: str) -> Iterator[BinaryIO]:
+        """Write one file; it is there when this ends. Not the manifest: half of it would make a damaged checkpoint."""
+        with self.files.open(self._path(step, UNNAMED if file == MANIFEST else file), "wb") as stream:
+            yield stream
+
+    def commit(self, step: int) -> None:
+        """Give the manifest its name, which makes it one."""
+        self.files.mv(self._path(step, UNNAMED), self._path(step, MANIFEST))
+
+    def point_at(self, step: int) -> None:
+        """Say in the file `latest` which one is."""
+        self.files.pipe_file(f"{self.root}/latest", f"{name_of(step)}\n".encode())
+
+    def read(self, step: int, file: str) -> bytes:
+        """The content of a small file."""
+        return self.files.cat_file(self._path(step, file))
+
+    def fetch(self, step: int, file: str) -> Path:
+        """The file, brought here once."""
+        local = Path(self.fetched.name, name_of(step), file)
+        if not local.exists():
+            local.parent.mkdir(exist_ok=True)
+            self.files.get_file(self._path(step, file), str(local.with_suffix(".part")))
+            local.with_suffix(".part").rename(local)
+        return local
+
+    def remove(self, step: int) -> None:
+        """Its manifest first: without one it is none."""
+        if self.files.exists(self._path(step, MANIFEST)):
+            self.files.rm_file(self._path(step, MANIFEST))
+        if self.files.exists(self._path(step)):
+            self.files.rm(self._path(step), recursive=True)
+
+    def set_aside(self, step: int) -> None:
+        """Without its manifest it is none; that is kept under another name."""
+        self.files.mv(self._path(step, MANIFEST), self._path(step, ASIDE))
+
+    def _path(self, step: int, file: str = "") -> str:
+        return f"{self.root}/{name_of(step)}" + (f"/{file}" if file else "")
 
 
 def _sync(folder: Path) -> None:
-    """Have the renames in a folder reach the disk."""
+    """Have the names in a folder reach the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,14 +14,13 @@ if __name__ == "__main__":
         print(f"error: {sys.executable} lacks {', '.join(missing)}; run: pip install -e {repository}", file=sys.stderr)
         sys.exit(2)
 
-import logging
 import runpy
 import subprocess
 from typing import NoReturn
 
 from titanlike import environment
 from titanlike.config import UserError
-from titanlike.start import Arguments, program_of
+from titanlike.start import Arguments, grace_seconds, program_of
 
 
 def main() -> NoReturn:
@@ -37,7 +36,7 @@ def main() -> NoReturn:
             environment.set_variables(slurm)
             _run_here(program, words)
         job = environment.job()
-        if job.world_size == 1:
+        if job.world_size == 1 and not job.max_restarts:
             _run_here(program, words)
         preflight = [sys.executable, str(program), *words, f"--preflight={job.world_size}"]
         checked = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False)
@@ -50,7 +49,11 @@ def main() -> NoReturn:
             )
     except UserError as error:
         environment.fail(error)
-    sys.exit(_torchrun(job, [str(program), *words]))
+    environment.set_variables(environment.share_cores(job.processes))
+    environment.stamp_what_is_started()
+    from titanlike.cli.torchrun import torchrun  # imports torch
+
+    sys.exit(torchrun(job, [str(program), *words], grace_seconds(arguments)))
 
 
 def _run_here(program: Path, words: list[str]) -> NoReturn:
@@ -59,39 +62,6 @@ def _run_here(program: Path, words: list[str]) -> NoReturn:
     sys.path[0] = str(program.parent)
     runpy.run_path(str(program), run_name="__main__")
     sys.exit(0)
-
-
-def _torchrun(job: environment.Job, program: list[str]) -> int:
-    """Start this machine's share of the job under torchrun and wait for it. The exit code of what failed first."""
-    environment.set_variables(environment.share_cores(job.processes))
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    # What went wrong is said below, in one line; torchrun's own would stand between the user and the program's message.
-    for name in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    if job.num_nodes == 1:
-        rendezvous = ["--standalone"]
-    else:
-        rendezvous = [
-            f"--nnodes={job.num_nodes}",
-            f"--node-rank={job.node_rank}",
-            f"--master-addr={job.master_address}",
-            f"--master-port={job.master_port}",
-        ]
-    try:
-        run(parse_args([*rendezvous, f"--nproc-per-node={job.processes}", *program]))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        # A process that leaves with 2 has said why; of any other end, say at least which process it was.
-        if failure.exitcode not in (2, 130):
-            code = failure.exitcode
-            print(f"error: process {rank} ended with exit code {code}; its own words are above", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    return 0
 
 
 if __name__ == "__main__":

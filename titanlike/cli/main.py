@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from titanlike import environment
-from titanlike.config import PretrainRecipe
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.schema import editor_schema
 from titanlike.verify import verify
 
@@ -32,13 +32,37 @@ def main() -> None:
     check.add_argument("recipe", type=Path, help="the recipe; --section.key=value changes it as with ./run_train.sh")
     check.add_argument("--layout", required=True, help="keys of [parallelism]; a dimension that is not named is 1")
     check.add_argument("--steps", type=_count, default=5, help="optimizer steps (5)")
+    whole = commands.add_parser(
+        "consolidate",
+        help="make one file of a checkpoint's weights",
+        description="Writes the weights of a checkpoint, whole and without the optimizer, into one safetensors file.",
+    )
+    whole.add_argument("checkpoint", type=Path, help="a folder such as runs/NAME/checkpoints/step-00001000")
+    whole.add_argument("file", type=Path, help="the file to write, such as weights.safetensors")
+    whole.add_argument("--dtype", choices=["float32", "bfloat16"], help="convert to this precision")
     arguments, overrides = parser.parse_known_args()
+    if overrides and arguments.command != "verify":
+        parser.error(f"{arguments.command} takes no {' '.join(overrides)}")
     if arguments.command == "schema":
-        if overrides:
-            parser.error(f"schema takes no {' '.join(overrides)}")
         print(json.dumps(editor_schema(PretrainRecipe), indent=2))
+    elif arguments.command == "consolidate":
+        _consolidate(arguments.checkpoint, arguments.file, arguments.dtype)
     else:
         verify(arguments.recipe, arguments.layout, arguments.steps, overrides)
+
+
+def _consolidate(checkpoint: Path, file: Path, dtype: str | None) -> None:
+    import torch  # only here: `--help` and `schema` need not wait for it
+
+    from titanlike.checkpoint import consolidate
+
+    try:
+        written = consolidate(checkpoint, file, getattr(torch, dtype) if dtype else None)
+    except OSError as error:
+        environment.fail(UserError(f"{file} cannot be written: {error.strerror}"))
+    except UserError as error:
+        environment.fail(error)
+    print(f"{file}: {written.size:,} bytes, sha256 {written.sha256}")
 
 
 def _count(text: str) -> int:

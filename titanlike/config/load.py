@@ -121,7 +121,7 @@ def _apply_overrides(
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise UserError(f"{COMMAND_LINE}: {name} = {text}: the recipe has a value, not a table, at {part}")
-        table[leaf] = text if name in texts else _parse_value(text)
+        table[leaf] = text if name in texts else parse_value(text)
         origins[name] = COMMAND_LINE
 
 
@@ -129,7 +129,8 @@ def _refuse_dates(path: Path, value: Any) -> str:
     raise UserError(f"{path}: {value} is a date or a time, which no key takes; as text it stands in quotes")
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """A word of the command line as TOML would read it, or as text where that is no TOML."""
     try:
         return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:

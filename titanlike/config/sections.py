@@ -47,6 +47,9 @@ class Run:
     """Refuse operations that may differ from run to run on a GPU. Slower; a CPU is deterministic without it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes the GPUs if there are any."""
+    hang_seconds: Positive = 600
+    """Seconds without a step after which a run is taken to hang: it says which rank is missing, and ends with exit code 3. More
+    than the longest step takes. The first step, validation and saving have ten minutes at least."""
 
 
 @section
@@ -104,6 +107,13 @@ class Training:
     gc_interval: NonNegative = 50
     """Steps between garbage collections; one more, a whole one, follows the first step. Left to itself Python collects at a
     different step on each rank, and all wait. 0 leaves it to itself."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does: `stop` the run, or `skip` the step's update, which has to be known before
+    the optimizer's turn: on a GPU the host then waits for each step."""
+    skip_limit: Positive = 3
+    """Steps to skip at most among any `skip_window` successive ones, across resumes. One more stops the run."""
+    skip_window: Positive = 100
+    """Steps among which the skipped ones are counted."""
 
     def num_microbatches(self, data_ranks: int) -> int:
         """Forward and backward passes that one rank makes in a step."""
@@ -253,8 +263,34 @@ class Checkpoint:
     """Save at all. Turn it off to measure speed."""
     interval: NonNegative = 500
     """Steps between saves. The last step is saved too. 0: only the last."""
+    mode: Literal["async", "sync"] = "async"
+    """`async`: training waits while what is saved is copied to the host's memory, and goes on while it is written. `sync`: it
+    waits for all of it."""
     keep: Positive = 2
     """How many of the newest to keep. Older ones are deleted after a newer one is complete."""
+    keep_every: NonNegative = 0
+    """Keep those of every so many steps besides, for ever. 0 keeps none but the newest."""
+    dir: str = ""
+    """Where to keep them: a folder, or an address that fsspec knows, such as `s3://bucket/runs`; in it each run has a folder.
+    Empty: in the run's own folder."""
+    tries: Positive = 3
+    """Saves in a row that may fail, as on a full disk, before the run stops: with the first that succeeds it is as before.
+    1 stops at the first."""
+    grace: Positive = 30
+    """Seconds from the signal to stop until the processes are killed: the time for a last save. torchrun's own is 30,
+    SageMaker's 120."""
+    verify: Literal["content", "size"] = "content"
+    """What is looked at before a checkpoint is loaded: the hash of every file, or its size alone, where reading all of a very
+    large one twice takes too long."""
+    weights: Literal["none", "float32", "bfloat16"] = "none"
+    """Precision in which the weights alone, whole, are written after the last step, as `weights.safetensors` in the run's
+    folder. For checkpoints in a folder. `titanlike consolidate` does the same of any checkpoint."""
+    resume_from: NonNegative = 0
+    """The step to go on from, if not the newest. Later checkpoints are put aside, and the recipe in the run's folder does not
+    have this key, so the next start goes on from the newest again."""
+    allow: tuple[str, ...] = ()
+    """Keys that may be other than when the checkpoint was saved though they change what is trained, such as
+    `["optimizer.lr"]`. What is read back then need not be what the recipe would have led to."""
 
 
 @section

@@ -1,6 +1,7 @@
 """Text to tokens and back, through tiktoken."""
 
 import base64
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,15 @@ class Tokenizer:
         self.encoding = encoding
         self.end_of_text = end_of_text
         self.vocab_size = encoding.n_vocab
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that cut and number text alike."""
+        found = hashlib.sha256(repr((self.encoding._pat_str, self.end_of_text)).encode())
+        for table in (self.encoding._mergeable_ranks, self.encoding._special_tokens):
+            for token, number in sorted(table.items(), key=lambda item: item[1]):
+                found.update(f"{token!r} {number} ".encode())
+        return found.hexdigest()[:16]
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
         """Tokens of a text. Special tokens spelt out in the text are only text."""

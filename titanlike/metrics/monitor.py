@@ -1,8 +1,8 @@
 """Measures a run while it trains, and hands each record to the screen, to `metrics.jsonl` and to TensorBoard."""
 
-import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlike.checkpoint import Outcome
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
+from titanlike.metrics.records import Records
 from titanlike.metrics.screen import Screen
 from titanlike.readback import Readback
 
@@ -38,7 +40,7 @@ class Monitor:
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self.peak = peak_flops(device_name(device))
-        self.jsonl = (folder / "metrics.jsonl").open("a") if folder else None
+        self.records = Records(folder / "metrics.jsonl") if folder else None
         self.screen = Screen(num_steps, first_step) if folder else None
         self.tensorboard: Any = None
         if folder and tensorboard:
@@ -107,6 +109,29 @@ class Monitor:
         """Record a validation loss."""
         self._record(step, {"validation_loss": loss, "elapsed_seconds": time.perf_counter() - self.started})
 
+    def saved(self, outcomes: Sequence[Outcome]) -> None:
+        """Record what came of saves."""
+        for outcome in outcomes:
+            if outcome.error:
+                self.warn(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}; training goes on")
+                continue
+            if outcome.remark:
+                self.warn(f"step {outcome.step} is saved, but {outcome.remark}")
+            times = {"save_seconds": outcome.seconds, "save_stall_seconds": outcome.stall}
+            self._record(outcome.step, {**times, "save_bytes": outcome.size})
+
+    def warn(self, text: str) -> None:
+        """Tell the user what is not right and does not stop the run."""
+        self.note(f"warning: {text}")
+
+    def skipped(self, step: int, cause: str) -> None:
+        """Record a step whose update was left out, and why."""
+        self._record_last()
+        self._keep(step, {"skipped": cause, "elapsed_seconds": time.perf_counter() - self.started})
+        self.note(f"step {step:>6}/{self.num_steps}  skipped: {cause}")
+        if self.tensorboard:
+            self.tensorboard.add_text("skipped", cause, step)
+
     def note(self, text: str) -> None:
         """Tell the user something that is not a number."""
         if self.screen:
@@ -114,12 +139,15 @@ class Monitor:
 
     def close(self) -> None:
         """Finish the line and the files."""
+        if self.records and (problem := self.records.close()):
+            self.warn(problem)
         if self.screen:
             self.screen.close()
-        if self.jsonl:
-            self.jsonl.close()
-        if self.tensorboard:
-            self.tensorboard.close()
+        try:
+            if self.tensorboard:
+                self.tensorboard.close()
+        except OSError as error:
+            self._leave_tensorboard(error)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -128,12 +156,23 @@ class Monitor:
         self.close()
 
     def _record(self, step: int, values: dict[str, float | None]) -> None:
-        if self.jsonl:
-            self.jsonl.write(json.dumps({"step": step, **values}) + "\n")
-            self.jsonl.flush()
+        # Those of a skipped step may be no numbers. JSON has no word for that.
+        known = {n: value if value is None or math.isfinite(value) else None for n, value in values.items()}
+        self._keep(step, known)
         if self.screen:
             self.screen.show(step, values)
-        if self.tensorboard:
-            for name, value in values.items():
+        try:
+            for name, value in known.items() if self.tensorboard else ():
                 if value is not None and name != "tokens":
                     self.tensorboard.add_scalar(name, value, step)
+        except OSError as error:
+            self._leave_tensorboard(error)
+
+    def _keep(self, step: int, values: Mapping[str, float | str | None]) -> None:
+        if self.records and (problem := self.records.add({"step": step, **values})):
+            self.warn(problem)
+
+    def _leave_tensorboard(self, error: OSError) -> None:
+        """It can write no more after it could not once. The same numbers are in the records."""
+        self.tensorboard = None
+        self.warn(f"nothing more is written for TensorBoard: {error.strerror}")

@@ -1,5 +1,6 @@
 """A run on the screen: one live line on a terminal, plain lines elsewhere."""
 
+import errno
 import sys
 
 from rich.console import Console
@@ -25,7 +26,15 @@ class Screen:
         if values.get("validation_loss") is not None:
             self.validation = f"  val {values['validation_loss']:.4f}"
             if self.progress is None:
-                print(f"step {step:>6}/{self.num_steps}{self.validation}", flush=True)
+                _say(f"step {step:>6}/{self.num_steps}{self.validation}")
+            return
+        if values.get("save_seconds") is not None:
+            if self.progress is None:
+                seconds, stall, size = (values[f"save_{name}"] or 0.0 for name in ("seconds", "stall_seconds", "bytes"))
+                _say(
+                    f"step {step:>6}/{self.num_steps}  saved  {size / 2**20:,.1f} MiB in {seconds:.2f} s; training stood "
+                    f"still for {stall:.2f} s"
+                )
             return
         mfu = values["mfu"]
         left = (values["step_seconds"] or 0) * (self.num_steps - step)
@@ -38,7 +47,7 @@ class Screen:
             f"  {values['memory_gib']:.2f} GiB"
         )
         if self.progress is None:
-            print(text, flush=True)
+            _say(text)
         else:
             self.progress.update(self.task, completed=step, description=text)
             self.progress.refresh()
@@ -46,7 +55,7 @@ class Screen:
     def note(self, text: str) -> None:
         """Show a line of text, above the live line if there is one."""
         if self.progress is None:
-            print(text, flush=True)
+            _say(text)
         else:
             self.progress.console.print(text)
 
@@ -55,6 +64,15 @@ class Screen:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
+
+
+def _say(text: str) -> None:
+    """Print. Where that goes to a file on a full disk, a line may be lost, but not the run."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
 
 
 def _time(seconds: float) -> str:
