@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,9 @@ def command(*words: str, **overrides: str) -> list[str]:
 def environment(**variables: str) -> dict[str, str]:
     """Ours, with this python first on the path and without what another launcher may have set."""
     kept = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "MASTER_PORT")
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "MASTER_PORT", "MAX_RESTARTS")
     }
     return (
         kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""} | variables
@@ -41,11 +44,20 @@ def run(
     )  # fmt: skip
 
 
-def start(folder: Path, variables: dict[str, str] | None = None, **overrides: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, variables: dict[str, str] | None = None, *words: str, **overrides: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(**overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
+        command(*words, **overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+
+
+def free_port() -> str:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def records(run_folder: Path) -> list[dict[str, Any]]:

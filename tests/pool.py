@@ -1,11 +1,9 @@
 """Processes that join one gloo group and stay: a distributed test is a plain function that every rank runs."""
 
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,20 +47,20 @@ class Pool:
 
     def _start(self) -> None:
         spawn = mp.get_context("spawn")
-        store = Path(tempfile.mkdtemp()) / "store"
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             here, there = spawn.Pipe()
-            worker = spawn.Process(target=_serve, args=(there, rank, self.world_size, str(store)), daemon=True)
+            worker = spawn.Process(target=_serve, args=(there, rank, self.world_size, self.store.port), daemon=True)
             worker.start()
             self.workers.append(worker)
             self.pipes.append(here)
 
 
-def _serve(pipe: Any, rank: int, world_size: int, store: str) -> None:
+def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.TCPStore("127.0.0.1", port),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=120),

@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from recipes import pretrain
 from tests.pool import Pool
+from titanlike.checkpoint import Saved
 from titanlike.config import PretrainRecipe
 from titanlike.config.models import GPT, Llama
 from titanlike.models import build_model
 from titanlike.models.initialize import initialize
 from titanlike.parallelisms.mesh import Mesh, build_mesh
+from titanlike.resume import as_json, check_resume
 from titanlike.transform import transform
 from titanlike.verify import Result, differences
 
@@ -97,6 +99,13 @@ def assert_same(
     tolerances = {"loss": loss, "gradient norm": norm, "weights": weights}
     for what, (worst, where) in differences(found, expected).items():
         assert worst <= tolerances[what], f"{what} differs by {worst:.1e} ({where}), more than {tolerances[what]:.0e}"
+
+
+def resume(
+    saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
+) -> list[str]:
+    """Whether a checkpoint would be taken up by this recipe, with this data, here."""
+    return check_resume(saved, Saved(0, as_json(recipe), data, layout, machine), recipe)
 
 
 class Operations(TorchDispatchMode):

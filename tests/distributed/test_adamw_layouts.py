@@ -78,7 +78,7 @@ def test_a_cut_weight_takes_the_steps_of_the_whole_one(ranks: Ranks, placement: 
 def test_a_resumed_run_is_the_run_bit_for_bit(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     recipe = recipe_for(tmp_path, "run", layout)
     found = train(ranks(processes(layout)), recipe)
-    assert found.state["optimizer"]["state.layers.0.attention.wq.weight.exp_avg"].dtype == torch.uint8
+    assert found.state["optimizer"]["layers.0.attention.wq.weight.exp_avg"].dtype == torch.uint8
     assert found.state["model"]["layers.0.attention.wq.weight"].dtype == torch.bfloat16
     for _ in range(2):
         drop_last(tmp_path / "run")

@@ -11,19 +11,23 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.training import GPT_, assert_same, build, result, tiny, train
+from tests.training import GPT_, assert_same, build, result, resume, tiny, train
 from titanlike.checkpoint import Checkpoints, Saved
 from titanlike.config import UserError
-from titanlike.config.sections import Parallelism
-from titanlike.run_folder import RunFolder, check_resume
+from titanlike.config.sections import Checkpoint, Parallelism
+from titanlike.run_folder import RunFolder
 
 Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
 
 
+def saved_steps(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("step-*"))
+
+
 def drop_last(folder: Path) -> None:
     """Undo the second half of a run, as if it had been killed after its save at half-way."""
-    shutil.rmtree(sorted((folder / "checkpoints").iterdir())[-1])
+    shutil.rmtree(saved_steps(folder)[-1])
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -70,11 +74,12 @@ def load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
     other = dataclasses.replace(recipe.run, seed=99)  # other values than the saved ones
     model, _ = build(dataclasses.replace(recipe, run=other))
     optimizer = build_optimizer(model, recipe.optimizer)
-    checkpoints = Checkpoints(RunFolder(recipe).checkpoints, keep=2)
-    saved = checkpoints.latest()
+    checkpoints = Checkpoints(RunFolder(recipe).checkpoints, recipe.checkpoint)
+    saved = checkpoints.find()
     assert saved is not None
-    checkpoints.load(model, optimizer, saved.step)
-    Checkpoints(folder, keep=2).save(model, optimizer, saved)
+    checkpoints.load(model, optimizer, saved)
+    with Checkpoints(str(folder), recipe.checkpoint) as others:
+        others.save(model, optimizer, saved, wait=True)
     if distributed.is_main():
         (folder.parent / "metrics.jsonl").write_text("")
 
@@ -83,7 +88,17 @@ def test_only_the_newest_are_kept_and_leftovers_are_cleared(ranks: Ranks, tmp_pa
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-00000001.partial").mkdir(parents=True)
     train(ranks(1), tiny(tmp_path, "run", checkpoint=dict(interval=1, keep=3)))
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004", "step-00000005"]
+    expected = ["latest", "step-00000003", "step-00000004", "step-00000005"]
+    assert sorted(path.name for path in folder.iterdir()) == expected
+    assert (folder / "latest").read_text() == "step-00000005\n"
+
+
+def test_those_of_every_so_many_steps_are_kept_besides(ranks: Ranks, tmp_path: Path) -> None:
+    train(
+        ranks(1),
+        tiny(tmp_path, "run", training=dict(steps=9), checkpoint=dict(interval=1, keep=1, keep_every=4)),
+    )
+    assert [path.name[-1] for path in saved_steps(tmp_path / "run")] == ["4", "8", "9"]
 
 
 def test_a_save_cut_short_is_not_there(ranks: Ranks, tmp_path: Path) -> None:
@@ -93,21 +108,15 @@ def test_a_save_cut_short_is_not_there(ranks: Ranks, tmp_path: Path) -> None:
     last.rename(last.with_name("step-00000005.partial"))
     assert train(ranks(1), recipe).losses == whole.losses
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        5,
-    ]  # the last with its validation; no step twice
+    steps = [record["step"] for record in map(json.loads, lines) if "save_seconds" not in record]
+    assert steps == [1, 2, 3, 4, 5, 5]  # the last with its validation; no step twice
 
 
 MACHINE = {"device": "cpu", "torch": "2.13.0"}
 
 
 def saved_by(recipe: Any) -> Saved:
-    from titanlike.run_folder import as_json
+    from titanlike.resume import as_json
 
     return Saved(step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE)
 
@@ -126,25 +135,26 @@ def saved_by(recipe: Any) -> Saved:
 def test_a_recipe_that_would_train_otherwise_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     saved = saved_by(tiny(tmp_path, "run"))
     with pytest.raises(UserError, match=f"holds a run at step 3 that was trained otherwise: .*{message}.*--run.name"):
-        check_resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout, MACHINE)
+        resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout, MACHINE)
 
 
 def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> None:
     recipe = tiny(tmp_path, "run")
     saved = saved_by(recipe)
-    assert check_resume(saved, recipe, "abc", saved.layout, MACHINE) == []
+    assert resume(saved, recipe, "abc", saved.layout, MACHINE) == []
     with pytest.raises(UserError, match=r"read other data \(fingerprint abc, now xyz\)"):
-        check_resume(saved, recipe, "xyz", saved.layout, MACHINE)
+        resume(saved, recipe, "xyz", saved.layout, MACHINE)
     freely = tiny(
         tmp_path,
         "run",
         metrics=dict(interval=7),
         checkpoint=dict(interval=9),
+        training=dict(non_finite="skip", skip_limit=5, skip_window=50),
         data=dict(source="text", path="elsewhere"),
     )
-    assert check_resume(saved, freely, "abc", saved.layout, MACHINE) == []
+    assert resume(saved, freely, "abc", saved.layout, MACHINE) == []
     longer = tiny(tmp_path, "run", training=dict(steps=9), compile=dict(mode="block"))
-    told = check_resume(saved, longer, "abc", {"replicate": 1, "shard": 1}, {"device": "cuda", "torch": "2.11.0"})
+    told = resume(saved, longer, "abc", {"replicate": 1, "shard": 1}, {"device": "cuda", "torch": "2.11.0"})
     assert told == [
         "training.steps was 5, now 9",
         'compile.mode was "none", now "block"',
@@ -156,7 +166,7 @@ def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> N
     with pytest.raises(
         UserError, match=r"at step 3, past training\.steps = 2; set it to 3 or more, or give --run\.name"
     ):
-        check_resume(saved, shorter, "abc", saved.layout, MACHINE)
+        resume(saved, shorter, "abc", saved.layout, MACHINE)
 
 
 def test_a_resumed_run_has_the_records_of_one_that_was_never_stopped(ranks: Ranks, tmp_path: Path) -> None:
@@ -166,7 +176,8 @@ def test_a_resumed_run_has_the_records_of_one_that_was_never_stopped(ranks: Rank
     recipe = tiny(tmp_path, "run", **options)
 
     def recorded() -> list[int]:
-        return [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+        return [record["step"] for record in records if "loss" in record]
 
     train(ranks(1), recipe)
     assert recorded() == [1, 4, 8, 10]
@@ -177,24 +188,28 @@ def test_a_resumed_run_has_the_records_of_one_that_was_never_stopped(ranks: Rank
     assert recorded() == [1, 4, 8, 10]
 
 
-def test_a_folder_without_a_whole_checkpoint_begins_again(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_begins_again(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(tmp_path, "run")
     whole = train(ranks(1), recipe)
-    (tmp_path / "run/checkpoints/step-00000005/state.json").unlink()
+    drop_last(tmp_path / "run")
     run = RunFolder(recipe)
     assert run.beginning(None, []) == f"{run.path} has no checkpoint to resume from: beginning again at step 1"
     assert train(ranks(1), recipe).losses == whole.losses
 
 
 def test_a_run_folder_that_vanishes_is_told(tmp_path: Path, ranks: Ranks) -> None:
-    with pytest.raises(AssertionError, match="checkpoints is gone: the run's folder was moved or deleted"):
+    with pytest.raises(
+        AssertionError,
+        match=r"the save failed: .*checkpoints is gone: the run's folder was moved or deleted .*; there is none yet",
+    ):
         ranks(1).run(_save_into, tmp_path / "gone" / "checkpoints")
 
 
 def _save_into(folder: Path) -> None:
     model = torch.nn.Linear(1, 1)
     saved = Saved(1, {}, "", {}, {})
-    Checkpoints(folder, keep=1).save(model, torch.optim.AdamW(model.parameters()), saved)
+    with Checkpoints(str(folder), Checkpoint(tries=1)) as checkpoints:
+        checkpoints.save(model, torch.optim.AdamW(model.parameters()), saved, wait=True)
 
 
 def test_what_is_said_when_a_run_is_stopped(ranks: Ranks, tmp_path: Path) -> None:
@@ -202,4 +217,4 @@ def test_what_is_said_when_a_run_is_stopped(ranks: Ranks, tmp_path: Path) -> Non
     run = RunFolder(recipe)
     assert run.farewell() == "stopped before the first checkpoint"
     train(ranks(1), recipe)
-    assert run.farewell() == f"stopped; to go on from the last checkpoint: ./run_train.sh '{run.path}/recipe.toml'"
+    assert run.farewell() == f"stopped; to go on from step 5: ./run_train.sh '{run.path}/recipe.toml'"

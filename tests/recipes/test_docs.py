@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, float8_quality, optimizers
+from benchmarks import figures, float8_quality, optimizers, save_stall, soak
 from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
@@ -94,6 +94,17 @@ def test_the_tables_of_speed_are_what_was_measured(path: Path) -> None:
     assert figures.table([measured]).strip() in (ROOT / "docs/speed.md").read_text()
     assert measured["command"].endswith(f"--out benchmarks/results/{path.name}")
     assert all(one.get("losses_agree") for one in measured["rows"].values() if "failed" not in one)
+
+
+def test_the_tables_of_checkpoints_are_what_was_measured() -> None:
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    for program, file in ((soak, "soak_cpu.json"), (save_stall, "save_stall_cpu.json")):
+        measured = json.loads((ROOT / "benchmarks/results" / file).read_text())
+        assert f"-->\n\n{program.table(measured)}\n\n" in page
+        assert f"\n{measured['command']}\n" in page
+    killed = json.loads((ROOT / "benchmarks/results/soak_cpu.json").read_text())
+    assert killed["differences"] == [] == killed["leftovers"]
+    assert len(killed["kills"]) >= 100
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -36,9 +37,9 @@ def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: tuple[P
     assert validation[1] < validation[0] < found[1]
     assert all(record["tokens_per_second"] > 0 for record in records(folder) if "loss" in record)
     assert {path.name for path in folder.iterdir()} == {
-        "recipe.toml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints",
+        "recipe.toml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "lock",
     }  # fmt: skip
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000020"]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-00000020"}
     facts = json.loads((folder / "environment.json").read_text())
     assert {"torch", "python", "device", "git_commit", "host", "command"} <= facts.keys()
     assert "sample after 20 steps:\ndef " in said
@@ -184,7 +185,20 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     os.kill(descendants(running.pid)[-1], signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 1
-    assert re.search(r"error: process [01] ended with exit code -9; its own words are above", errors)
+    assert re.search(r"error: process [01] was ended by SIGKILL", errors)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is dead")
+def test_processes_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """They would go on writing into the folder that the next start of the run takes up."""
+    options = SMALL | {"training.steps": "100000", "checkpoint.interval": "5", "run.name": "r"}
+    running = start(tmp_path, {"NPROC": "2"}, **options)
+    wait_for(tmp_path / "runs/r/checkpoints/step-00000005")
+    running.kill()
+    said, _ = running.communicate(timeout=60)  # until nobody can write to it any more
+    last = list(losses(tmp_path / "runs/r"))[-1]
+    assert (tmp_path / f"runs/r/checkpoints/step-{last:08d}").exists()
+    assert f"step {last:>6}/100000  saved" in said
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -194,10 +208,13 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
     wait_for(tmp_path / "runs/r/metrics.jsonl")
     time.sleep(0.5)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to every process of the job
-    _, errors = running.communicate(timeout=60)
+    said, errors = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "stopped before the first checkpoint\n" in errors
-    assert "Traceback" not in errors
+    (saved,) = (tmp_path / "runs/r/checkpoints").glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    assert said.endswith(f"stopped by SIGINT; to go on from step {step}: ./run_train.sh runs/r/recipe.toml\n")
+    assert max(losses(tmp_path / "runs/r")) == step
+    assert errors == "\nstopping at the end of this step; again to leave at once\n"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -208,7 +225,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, processes: int)
     assert "Nothing of it was saved" in done.stderr
     assert "Traceback" not in done.stderr
     stopped = int(done.stderr.split("error: step ")[1].split(":")[0])
-    saved = sorted(path.name for path in (tmp_path / "runs/r/checkpoints").iterdir())
+    saved = sorted(path.name for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
     assert saved[-1] == f"step-{stopped - 1:08d}"
     assert max(losses(tmp_path / "runs/r")) == stopped - 1
 

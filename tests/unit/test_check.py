@@ -56,6 +56,11 @@ def test_the_defaults_are_right() -> None:
             "as long as beta2 = 0.999: what a step changes is less than its last digit; use beta2 = 0.98 or less",
         ),
         (
+            dict(training=dict(non_finite="skip", skip_limit=8, skip_window=8)),
+            1,
+            "skip_limit = 8 among skip_window = 8 steps lets all be skipped, for ever; use skip_window = 9 or more",
+        ),
+        (
             dict(optimizer=dict(stochastic_rounding=True)),
             1,
             "'float32' rounds nothing that matters; set training.master",

@@ -13,13 +13,18 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.environment import (
     Job,
     Ranks,
+    Restarts,
     first_host,
     job,
+    launchers_stamp,
     num_gpus,
     port_is_free,
     rank_variables_from_slurm,
     ranks,
+    restarts,
+    stamp_what_is_started,
     trust_compiler,
+    variables,
 )
 from titanlike.start import start
 
@@ -65,6 +70,39 @@ def test_processes_are_one_a_gpu_unless_said_otherwise() -> None:
         job({"NPROC": "0"})
     with pytest.raises(UserError, match="NPROC=two is not a whole number"):
         job({"NPROC": "two"})
+
+
+def test_restarts_are_a_number() -> None:
+    assert job(NO_GPU | {"MAX_RESTARTS": "3"}).max_restarts == 3
+    assert job(NO_GPU | {"MAX_RESTARTS": ""}).max_restarts == 0
+    with pytest.raises(UserError, match="MAX_RESTARTS=abc is not a whole number"):
+        job(NO_GPU | {"MAX_RESTARTS": "abc"})
+    with pytest.raises(UserError, match="MAX_RESTARTS=-1: give the number of restarts, 0 for none"):
+        job(NO_GPU | {"MAX_RESTARTS": "-1"})
+    with pytest.raises(UserError, match="MAX_RESTARTS=3, but srun started one task a process"):
+        rank_variables_from_slurm(SLURM | {"SLURM_NTASKS": "4", "MAX_RESTARTS": "3"})
+
+
+def test_restarts_and_the_stamp_are_for_processes_of_a_launcher() -> None:
+    torchelastic = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "TITANLIKE_STARTED": "then"}
+    assert restarts(TORCHRUN | torchelastic) == Restarts(count=1, limit=3)
+    assert launchers_stamp(TORCHRUN | torchelastic) == "then"
+    assert restarts(torchelastic) == Restarts()  # left over in a shell
+    assert launchers_stamp(torchelastic) is None
+
+
+def test_a_nested_run_has_no_part_in_the_job_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {
+        "HOME": "/",
+        "RANK": "1",
+        "TITANLIKE_STARTED": "then",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "MAX_RESTARTS": "3",
+    }
+    monkeypatch.setattr("os.environ", ours)
+    assert variables({"NPROC": "2"}) == {"HOME": "/", "NPROC": "2"}
+    stamp_what_is_started()
+    assert os.environ["TITANLIKE_STARTED"] != "then"
 
 
 def test_several_machines_by_hand() -> None:

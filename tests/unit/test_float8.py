@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training import resume
 from titanlike.check import check, check_here
 from titanlike.checkpoint import Saved
 from titanlike.config import PretrainRecipe, UserError, load
@@ -20,7 +21,7 @@ from titanlike.float8.check import hardware_problems
 from titanlike.float8.linear import Float8Linear, apply_float8, refuse_hardware
 from titanlike.float8.selection import headlines, names, select
 from titanlike.models import build_model
-from titanlike.run_folder import as_json, check_resume
+from titanlike.resume import as_json
 
 LARGE = Llama(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")
@@ -195,11 +196,11 @@ def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:
     before = recipe(dict(emulate=False))
     saved = Saved(1, as_json(before), "x", {"shard": 8}, facts)
     free = replace(before, float8=replace(before.float8, all_gather=True))
-    assert check_resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
+    assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
     for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
         other = replace(before, float8=replace(before.float8, **{key: value}))
         with pytest.raises(UserError, match=f"was trained otherwise: float8.{key} was"):
-            check_resume(saved, other, "x", {"shard": 8}, facts)
+            resume(saved, other, "x", {"shard": 8}, facts)
 
 
 def test_a_run_of_before_there_was_float8_goes_on() -> None:
@@ -211,9 +212,9 @@ def test_a_run_of_before_there_was_float8_goes_on() -> None:
         saved = Saved(1, old, "x", {"shard": 1}, facts)
         if model.dropout:
             with pytest.raises(UserError, match=r"otherwise: model.dropout was 0.0, now 0.1. Put"):
-                check_resume(saved, now, "x", {"shard": 1}, facts)
+                resume(saved, now, "x", {"shard": 1}, facts)
         else:
-            assert check_resume(saved, now, "x", {"shard": 1}, facts) == []
+            assert resume(saved, now, "x", {"shard": 1}, facts) == []
 
 
 def rounded(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:

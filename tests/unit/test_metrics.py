@@ -115,10 +115,37 @@ def test_plain_lines_where_there_is_no_terminal(
     assert "\x1b" not in out
 
 
+def test_a_skipped_step_is_said_and_kept_in_json_that_anyone_can_read(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monitor(tmp_path, tensorboard=True) as watched:
+        clock.now += 1.0
+        watched.skipped(2, "the loss is nan on rank 1")
+        watched.step(2, loss=torch.tensor(float("nan")), grad_norm=torch.tensor(float("inf")), learning_rate=0.1)
+        watched.validation(2, float("nan"))
+    skipped, taken, validation = (
+        json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert skipped == {"step": 2, "skipped": "the loss is nan on rank 1", "elapsed_seconds": 1.0}
+    assert (taken["step"], taken["loss"], taken["grad_norm"], taken["learning_rate"]) == (2, None, None, 0.1)
+    assert taken["tokens_per_second"] == 1000.0
+    assert validation["validation_loss"] is None
+    out = capsys.readouterr().out
+    assert "step      2/5  skipped: the loss is nan on rank 1\n" in out
+    assert "step      2/5  loss nan  1.0K tok/s" in out
+    assert "step      2/5  val nan" in out
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("skipped/text_summary")] == [2]
+    assert "learning_rate" in events.Tags()["scalars"]
+    assert not {"loss", "grad_norm", "validation_loss"} & set(events.Tags()["scalars"])
+
+
 def test_a_rank_without_a_folder_says_and_keeps_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with monitor(None, tensorboard=True) as watched:
         step(watched, 2)
         watched.validation(2, 1.0)
+        watched.skipped(2, "the loss is nan on rank 0")
         watched.note("x")
     assert capsys.readouterr().out == ""
 

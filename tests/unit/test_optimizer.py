@@ -1,4 +1,4 @@
-"""The loss, the learning rate, the parameter groups, clipping, and the stop before a bad step."""
+"""The loss, the learning rate, the parameter groups, clipping, and the stop before a bad step or the way past it."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from titanlike.config.models import GPT, Llama
 from titanlike.config.sections import Optimizer, Schedule
 from titanlike.loss import IGNORE, cross_entropy_sum, num_valid
 from titanlike.models import build_model
-from titanlike.optimizer import Guard, build_optimizer, clip_gradients, gradient_norms, learning_rate
+from titanlike.optimizer import Guard, Norms, build_optimizer, clip_gradients, gradient_norms, learning_rate
 
 
 def test_the_loss_is_a_sum_over_valid_tokens() -> None:
@@ -88,12 +88,77 @@ def test_a_bad_step_is_named_and_a_good_one_passes() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    Guard().step(3, good, good, gradient_norms(model))
+    Guard().allows(3, good, good, gradient_norms(model))
     with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. Nothing of it was saved"):
-        Guard().step(3, bad, bad, gradient_norms(model))
+        Guard().allows(3, bad, bad, gradient_norms(model))
     model[1].bias.grad = torch.tensor([float("inf")])
     with pytest.raises(UserError, match=r"finite, but not the gradient of 1\.bias, in the part held by rank 0"):
-        Guard().step(3, good, good, gradient_norms(model))
+        Guard().allows(3, good, good, gradient_norms(model))
     model[1].bias.grad = torch.tensor([3e38])
     with pytest.raises(UserError, match="the gradient norm is inf: they are too large to add up"):
-        Guard().step(3, good, good, gradient_norms(model))
+        Guard().allows(3, good, good, gradient_norms(model))
+
+
+NOTHING = Norms(torch.tensor(1.0), torch.tensor([1.0]), ["weight"])
+
+
+def met(guard: Guard, step: int, *, bad: bool) -> bool:
+    loss = torch.tensor(float("nan") if bad else 1.0)
+    return guard.allows(step, loss, loss, NOTHING)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_bad_step_is_skipped_and_told() -> None:
+    told: list[tuple[int, str]] = []
+    guard = Guard("skip", tell=lambda step, cause: told.append((step, cause)))
+    assert [met(guard, step, bad=step == 2) for step in range(1, 5)] == [True, False, True, True]
+    infinite = Norms(torch.tensor(float("inf")), torch.tensor([1.0, float("inf")]), ["first", "second"])
+    assert not guard.allows(5, torch.tensor(1.0), torch.tensor(1.0), infinite)
+    guard.catch_up()
+    assert guard.skipped == [2, 5]
+    assert told[0] == (2, "the loss is nan on rank 0")
+    assert told[1] == (5, "the loss is finite, but not the gradient of second, in the part held by rank 0")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("steps", "stops"),
+    [
+        ([1, 2], None),
+        ([1, 2, 3], 3),
+        ([1, 5, 10], 10),  # 10 steps: the first to the tenth
+        ([1, 5, 11], None),
+        ([1, 5, 11, 14], 14),
+        ([1, 5, 11, 15, 21], None),
+    ],
+)
+def test_too_many_skipped_within_a_window_stop_the_run(steps: list[int], stops: int | None) -> None:
+    guard = Guard("skip", limit=2, window=10)
+    stopped = None
+    try:
+        for step in range(1, 25):
+            assert met(guard, step, bad=step in steps) == (step not in steps)
+    except UserError as error:
+        stopped = step
+        among = [old for old in steps if step - 10 < old <= step]
+        assert str(error).startswith(
+            f"step {step}: the loss is nan on rank 0. It would be number 3 of the last 10 steps to be skipped (steps "
+            f"{among[0]}, {among[1]}, {among[2]}), more than training.skip_limit = 2. Nothing of it was saved; "
+            f"checkpoints from before step {among[0]} are sound. Lower optimizer.lr"
+        )
+    assert stopped == stops
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_run_remembers_what_it_skipped() -> None:
+    before = Guard("skip", limit=2, window=10)
+    for step in (4, 7):
+        met(before, step, bad=True)
+    after = Guard("skip", limit=2, window=10, skipped=before.skipped)
+    assert met(after, 8, bad=False)
+    with pytest.raises(UserError, match=r"\(steps 4, 7, 9\)"):
+        met(after, 9, bad=True)
+    later = Guard("skip", limit=2, window=10, skipped=before.skipped)
+    assert not met(later, 14, bad=True)
+    assert later.skipped == [7, 14]  # what no window to come can hold is forgotten
+    assert before.skipped == [4, 7]

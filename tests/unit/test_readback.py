@@ -23,7 +23,7 @@ def norms(value: float) -> Norms:
 
 def looks(guard: Guard, values: list[float]) -> None:
     for step, value in enumerate(values, start=1):
-        guard.step(step, torch.tensor(1.0), torch.tensor(1.0), norms(value))
+        guard.allows(step, torch.tensor(1.0), torch.tensor(1.0), norms(value))
 
 
 def test_numbers_come_in_their_order_whatever_their_type() -> None:
@@ -36,7 +36,7 @@ def test_a_bad_step_is_found_at_the_next_one() -> None:
     guard = Guard()
     looks(guard, [1.0, 2.0, float("nan")])
     with pytest.raises(UserError, match=r"step 3: the loss is finite, but not the gradient of second"):
-        guard.step(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0))
+        guard.allows(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0))
 
 
 @pytest.mark.usefixtures("late", "alone")
@@ -55,6 +55,30 @@ def test_good_steps_pass_and_none_is_left() -> None:
     assert len(guard.unseen) == 1
     guard.catch_up()
     assert not guard.unseen
+
+
+@pytest.mark.usefixtures("late", "alone")
+def test_who_skips_looks_before_the_optimizer_does() -> None:
+    guard = Guard("skip")
+    one = torch.tensor(1.0)
+    assert [guard.allows(step, one, one, norms(value)) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert not guard.unseen
+
+
+@pytest.mark.usefixtures("late")
+def test_a_skipped_step_is_recorded_after_those_before_it(tmp_path: Path) -> None:
+    with monitor(tmp_path, interval=1) as watched:
+        for step in range(1, 4):
+            if step == 2:
+                watched.skipped(2, "the loss is nan on rank 0")
+            watched.step(step, loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), learning_rate=0.1)
+    assert [(record["step"], "skipped" in record) for record in records(tmp_path)] == [
+        (1, False),
+        (2, True),
+        (2, False),
+    ]
 
 
 @pytest.mark.usefixtures("late")

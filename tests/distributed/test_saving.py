@@ -1,0 +1,318 @@
+"""Saving beside the training: what is saved is what was there, failures are told and counted, files are one rank's each."""
+
+import errno
+import hashlib
+import json
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool
+from tests.training import build, tiny, train
+from titanlike.checkpoint import Checkpoints, Saved, consolidate, read_whole
+from titanlike.checkpoint.shards import read_header
+from titanlike.checkpoint.store import Folder
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.sections import Checkpoint, Parallelism
+from titanlike.optimizer import build_optimizer
+from titanlike.rng import seed_generators
+
+Ranks = Callable[[int], Pool]
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def at(step: int) -> Saved:
+    return Saved(step, {}, "", {}, {})
+
+
+@contextmanager
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is committed before the event."""
+    go = threading.Event()
+    original = Folder.commit
+
+    def waiting(self: Folder, step: int) -> None:
+        assert go.wait(60)
+        original(self, step)
+
+    monkeypatch.setattr(Folder, "commit", waiting)
+    yield go
+    go.set()
+
+
+def test_training_goes_on_and_what_is_saved_is_what_was_there(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with slow_disk(monkeypatch) as go, Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+        checkpoints.save(model, optimizer, at(1))
+        assert checkpoints.news() == []
+        with torch.no_grad():
+            model.weight.fill_(7)
+        go.set()
+        checkpoints.settle()
+        (outcome,) = checkpoints.news()
+        assert (outcome.step, outcome.error, outcome.remark) == (1, "", "")
+        assert 0 < outcome.stall < outcome.seconds
+        assert checkpoints.news() == []
+    found = read_whole(tmp_path / "step-00000001")["model"]
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+def test_one_save_is_under_way_at_most(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    with slow_disk(monkeypatch) as go, Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+        checkpoints.save(model, optimizer, at(1))
+        threading.Timer(0.3, go.set).start()
+        checkpoints.save(model, optimizer, at(2))  # waits
+        assert [outcome.step for outcome in checkpoints.news()] == [1]
+        checkpoints.settle()
+    assert Folder(tmp_path).steps() == [1, 2]
+
+
+def test_leaving_lets_a_save_end(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    with (
+        slow_disk(monkeypatch) as go,
+        pytest.raises(UserError, match="other"),
+        Checkpoints(str(tmp_path), Checkpoint()) as checkpoints,
+    ):
+        checkpoints.save(model, optimizer, at(1))
+        threading.Timer(0.3, go.set).start()
+        raise UserError("another mistake")
+    assert Folder(tmp_path).steps() == [1]
+
+
+def test_sync_is_there_when_the_call_returns(alone: None, tmp_path: Path) -> None:
+    model, optimizer = small()
+    with Checkpoints(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.save(model, optimizer, at(1))
+        assert Folder(tmp_path).steps() == [1]
+
+
+def test_failures_in_a_row_are_counted_and_a_success_forgets_them(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    full = {"now": False}
+    original = Folder.create
+
+    def create(self: Folder, step: int, file: str) -> Any:
+        if full["now"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, step, file)
+
+    monkeypatch.setattr(Folder, "create", create)
+    with Checkpoints(str(tmp_path), Checkpoint(mode="sync", tries=3)) as checkpoints:
+        for step, bad in enumerate([False, True, True, False, True, True], start=1):
+            full["now"] = bad
+            checkpoints.save(model, optimizer, at(step))
+        errors = [outcome.error for outcome in checkpoints.news()]
+        assert [bool(error) for error in errors] == [False, True, True, False, True, True]
+        assert errors[1] == "rank 0: [Errno 28] No space left on device"
+        assert Folder(tmp_path).steps() == [1, 4]
+        assert not checkpoints.given_up
+        with pytest.raises(
+            UserError,
+            match=r"^3 saves in a row have failed: rank 0: .*No space left.*; the last whole checkpoint is that of step 4$",
+        ):
+            checkpoints.save(model, optimizer, at(7))
+        assert checkpoints.given_up
+    assert Folder(tmp_path).steps() == [1, 4]
+
+
+def test_the_last_save_of_a_run_may_not_fail(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+        checkpoints.save(model, optimizer, at(1))
+        checkpoints.settle()
+        with pytest.raises(
+            UserError, match=r"the save failed: .* has 10 bytes left, and a checkpoint takes \d+; there is"
+        ):
+            checkpoints.settle(last=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_goes_wrong_after_the_commit_is_no_failure(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Folder, step: int) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Folder, "remove", refuse)
+    model, optimizer = small()
+    with Checkpoints(str(tmp_path), Checkpoint(mode="sync", keep=1)) as checkpoints:
+        checkpoints.save(model, optimizer, at(1))
+        checkpoints.save(model, optimizer, at(2))
+        outcomes = checkpoints.news()
+    assert [(outcome.error, outcome.remark) for outcome in outcomes] == [("", ""), ("", "[Errno 13] Permission denied")]
+    assert Folder(tmp_path).steps() == [1, 2]
+
+
+def _fail_on_one(folder: Path) -> tuple[list[str], list[int]]:
+    model, optimizer = small()
+    original = Folder.create
+
+    def create(self: Folder, step: int, file: str) -> Any:
+        if step == 2 and dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, step, file)
+
+    Folder.create = create  # type: ignore[method-assign]
+    try:
+        with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+            for step in (1, 2, 3):
+                checkpoints.save(model, optimizer, at(step))
+            return [outcome.error for outcome in checkpoints.news()], checkpoints.store.steps()
+    finally:
+        Folder.create = original  # type: ignore[method-assign]
+
+
+def test_what_one_rank_meets_all_ranks_know(ranks: Ranks, tmp_path: Path) -> None:
+    for errors, steps in ranks(2).run(_fail_on_one, tmp_path):
+        assert errors == ["", "rank 1: [Errno 28] No space left on device", ""]
+        assert steps == [1, 3]
+
+
+def _save(recipe: PretrainRecipe, folder: Path) -> None:
+    model, _ = build(recipe)
+    with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.save(model, build_optimizer(model, recipe.optimizer), at(1))
+
+
+def test_every_number_is_written_once_and_the_work_is_shared(ranks: Ranks, tmp_path: Path) -> None:
+    for name, layout in (
+        ("fsdp", Parallelism(shard=4)),
+        ("ddp", Parallelism(replicate=4, shard=1)),
+        ("hsdp", Parallelism(replicate=2, shard=2)),
+        ("pp", Parallelism(pipeline=2, shard=2)),
+    ):
+        (tmp_path / name).mkdir()
+        recipe = tiny(tmp_path, "x", parallelism=layout)
+        ranks(4).run(_save, recipe, tmp_path / name)
+        files = sorted((tmp_path / name / "step-00000001").glob("*.safetensors"))
+        sizes = []
+        for file in files:
+            content = file.read_bytes()
+            (length,) = struct.unpack("<Q", content[:8])
+            sizes.append(len(content) - length - 8)
+        assert sum(sizes) == 4 * recipe.model.num_parameters(), name
+        uneven = 1.7 if name == "pp" else 1.1  # three blocks on two stages
+        assert max(sizes) < uneven * min(sizes), f"{name}: {sizes}"
+
+
+def test_the_weights_of_any_layout_as_one_file(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = tiny(
+        tmp_path, "run", parallelism=Parallelism(pipeline=2, shard=2), checkpoint=dict(weights="bfloat16"),
+        training=dict(steps=2, local_batch_size=2), validation=dict(interval=0),
+    )  # fmt: skip
+    expected = train(ranks(4), recipe).state["model"]
+    consolidate(tmp_path / "run/checkpoints/step-00000002", tmp_path / "again", torch.bfloat16)
+    content = (tmp_path / "run/weights.safetensors").read_bytes()
+    assert content == (tmp_path / "again").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    assert header.keys() - {"__metadata__"} == expected.keys()
+    for name, value in expected.items():
+        start, end = header[name]["data_offsets"]
+        found = torch.frombuffer(bytearray(content[8 + length + start : 8 + length + end]), dtype=torch.bfloat16)
+        assert torch.equal(found.view(header[name]["shape"]), value.bfloat16()), name
+    sums = json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text())["files"]
+    for name, said in sums.items():
+        found_sum = hashlib.sha256((tmp_path / "run/checkpoints/step-00000002" / name).read_bytes()).hexdigest()
+        assert found_sum == said["sha256"]
+
+
+def test_a_module_of_ones_own_is_saved_besides(alone: None, tmp_path: Path) -> None:
+    model, optimizer = small()
+    average, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with Checkpoints(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.save(model, optimizer, at(1), average=average)
+        checkpoints.load(model, optimizer, at(1), average=other)
+        assert torch.equal(average.weight, other.weight)
+        with pytest.raises(UserError, match=r"the checkpoint has no missing\.weight"):
+            checkpoints.load(model, optimizer, at(1), missing=other)
+    assert read_whole(tmp_path / "step-00000001").keys() == {"model", "optimizer", "average"}
+
+
+def test_a_parameter_without_a_gradient_has_no_averages_and_needs_none(alone: None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with Checkpoints(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.save(model, optimizer, at(1))
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    others = torch.optim.AdamW(other.parameters(), lr=0.3)
+    with Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+        saved = checkpoints.find()
+        assert saved == at(1)
+        checkpoints.load(other, others, saved)
+    assert [p in others.state for p in other.parameters()] == [True, True, False, False]
+    assert others.param_groups[0]["lr"] == 0.3
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert two.grad is None
+        for key, value in optimizer.state.get(one, {}).items():
+            assert torch.equal(value, others.state[two][key])
+
+
+def _late(folder: Path) -> dict[str, list[str]]:
+    """Names that each file has, where the second layer has had no gradient before the second save."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+        for step, layers in enumerate((model[0], model), start=1):
+            layers(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(model, optimizer, at(step))
+    whole = read_whole(folder / "step-00000002")["optimizer"]
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(whole[f"{name}.{key}"], value), name
+    files = sorted((folder / "step-00000002").glob("*.safetensors"))
+    return {file.name: [n for n in read_header(file).entries if n.startswith("optimizer.1.")] for file in files}
+
+
+def test_what_comes_late_is_saved_too(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2).run(_late, tmp_path)[0]
+    assert [len(names) for names in found.values()] == [6, 6]  # of a weight and a bias, on both ranks
+
+
+def _draws(folder: Path) -> tuple[list[float], list[float]]:
+    """What this rank draws after a save, and after that save was loaded."""
+    seed_generators(100 + dist.get_rank())
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.save(model, optimizer, at(1))
+        expected = torch.rand(3).tolist()
+        seed_generators(7)
+        checkpoints.load(model, optimizer, at(1))
+        return expected, torch.rand(3).tolist()
+
+
+def test_each_rank_has_its_own_generators_back(ranks: Ranks, tmp_path: Path) -> None:
+    (first, first_again), (second, second_again) = ranks(2).run(_draws, tmp_path)
+    assert first_again == first != second == second_again

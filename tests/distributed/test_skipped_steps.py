@@ -1,0 +1,144 @@
+"""A step with a NaN on one rank is left out by all of them: what comes after is what it would be without that step."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recipes import pretrain
+from tests.launching import records
+from tests.pool import Pool
+from tests.training import GPT_, result, tiny, train_here
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.distributed import local_part
+from titanlike.optimizer import build_optimizer, gradient_norms
+
+Ranks = Callable[[int], Pool]
+LOSS, GRADIENT = "loss", "gradient"
+
+
+@contextmanager
+def planted(where: str, rank: int, steps: tuple[int, ...]) -> Iterator[list[nn.Module]]:
+    """At these steps spoil the loss or the gradient of one rank, in what the program calls. Gives the model that it trains."""
+    model: list[nn.Module] = []
+    count, forward_backward = 0, pretrain.forward_backward
+
+    def spoilt_loss(trained: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor]:
+        nonlocal count
+        count, model[:] = count + 1, [trained]
+        with ExitStack() as hooks:
+            if where == LOSS and count in steps and dist.get_rank() == rank:
+                head = trained.get_submodule("output")
+                hooks.callback(head.register_forward_hook(lambda _, inputs, loss: loss * float("nan")).remove)
+            return forward_backward(trained, *arguments)
+
+    def spoilt_gradient(trained: nn.Module, *arguments: Any) -> Any:
+        if where == GRADIENT and count in steps and dist.get_rank() == rank:
+            local_part(next(p.grad for p in trained.parameters() if p.grad is not None)).fill_(float("inf"))
+        return gradient_norms(trained, *arguments)
+
+    with (
+        patch.object(pretrain, "forward_backward", spoilt_loss),
+        patch.object(pretrain, "gradient_norms", spoilt_gradient),
+    ):
+        yield model
+
+
+def spoil(recipe: PretrainRecipe, where: str, rank: int, steps: tuple[int, ...]) -> tuple[str, str]:
+    """Train with bad steps. Returns what the program said when it stopped, and a digest of this rank's weights."""
+    said = ""
+    with planted(where, rank, steps) as model:
+        try:
+            train_here(recipe)
+        except UserError as error:
+            said = str(error)
+    digest = hashlib.sha256()
+    for parameter in model[0].parameters():
+        digest.update(local_part(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes())
+    return said, digest.hexdigest()
+
+
+def leave_out(recipe: PretrainRecipe, steps: tuple[int, ...]) -> None:
+    """Train without the updates of these steps, and know nothing of bad numbers."""
+
+    def build(*arguments: Any) -> torch.optim.Optimizer:
+        optimizer, count = build_optimizer(*arguments), 0
+        step = optimizer.step
+
+        def counted() -> None:
+            nonlocal count
+            count += 1
+            if count not in steps:
+                step()
+
+        optimizer.step = counted  # type: ignore[method-assign, assignment]
+        return optimizer
+
+    with patch.object(pretrain, "build_optimizer", build):
+        train_here(recipe)
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "FSDP, loss": (LOSS, 1, dict(parallelism=dict(shard=2))),
+    "FSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(shard=2))),
+    "PP, loss": (LOSS, 1, dict(parallelism=dict(pipeline=2), model=GPT_)),  # tied: the head is a copy on another rank
+    "PP, gradient": (GRADIENT, 0, dict(parallelism=dict(pipeline=2))),
+    "HSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # which the other rank does not see
+    "TP, gradient": (GRADIENT, 1, dict(parallelism=dict(tensor=2, shard=1))),
+    "8bit": (LOSS, 0, dict(
+        parallelism=dict(shard=2), optimizer=dict(state="8bit", stochastic_rounding=True),
+        training=dict(master_dtype="bfloat16"),
+    )),
+    "float8": (LOSS, 0, dict(
+        parallelism=dict(shard=2), float8=dict(scaling="tensorwise", skip_small=False, emulate=True, all_gather=True),
+    )),
+}  # fmt: skip
+FAST = ("FSDP, loss", "PP, loss", "HSDP, gradient")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_a_bad_step_is_as_if_it_had_not_been(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    where, rank, sections = CASES[case]
+    sections = sections | dict(training=dict(non_finite="skip") | sections.get("training", {}))
+    bad = (2, 4)
+    skipping, spared = (tiny(tmp_path, name, **sections) for name in ("skipping", "spared"))
+    ends = ranks(2).run(spoil, skipping, where, rank, bad)
+    ranks(2).run(leave_out, spared, bad)
+
+    assert [said for said, _ in ends] == ["", ""]
+    if "HSDP" in case:
+        assert ends[0] == ends[1]
+    skipped = [record for record in records(tmp_path / "skipping") if "skipped" in record]
+    assert [record["step"] for record in skipped] == list(bad)
+    assert all(f"rank {rank}" in record["skipped"] for record in skipped)
+    found, expected = result(skipping), result(spared)
+    assert found.state["optimizer"]["norm.weight.step"] == 3.0
+    for kind, tensors in expected.state.items():
+        assert tensors.keys() == found.state[kind].keys()
+        for name, value in tensors.items():
+            assert torch.equal(value, found.state[kind][name]), f"{kind} {name}"
+    good = [step - 1 for step in range(1, 6) if step not in bad]
+    assert [found.losses[index] for index in good] == [expected.losses[index] for index in good]
+
+
+def test_too_many_bad_steps_stop_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = tiny(
+        tmp_path, "run", parallelism=dict(shard=2), training=dict(non_finite="skip", skip_limit=1, skip_window=3),
+        checkpoint=dict(interval=1), validation=dict(interval=0),
+    )  # fmt: skip
+    ends = ranks(2).run(spoil, recipe, LOSS, 1, (1, 4, 5))
+    for said, _ in ends:
+        assert said.startswith(
+            "step 5: the loss is nan on rank 1. It would be number 2 of the last 3 steps to be skipped (steps 4, 5), "
+            "more than training.skip_limit = 1. Nothing of it was saved"
+        )
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1] == "step-00000004"

@@ -1,0 +1,33 @@
+"""What all tests of faults start from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.starting import Starter
+from tests.faults.undisturbed import Trained, trained
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[Starter]:
+    """What starts ranks."""
+    starter = Starter()
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "starter" in request.fixturenames:
+        request.getfixturevalue("starter").end_jobs()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The run that nothing happened to, with all its checkpoints: of steps 2, 4 and 6."""
+    folder: Path = tmp_path_factory.mktemp("undisturbed")
+    job = starter.start(folder, **{"checkpoint.mode": "sync"})
+    assert job.wait() == [0, 0], job.said
+    return trained(folder)

@@ -1,0 +1,151 @@
+"""A rank that is missing is named, by real processes that wait for it."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, SMALL, descendants, run, start, wait_for
+
+ENDLESS = SMALL | {"training.steps": "1000000", "checkpoint.enabled": "false", "run.name": "r", "run.hang_seconds": "5"}
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Processes of ranks by rank."""
+    found = {}
+    for process in descendants(launcher):
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        found |= {int(v.partition(b"=")[2]): process for v in variables if v.startswith(b"RANK=")}
+    return found
+
+
+def is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until_gone(process: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not is_gone(process):
+        assert time.monotonic() < end, f"process {process} lives on"
+        time.sleep(0.1)
+
+
+def wait_for_steps(folder: Path, at_least: int = 5) -> None:
+    wait_for(folder / "metrics.jsonl")
+    end = time.monotonic() + 120
+    while len((folder / "metrics.jsonl").read_text().splitlines()) < at_least:
+        assert time.monotonic() < end, "it does not train"
+        time.sleep(0.1)
+
+
+def end_all(launcher: "subprocess.Popen[str]") -> None:
+    for process in descendants(launcher.pid):
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    launcher.communicate()
+
+
+def own_program(folder: Path, line: str, planted: str) -> None:
+    """A copy of the shipped program with a line of one's own before a line of it, and a recipe for it."""
+    program = (ROOT / "recipes/pretrain.py").read_text()
+    assert program.count(line) == 1
+    (folder / "own.py").write_text(
+        program.replace(line, planted + line).replace("import gc\n", "import gc, os, time\n")
+    )
+    (folder / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+
+
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_stopped_process_is_named_and_does_not_survive(tmp_path: Path, stopped: int) -> None:
+    launcher = start(tmp_path, {"NPROC": "2"}, **ENDLESS)
+    try:
+        wait_for_steps(tmp_path / "runs/r")
+        ranks = workers(launcher.pid)
+        os.kill(ranks[stopped], signal.SIGSTOP)
+        began = time.monotonic()
+        _, errors = launcher.communicate(timeout=60)
+        assert time.monotonic() - began < 28  # torchrun alone would wait 30 seconds for the stopped one
+    finally:
+        end_all(launcher)
+    live = 1 - stopped
+    assert launcher.returncode == 3
+    assert re.search(
+        rf"^error: rank {stopped} \(pid {ranks[stopped]} on \S+\) has not been heard of for \d+ s, and then was at step \d+: "
+        "its process is stopped, or its machine is gone$",
+        errors,
+        re.MULTILINE,
+    ), errors
+    assert errors.count("error: the run hangs: ") == 1
+    assert f"error: rank {live} waits in " in errors
+    assert "forward_backward" in errors or "main (recipes/pretrain.py" in errors
+    assert "ended with exit code" not in errors
+    assert "Traceback" not in errors
+    assert "Timed out" not in errors
+    stacks = (tmp_path / f"runs/r/hang/rank-{live:05d}.txt").read_text()
+    assert f"rank {live}, pid {ranks[live]}" in stacks
+    assert "in main" in stacks
+    assert not (tmp_path / f"runs/r/hang/rank-{stopped:05d}.txt").exists()
+    assert (tmp_path / f"runs/r/hang/flight_gloo_{live:05d}").stat().st_size > 1000
+    for process in ranks.values():
+        assert is_gone(process)
+
+
+def test_a_rank_that_is_behind_is_named_and_its_stack_shows_why(tmp_path: Path) -> None:
+    own_program(
+        tmp_path,
+        "            watch.beat(step)\n",
+        "            if step == 4 and mesh.data_rank == 1:\n                time.sleep(1000)\n",
+    )
+    done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **ENDLESS)
+    assert done.returncode == 3, done.stderr
+    assert re.search(
+        r"^error: rank 1 \(pid \d+ on \S+\) lives, and is at step 3; the others wait in step 4$",
+        done.stderr,
+        re.MULTILINE,
+    ), done.stderr
+    assert re.search(r"^error: rank 1 waits in main \(\S+/own.py:\d+\)$", done.stderr, re.MULTILINE), done.stderr
+    assert done.stderr.count("error: the run hangs: ") == 1
+    assert "Traceback" not in done.stderr
+    (line,) = [n for n, text in enumerate((tmp_path / "own.py").read_text().splitlines(), 1) if "sleep(1000)" in text]
+    assert f'own.py", line {line} in main' in (tmp_path / "runs/r/hang/rank-00001.txt").read_text()
+    assert "in forward_backward" in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_in_the_same_step_are_told_apart_by_where_they_wait(tmp_path: Path) -> None:
+    line = "            optimizer.zero_grad()\n"
+    own_program(tmp_path, line, "            if step == 4 and mesh.data_rank == 1:\n                time.sleep(1000)\n")
+    done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **ENDLESS)
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"^error: rank 1 waits in main \(\S+/own.py:\d+\)$", done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.slow
+def test_one_process_that_hangs_shows_its_stack(tmp_path: Path) -> None:
+    own_program(
+        tmp_path, "            optimizer.zero_grad()\n", "            if step == 4:\n                time.sleep(1000)\n"
+    )
+    done = run(tmp_path, "own.toml", **ENDLESS)
+    assert done.returncode == 3, done.stderr
+    assert "in step 4 (run.hang_seconds = 5)\nerror: the process waits in main (" in done.stderr
+    assert 'own.py", line ' in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_healthy_run_raises_no_alarm_while_it_validates_and_saves(tmp_path: Path) -> None:
+    """Validation takes longer than a hang may, on one rank longer than on the other."""
+    line = "    total, num_tokens = torch.zeros(2"
+    own_program(tmp_path, line, "    time.sleep(4 + 3 * mesh.data_rank)\n")
+    options = ENDLESS | {"training.steps": "6", "run.hang_seconds": "2", "validation.interval": "3"}
+    done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **options | {"checkpoint.enabled": "true"})
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs/r/hang").exists()

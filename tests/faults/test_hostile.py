@@ -1,0 +1,155 @@
+"""What others may lay into a folder of checkpoints is never executed."""
+
+import hashlib
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.starting import Starter
+from tests.faults.test_damage import contents, copied
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
+from titanlike.checkpoint.shards import Damaged
+from titanlike.checkpoint.store import Folder, _own_hash, read_manifest, read_state
+
+
+class Planted:
+    """Pickled, this makes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def forge(step: Path, files: dict[str, bytes], said: dict[str, Any] | None = None) -> None:
+    """Give a checkpoint other files, and a manifest that vouches for them."""
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["sha256"]
+    for name, content in files.items():
+        (step / name).write_bytes(content)
+        manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest |= said or {}
+    (step / "manifest.json").write_text(json.dumps({**manifest, "sha256": _own_hash(manifest)}))
+
+
+def test_a_planted_pickle_would_be_seen(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Planted(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
+
+
+def test_pickles_that_lie_about_are_not_looked_at(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    hostile = pickle.dumps(Planted(tmp_path / "executed"))
+    names = (".metadata", "__0_0.distcp", "data.pkl", "state.pt", "rank-00000.pt", "latest")
+    for name in names:
+        for folder in (checkpoints, checkpoints / "step-00000004", tmp_path / "runs/run"):
+            (folder / name).write_bytes(hostile)
+    for step in (checkpoints / "step-00000006", checkpoints / "step-00000008"):
+        step.mkdir(exist_ok=True)
+        (step / "manifest.json").write_bytes(hostile)  # in place of the manifest
+    job = resume(starter, tmp_path)
+    assert "resumed at step 4\n" in job.said
+    assert not (tmp_path / "executed").exists()
+    for name in names:  # still as they were: what is compared next wants nothing that does not belong there
+        assert (checkpoints / "step-00000004" / name).read_bytes() == hostile
+        (checkpoints / "step-00000004" / name).unlink()
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("kind", ["a pickle", pytest.param("an archive of torch", marks=pytest.mark.slow)])
+def test_a_pickle_that_a_manifest_vouches_for_is_refused(
+    starter: Starter, undisturbed: Trained, tmp_path: Path, kind: str
+) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    hostile = pickle.dumps(Planted(tmp_path / "executed"))
+    if kind == "an archive of torch":
+        with zipfile.ZipFile(tmp_path / "archive.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", hostile)
+            archive.writestr("archive/version", "3\n")
+        hostile = (tmp_path / "archive.pt").read_bytes()
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        forge(checkpoints / "step-00000006", {name: hostile})
+    before = contents(tmp_path / "runs")
+    job = starter.start(tmp_path)
+    assert job.wait() == [2, 2]
+    assert "step-00000006/rank-00000.safetensors is not a file of a checkpoint: " in job.said
+    assert "Traceback" not in job.said
+    assert not (tmp_path / "executed").exists()
+    assert contents(tmp_path / "runs") == before
+
+
+@pytest.mark.slow
+def test_a_manifest_that_leads_elsewhere(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    forge(checkpoints / "step-00000006", {}, {"files": {"../../x": {"size": 0, "sha256": ""}}})
+    job = resume(starter, tmp_path)
+    assert "step-00000006/manifest.json is damaged: it names files that no checkpoint has; going back" in job.said
+    assert "resumed at step 4\n" in job.said
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"files": {"/etc/passwd": {"size": 0, "sha256": ""}}}, "it names files that no checkpoint has"),
+        ({"files": {"rank-00000.safetensors\n": {"size": 0, "sha256": ""}}}, "it names files that no checkpoint has"),
+        ({"files": {"rank-00000.safetensors": {"size": 0}}}, "missing 1 required positional argument"),
+        ({"files": {"rank-00000.safetensors": {"size": 0, "sha256": "", "more": 1}}}, "unexpected keyword argument"),
+        ({"files": {}}, "it lacks state.json or rank-00000.safetensors"),
+        ({"files": []}, "has no attribute 'items'"),
+        ({"files": None}, "has no attribute 'items'"),
+        ({"step": 7}, "its hash is not that of its content"),
+    ],
+)
+def test_a_forged_manifest(undisturbed: Trained, tmp_path: Path, said: dict[str, Any], message: str) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    forge(checkpoints / "step-00000006", {}, said)
+    with pytest.raises(Damaged, match=rf"step-00000006/manifest\.json is damaged: .*{message}"):
+        read_manifest(Folder(checkpoints), 6)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"3", b"\xff", b"[" * 100_000, pickle.dumps(Planted(Path("x")))])
+def test_what_is_no_manifest(undisturbed: Trained, tmp_path: Path, text: bytes) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    (checkpoints / "step-00000006/manifest.json").write_bytes(text)
+    with pytest.raises(Damaged, match=r"step-00000006/manifest\.json is damaged: "):
+        read_manifest(Folder(checkpoints), 6)
+
+
+@pytest.mark.parametrize(
+    "state", [b"[]", b'{"format": 1}', b'{"format": 1, "step": 6, "planted": 1}', b"\x80\x04\x95", b"[" * 100_000]
+)
+def test_a_forged_state(undisturbed: Trained, tmp_path: Path, state: bytes) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    forge(checkpoints / "step-00000006", {"state.json": state})
+    read_manifest(Folder(checkpoints), 6)
+    with pytest.raises(Damaged, match=r"step-00000006/state\.json is damaged: "):
+        read_state(Folder(checkpoints), 6)
+
+
+@pytest.mark.slow
+def test_a_forged_state_is_not_gone_on_from(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    state = (checkpoints / "step-00000004/state.json").read_bytes()
+    forge(checkpoints / "step-00000006", {"state.json": state})
+    job = resume(starter, tmp_path)
+    assert "step-00000006/state.json is damaged: it is of step 4; going back" in job.said
+    assert "resumed at step 4\n" in job.said
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_later_format_is_told(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    checkpoints = copied(undisturbed, tmp_path)
+    forge(checkpoints / "step-00000006", {}, {"format": 99})
+    before = contents(tmp_path / "runs")
+    job = starter.start(tmp_path)
+    assert job.wait() == [2, 2]
+    assert "step-00000006 is of format 99; this version of titanlike reads format 1\n" in job.said
+    assert contents(tmp_path / "runs") == before

@@ -1,0 +1,101 @@
+"""Told to stop: all ranks stop after the same step, which is saved, and the run goes on from there as if it had not."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.faulty import WRITING, Fault
+from tests.faults.starting import Starter
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, whole_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "what", "last"),
+    [
+        # Before the ranks ask each other, in step 3; and after, so that step 4 is the last.
+        ("SIGUSR1", 1, "torch.Tensor.backward", 3),
+        pytest.param("SIGTERM", 1, "torch.optim.AdamW.step", 4, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 0, "titanlike.optimizer.set_learning_rate", 3, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 0, "titanlike.metrics.Monitor.step", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_is_told_and_all_stop(
+    starter: Starter, undisturbed: Trained, tmp_path: Path, name: str, rank: int, what: str, last: int
+) -> None:
+    job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name))
+    number = signal.Signals[name]
+    assert job.wait() == [128 + number] * 2, job.said
+    farewell = f"stopped by {name}; to go on from step {last}: ./run_train.sh runs/run/recipe.toml\n"
+    assert job.said.count(farewell) == 1
+    assert "Traceback" not in job.said
+    assert whole_steps(tmp_path / "runs/run/checkpoints")[-1] == last
+    assert list(trained(tmp_path).losses) == list(range(1, last + 1))
+    assert f"resumed at step {last}\n" in resume(starter, tmp_path).said
+    found = trained(tmp_path)
+    assert found.losses == undisturbed.losses
+    # No validation after a signal: that of step 3 is the one that is not made, and nothing depends on it.
+    assert [one for one in undisturbed.validation if one[0] != last] == found.validation
+    assert found.hashes[6] == undisturbed.hashes[6]
+
+
+@pytest.mark.slow
+def test_told_while_a_save_is_under_way(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """What was begun is committed, and so is the step at which the run stops."""
+    job = starter.start(tmp_path, Fault(WRITING, "inside", rank=0, step=2, do="SIGTERM, sleep 1"))
+    assert job.wait() == [143, 143], job.said
+    last = whole_steps(tmp_path / "runs/run/checkpoints")
+    assert last in ([2, 3], [2, 4])
+    assert f"stopped by SIGTERM; to go on from step {last[-1]}: " in job.said
+    assert f"resumed at step {last[-1]}\n" in resume(starter, tmp_path).said
+    found = trained(tmp_path)
+    assert found.losses == undisturbed.losses
+    assert found.hashes[6] == undisturbed.hashes[6]
+
+
+def test_a_second_ctrl_c_leaves_at_once(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    job = starter.start(
+        tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in (0, 1))
+    )
+    for rank in (0, 1):
+        job.wait_for(tmp_path / f"{rank}.mark")
+    job.signal(signal.SIGINT)
+    job.wait_until_said("stopping at the end of this step; again to leave at once\n")
+    time.sleep(0.5)
+    assert not job.codes
+    before = time.monotonic()
+    job.signal(signal.SIGINT)
+    assert job.wait() == [130, 130], job.said
+    assert time.monotonic() - before < 20
+    assert "stopped; to go on from step 2: ./run_train.sh runs/run/recipe.toml\n" in job.said
+    assert "Traceback" not in job.said
+    assert "resumed at step 2\n" in resume(starter, tmp_path).said
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_after_another_signal_leaves_at_once(starter: Starter, tmp_path: Path) -> None:
+    job = starter.start(
+        tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in (0, 1))
+    )
+    for rank in (0, 1):
+        job.wait_for(tmp_path / f"{rank}.mark")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        job.signal(number)
+        time.sleep(0.3)
+    assert job.wait(20) == [130, 130], job.said
+
+
+@pytest.mark.slow
+def test_killed_in_the_save_after_the_signal(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """As when the time that a cluster allows is over."""
+    job = starter.start(
+        tmp_path,
+        Fault("torch.Tensor.backward", rank=0, step=5, do="SIGTERM"),
+        Fault(WRITING, "inside", rank=1, step=5),
+    )
+    assert job.wait_for_a_death()[1] == -9
+    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert "resumed at step 4\n" in resume(starter, tmp_path).said
+    assert_as_undisturbed(tmp_path, undisturbed)

@@ -1,0 +1,44 @@
+"""What only a GPU can show of saving: copies that run beside the next step are those of the step that was saved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launching import SMALL, losses, run
+from titanlike.checkpoint import Checkpoints, Saved, read_whole
+from titanlike.config.sections import Checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def test_steps_taken_at_once_after_a_save_do_not_reach_it(alone: None, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, device="cuda") for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model(torch.ones(8, 2048, device="cuda")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Checkpoints(str(tmp_path), Checkpoint(keep=9)) as checkpoints:
+        expected = {}
+        for number in (1, 2, 3):
+            expected[number] = {name: value.cpu() for name, value in model.state_dict().items()}
+            checkpoints.save(model, optimizer, Saved(number, {}, "", {}, {}))
+            for _ in range(5):
+                step()
+    for number, weights in expected.items():
+        found = read_whole(tmp_path / f"step-{number:08d}")["model"]
+        assert all(torch.equal(found[name], value) for name, value in weights.items()), number
+
+
+def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path) -> None:
+    options = SMALL | {"run.deterministic": "true", "checkpoint.interval": "2", "checkpoint.keep": "9"}
+    on_gpu = {"CUDA_VISIBLE_DEVICES": "0"}
+    for name in ("whole", "again"):
+        assert run(tmp_path, variables=on_gpu, **options | {"run.name": name}).returncode == 0
+    done = run(tmp_path, variables=on_gpu, **options | {"run.name": "again", "checkpoint.resume_from": "2"})
+    assert "resumed at step 2\n" in done.stdout
+    assert losses(tmp_path / "runs/again") == losses(tmp_path / "runs/whole")

@@ -1,0 +1,63 @@
+"""A copy of the program in which a gradient goes bad, run as a user runs it: left out, said, kept, and the run goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT, SMALL, run
+from tests.recipes.test_copy import edited
+
+SKIP = {"training.non_finite": "skip", "run.name": "r"}
+
+
+def spoilt(folder: Path, condition: str) -> str:
+    """A program whose last norm has a gradient that is not a number, on all ranks that hold it, where the condition holds."""
+    program = edited(
+        (ROOT / "recipes/pretrain.py").read_text(),
+        (
+            "            norms = gradient_norms(model, mesh.pipeline)\n",
+            f"            if {condition}:\n"
+            "                distributed.local_part(model.get_parameter('norm.weight').grad).fill_(float('nan'))\n"
+            "            norms = gradient_norms(model, mesh.pipeline)\n",
+        ),
+    )
+    (folder / "spoilt.py").write_text(program)
+    (folder / "spoilt.toml").write_text(f'recipe = "spoilt"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+    return "spoilt.toml"
+
+
+def strict_records(folder: Path) -> list[dict[str, Any]]:
+    """Python reads and writes NaN, which is no JSON."""
+    lines = (folder / "runs/r/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in lines]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_goes_on_past_a_bad_step(tmp_path: Path, processes: int) -> None:
+    recipe = spoilt(tmp_path, "step in (2, 5)")
+    done = run(tmp_path, recipe, variables={"NPROC": str(processes)}, **SMALL | SKIP)
+    assert done.returncode == 0, done.stderr
+    holders = ", ".join(map(str, range(processes)))
+    cause = f"the loss is finite, but not the gradient of norm.weight, in the part held by rank {holders}"
+    assert f"step      2/6  skipped: {cause}\n" in done.stdout
+    assert f"step      5/6  skipped: {cause}\n" in done.stdout
+    found = strict_records(tmp_path)
+    assert [(r["step"], r["skipped"]) for r in found if "skipped" in r] == [(2, cause), (5, cause)]
+    norms = {r["step"]: r["grad_norm"] for r in found if "loss" in r}
+    assert [step for step, norm in norms.items() if norm is None] == [2, 5]
+    assert all(r["loss"] > 0 for r in found if "loss" in r)
+    assert (tmp_path / "runs/r/checkpoints/step-00000006/state.json").is_file()
+
+
+def test_a_run_does_not_skip_for_ever(tmp_path: Path) -> None:
+    recipe = spoilt(tmp_path, "step >= 3")
+    done = run(tmp_path, recipe, **SMALL | SKIP | {"training.skip_limit": "2"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: step 5: the loss is finite, but not the gradient of norm.weight, in the part")
+    assert (
+        "number 3 of the last 100 steps to be skipped (steps 3, 4, 5), more than training.skip_limit = 2" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert [r["step"] for r in strict_records(tmp_path) if "skipped" in r] == [3, 4]
