@@ -39,7 +39,7 @@ def measure(changes: dict[str, str]) -> dict[str, float]:
         words = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml")]
         subprocess.run([*words, *(f"--{key}={value}" for key, value in keys.items())], check=True)
         folder = Path(runs) / "run"
-        state = read_whole(sorted((folder / "checkpoints").iterdir())[-1])
+        state = read_whole(sorted((folder / "checkpoints").glob("step-*[0-9]"))[-1])
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     numbers = sum(tensor.numel() for tensor in state["model"].values())
     kept = {
