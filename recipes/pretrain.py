@@ -59,7 +59,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     mesh = build_mesh(device.type, **parallelism.dimensions())
 
     # Data: text to tokens, tokens to batches that depend on the seed and the step alone.
-    tokenizer = build_tokenizer(recipe.tokenizer.encoding, recipe.model.vocab_size)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     tokens = load_tokens(recipe.data, tokenizer)
     data_id = distributed.same_everywhere("the data", fingerprint(tokens))
 

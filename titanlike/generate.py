@@ -32,7 +32,7 @@ def generate(
     length = -(-window // unit) * unit
     places = context_places(length, mesh.context).to(device)
     generator = torch.Generator().manual_seed(seed_of(seed, "sample"))
-    tokens: list[int] = tokenizer.encode(prompt).tolist() or [tokenizer.end_of_text]
+    tokens = tokenizer.opening(prompt)
     for _ in range(num_tokens):
         seen = tokens[-window:]
         padded = torch.tensor([seen + [0] * (length - len(seen))], device=device)
@@ -42,7 +42,7 @@ def generate(
             logits = gather_along(logits, 1, mesh.vocabulary)
         logits = logits[0, : tokenizer.vocab_size].float().cpu()
         token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        if token == tokenizer.end_of_text:
+        if token == tokenizer.separator:
             break
         tokens.append(token)
     return tokenizer.decode(tokens)

@@ -1,8 +1,12 @@
 """Random numbers without a state: each is a function of what it is for, so no layout and no resumed run sees others."""
 
-import hashlib
+from __future__ import annotations
 
-from torch import Tensor
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the data's order is found without torch
+    from torch import Tensor
 
 
 def seed_of(seed: int, name: str) -> int:

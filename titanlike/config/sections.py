@@ -57,8 +57,15 @@ class Tokenizer:
     """How text becomes tokens."""
 
     encoding: str = "bytes"
-    """`bytes` (built in, 257 tokens, no download), the name of a tiktoken encoding such as `gpt2`, or the path of a
-    tiktoken rank file such as Llama 3's `tokenizer.model`."""
+    """`bytes` (built in, 257 tokens, no download), the name of a tiktoken encoding such as `gpt2`, or the path of a file: a
+    tiktoken rank file such as Llama 3's `tokenizer.model`, or Hugging Face's `tokenizer.json`."""
+    special: Literal["eos", "bos", "both"] = "eos"
+    """The special tokens of each document: `eos` closes it, `bos` opens it, `both`. Prepared data has them already, and has to
+    have been prepared with the same."""
+    eos: str = ""
+    """The token that closes a document. Empty: the tokenizer's own, or the usual one."""
+    bos: str = ""
+    """The token that opens a document. Empty: the tokenizer's own, or the usual one."""
 
 
 @section
