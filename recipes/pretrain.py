@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from titanlike import distributed
 from titanlike.checkpoint import Checkpoints, Saved
-from titanlike.data.loader import Batch, Batches, Windows
-from titanlike.data.sources import fingerprint, load_tokens
+from titanlike.data.loader import Batch, Batches
+from titanlike.data.sources import open_sources
 from titanlike.data.tokenizer import build_tokenizer
+from titanlike.data.windows import Feed
 from titanlike.generate import generate
 from titanlike.loss import num_valid
 from titanlike.metrics import Monitor
@@ -60,12 +61,19 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
     # Data: text to tokens, tokens to batches that depend on the seed and the step alone.
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
-    tokens = load_tokens(recipe.data, tokenizer)
-    data_id = distributed.same_everywhere("the data", fingerprint(tokens))
+    data = open_sources(
+        recipe.data,
+        tokenizer,
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        seed=recipe.run.seed,
+        validate=recipe.validation.interval > 0,
+    )
+    data_id = distributed.same_everywhere("the data", data.fingerprint)
 
-    def batches(held_out: bool) -> Batches:
+    def batches(feed: Feed, *, noise: bool = False) -> Batches:
         return Batches(
-            Windows(tokens, training.seq_len, held_out=held_out, validation_every=recipe.data.validation_every),
+            feed,
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
             data_rank=mesh.data_rank,
@@ -73,11 +81,12 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
             places=context_places(training.seq_len, mesh.context),
             seed=recipe.run.seed,
             device=device,
-            noise=recipe.model.dropout > 0 and not held_out,
+            apart=tokenizer.separator if recipe.data.document_masks else None,
+            noise=noise,
         )
 
-    train_batches = batches(held_out=False)
-    validation_batches = batches(held_out=True) if recipe.validation.interval else None
+    train_batches = batches(data.training, noise=recipe.model.dropout > 0)
+    validation_batches = batches(data.validation) if data.validation else None
 
     # Resume or not: decided before anything is built or written.
     run = RunFolder(recipe)
@@ -114,6 +123,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     seed_generators(recipe.run.seed)
     if saved:
         checkpoints.load(model, optimizer, saved)
+        data.training.begin(saved.position)
 
     if distributed.is_main():
         run.open(recipe, device_name(device), distributed.world_size(), resumed_step=first_step - 1)
@@ -145,8 +155,9 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         Watch(recipe.run.hang_seconds, run.path) as watch,
         Stop() as stop,
         attention_by(training.attention),
+        train_batches.ahead(recipe.data.ahead, first_step, training.steps),
     ):
-        for line in headlines(recipe, mesh.sizes, device_name(device), len(tokens)):
+        for line in headlines(recipe, mesh.sizes, device_name(device), data.training.describe(training.steps)):
             monitor.note(line)
         if beginning:
             monitor.note(beginning)
@@ -175,7 +186,9 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
                 with monitor.not_training(), watch.patient():
                     guard.catch_up()
                     seen = step * training.global_batch_size * training.seq_len
-                    here = replace(here, step=step, tokens=seen, skipped=guard.skipped)
+                    here = replace(
+                        here, step=step, tokens=seen, skipped=guard.skipped, position=train_batches.position()
+                    )
                     checkpoints.save(model, optimizer, here, wait=stopping > 0)
             monitor.saved(checkpoints.news())
             if stopping:

@@ -1,6 +1,5 @@
 """What cannot work, said before anything starts: one pure look at the recipe, and one at the files that it names."""
 
-import glob
 import math
 import os
 from pathlib import Path
@@ -11,13 +10,19 @@ from titanlike.config.load import nearest
 from titanlike.config.models import Llama
 from titanlike.config.schema import describe
 from titanlike.config.section import one_of
+from titanlike.data.check import data_problems, missing_data
 from titanlike.environment import num_gpus
 from titanlike.float8.check import float8_problems, hardware_problems, token_problems
 
 
 def check(recipe: PretrainRecipe, world_size: int) -> None:
     """Raise `UserError` with one line for each thing in the recipe that cannot work on so many processes."""
-    problems = [*_model_problems(recipe), *_schedule_problems(recipe), *_option_problems(recipe)]
+    problems = [
+        *_model_problems(recipe),
+        *_schedule_problems(recipe),
+        *_option_problems(recipe),
+        *data_problems(recipe),
+    ]
     problems += [*_tensor_problems(recipe), *_stage_problems(recipe), *float8_problems(recipe)]
     try:
         layout = recipe.parallelism.resolve(world_size)
@@ -42,24 +47,7 @@ def check_here(recipe: PretrainRecipe) -> None:
                 f"training.attention = '{recipe.training.attention}' is a kernel for GPUs, but this runs on the CPU; "
                 "set training.attention = 'auto'"
             )
-    if recipe.data.source == "text" and not Path(recipe.data.path).exists() and not glob.glob(recipe.data.path):
-        problems.append(
-            f"data.path = {recipe.data.path!r} does not exist here; give a text file, a folder or a pattern, "
-            "or set data.source = 'synthetic' to run without data"
-        )
-    encoding = recipe.tokenizer.encoding
-    if os.sep in encoding and not Path(encoding).is_file():
-        problems.append(
-            f"tokenizer.encoding = {encoding!r}: there is no such file; put the tokenizer's rank file there, or give the "
-            "name of a tiktoken encoding such as 'gpt2', or 'bytes'"
-        )
-    elif encoding != "bytes" and not Path(encoding).is_file():
-        from titanlike.data.tokenizer import check_name  # only here: most recipes do without what it imports
-
-        try:
-            check_name(encoding)
-        except UserError as problem:
-            problems.append(str(problem))
+    problems += missing_data(recipe)
     folder = Path(recipe.run.dir, recipe.run.name).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
@@ -96,10 +84,6 @@ def _model_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             f"training.seq_len = {seq_len} is longer than the model's max_seq_len = {model.max_seq_len}; "
             f"use {model.max_seq_len} or less, or raise model.max_seq_len"
-        )
-    if recipe.tokenizer.encoding == "bytes" and model.vocab_size < 257:
-        problems.append(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's 257 tokens; use 257 or more"
         )
     return problems
 
@@ -261,11 +245,6 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
             "activation_checkpoint.mode = 'memory_budget' is a choice that the compiler makes, but compile.mode = 'none'; "
             "set compile.mode = 'block', or use activation_checkpoint.mode = 'selective'"
         )
-    if recipe.validation.interval and not recipe.data.validation_every:
-        problems.append(
-            "validation.interval is set, but data.validation_every = 0 holds nothing out; "
-            "set validation.interval = 0, or data.validation_every = 50"
-        )
     checkpoint = recipe.checkpoint
     keys = [key.name for key in describe(type(recipe))]
     for key in checkpoint.allow:
@@ -281,8 +260,6 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
             f"checkpoint.weights takes them from a folder, but checkpoint.dir = {checkpoint.dir!r} is an address; set it "
             "'none', and use `titanlike consolidate` on a copy"
         )
-    if recipe.data.validation_every == 1:
-        problems.append("data.validation_every = 1 holds everything out; use 2 or more, or 0 for nothing")
     if recipe.parallelism.cpu_offload and recipe.run.device == "cpu":
         problems.append(
             "parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = 'cpu'; set it false"

@@ -247,6 +247,11 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def cache_folder(given: str = "", environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what can be made again is kept for later runs: the given folder, or the user's own."""
+    return Path(given or environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / ("" if given else "titanlike")
+
+
 def variables(changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process to be started here: ours with these changes, and no place in another job."""
     from_torchrun = "TORCHELASTIC_"

@@ -42,7 +42,7 @@ def generate(
             logits = gather_along(logits, 1, mesh.vocabulary)
         logits = logits[0, : tokenizer.vocab_size].float().cpu()
         token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        if token == tokenizer.separator:
+        if token == tokenizer.separator.token:
             break
         tokens.append(token)
     return tokenizer.decode(tokens)

@@ -24,7 +24,8 @@ FREE_SECTIONS = {
 FREE_KEYS = {
     "training.steps", "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
     "training.non_finite", "training.skip_limit", "training.skip_window",
-    "training.attention", "optimizer.fused", "data.source", "data.path", "tokenizer.encoding", "float8.all_gather",
+    "training.attention", "optimizer.fused", "tokenizer.encoding", "data.source", "data.path",
+    "data.mixture", "data.validation_path", "data.cache", "data.ahead", "data.workers", "data.bad_records", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
 # Of these, what rounds otherwise or ends elsewhere: the run goes on, and is no longer the same to the bit.

@@ -111,7 +111,7 @@ class RunFolder:
         return None
 
 
-def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_tokens: int) -> list[str]:
+def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, data: str) -> list[str]:
     """What is about to be trained, in a few lines."""
     model, training = recipe.model, recipe.training
     ranks, data_ranks = math.prod(layout.values()), layout["replicate"] * layout["shard"]
@@ -128,7 +128,7 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, num_t
         f"run     {Path(recipe.run.dir, recipe.run.name)}",
         f"model   {model.name} {model.size}: {model.num_parameters():,} parameters, "
         f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP a token",
-        f"data    {recipe.data.source}: {num_tokens:,} tokens, {recipe.tokenizer.encoding} encoding",
+        f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
         f"{num_microbatches} x {share // num_microbatches}",
         f"ranks   {ranks} on {device}; compute {training.compute_dtype}, compile {recipe.compile.mode}",

@@ -39,6 +39,7 @@ class Saved:
     machine: dict[str, str]  # what decides how results are rounded: kind of device, version of torch
     tokenizer: str = ""  # fingerprint
     tokens: int = 0  # seen so far
+    position: list[Any] | None = None  # where the data is that is read in order; all other is a function of the step
     skipped: list[int] = field(default_factory=list)  # steps of late that were left out
     versions: dict[str, str] = field(default_factory=dict)  # of libraries
 

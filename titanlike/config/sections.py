@@ -72,14 +72,37 @@ class Tokenizer:
 class Data:
     """What the model reads."""
 
-    source: Literal["python_stdlib", "text", "synthetic"] = "python_stdlib"
-    """`python_stdlib`: the source of Python's own library, on every machine. `text`: UTF-8 files at `path`.
-    `synthetic`: random tokens, to measure speed."""
+    source: Literal["python_stdlib", "text", "shards", "stream", "synthetic"] = "python_stdlib"
+    """`shards`: tokens that `titanlike data prepare` has made, for all but small runs. `text`: files, made into tokens at the
+    first start. `stream`: files, made into tokens while the run goes on. `python_stdlib`: the source of Python's own library,
+    on every machine. `synthetic`: random tokens, to measure speed."""
     path: str = ""
-    """For `text`: a file, a folder (every file below it) or a pattern such as `corpus/*.txt`. A file is a document."""
+    """For `shards`: their folder. For `text` and `stream`: a file, a folder (every file below it) or a pattern such as
+    `corpus/*.jsonl.gz`. Each may be an address that fsspec knows: `s3://`, `https://`, `hf://datasets/`. A text file is a
+    document; so is a line of `.jsonl` (or `.json`) and a row of `.parquet`, as they are or with `.gz` or `.zst`."""
+    mixture: tuple[str, ...] = ()
+    """In place of `path`, several of them."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """Shares of the `mixture`, in its order, in sequences. They need not add up to 1. Empty: equal shares."""
+    text_field: str = "text"
+    """Where the text is in a line of JSON or a row of Parquet."""
+    prompt_field: str = ""
+    """Where a prompt is that comes before the text: read, and not learnt. Empty: there is none."""
+    bad_records: Literal["stop", "skip"] = "stop"
+    """What a record does that cannot be read: `stop` the run, or be left out, and told."""
+    document_masks: bool = False
+    """Keep the documents of a sequence apart: none sees another, and each has its positions counted from 0."""
     validation_every: NonNegative = 50
     """One sequence in so many, evenly spread, is held out for validation and never trained on. 0 holds nothing out, and
-    goes with `validation.interval = 0`."""
+    goes with `validation.interval = 0`. Shards with a validation split have that in its place."""
+    validation_path: str = ""
+    """Shards or text for validation alone: nothing of the training data is held out then."""
+    cache: str = ""
+    """A folder that keeps the tokens of `text` for later starts. Empty: `~/.cache/titanlike`."""
+    ahead: NonNegative = 2
+    """Batches that are made before they are asked for, beside the training. 0: none."""
+    workers: Positive = 4
+    """Threads that read a `stream`. They do not change what is read."""
 
 
 @section

@@ -50,7 +50,10 @@ def open_file(file: File) -> BinaryIO:
     """A file's content from its start, decompressed if its name ends in .gz or .zst."""
     if is_address(file.name):
         fs, path = _file_system(file.name)
-        raw = patiently(lambda: fs.open(path, "rb"), file.name)
+        try:
+            raw = patiently(lambda: fs.open(path, "rb"), file.name)
+        except FileNotFoundError:
+            raise UserError(f"{file.name}: is not there any more") from None
     else:
         try:
             raw = Path(file.name).open("rb")  # noqa: SIM115  who calls closes it
@@ -131,9 +134,10 @@ class _Remote:
     def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
         paths = [f"{self.root}/{name}" for name, _, _ in wanted]
         starts, stops = ([item[place] for item in wanted] for place in (1, 2))
-        found = patiently(
-            lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), f"{self.place}/{wanted[0][0]}"
-        )
+        try:
+            found = patiently(lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), self.place)
+        except FileNotFoundError as error:
+            raise UserError(f"{self.place}: {error.filename or error} is not there any more") from None
         for (name, start, stop), content in zip(wanted, found, strict=True):
             if len(content) != stop - start:
                 raise UserError(

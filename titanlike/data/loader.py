@@ -1,14 +1,21 @@
-"""Batches as a function of (seed, step): the order of the data does not depend on the layout, and has no state to save."""
+"""Batches for one rank, made ahead of time: tensors of what a feed says each step reads."""
 
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titanlike.config import UserError
-from titanlike.data.sources import Tokens
+from titanlike import distributed
+from titanlike.data.tokenizer import Separator
+from titanlike.data.windows import Feed, Rows, Shuffled, documents_of
+from titanlike.loss import IGNORE
 from titanlike.noise import seed_of
 
 
@@ -16,35 +23,10 @@ from titanlike.noise import seed_of
 class Batch:
     """What one rank takes through the model at once."""
 
-    inputs: dict[str, Tensor]  # `tokens`, their `positions` and, for dropout, `noise`: each (B, T)
+    inputs: dict[
+        str, Tensor
+    ]  # `tokens`, their `positions`, `documents` and `noise` where they are asked for: each (B, T)
     labels: Tensor  # (B, T): the next token at each place
-
-
-class Windows:
-    """Tokens cut into sequences of one length, some of them held out, evenly spread."""
-
-    def __init__(self, tokens: Tokens, seq_len: int, *, held_out: bool, validation_every: int) -> None:
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self.held_out = held_out
-        self.period = validation_every  # the last of every so many windows is held out; 0 means none
-        total = (len(tokens) - 1) // seq_len  # a window needs one token more, for its last label
-        reserved = total // self.period if self.period else 0
-        self.count = reserved if held_out else total - reserved
-        if not self.count:
-            raise UserError(
-                f"the data has {len(tokens)} tokens, too few for {'validation' if held_out else 'training'} sequences of "
-                f"training.seq_len = {seq_len}" + (f" with one in {self.period} held out" if self.period else "")
-            )
-
-    def read(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Windows of seq_len + 1 tokens (N, T + 1)."""
-        if self.held_out:
-            indices = indices * self.period + self.period - 1
-        elif self.period:
-            indices = indices + indices // (self.period - 1)
-        places = indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return self.tokens[places].astype(np.int64)
 
 
 class Batches:
@@ -52,7 +34,7 @@ class Batches:
 
     def __init__(
         self,
-        windows: Windows,
+        feed: Feed,
         *,
         global_batch_size: int,
         local_batch_size: int,
@@ -61,66 +43,121 @@ class Batches:
         seed: int,
         device: torch.device,
         places: Tensor | None = None,
+        apart: Separator | None = None,
         noise: bool = False,
     ) -> None:
-        """`places` are those of each sequence that this rank holds, all of them unless given."""
-        self.windows = windows
-        self.global_batch_size = global_batch_size
+        """`places` are those of each sequence that this rank holds, all of them unless given. With `apart` documents do not
+        see each other, and their positions count from 0."""
+        self.feed = feed
         self.local_batch_size = local_batch_size
-        self.share = global_batch_size // data_ranks
-        self.first = data_rank * self.share
+        share = global_batch_size // data_ranks
+        self.mine = range(data_rank * share, (data_rank + 1) * share)
         self.seed = seed
         self.device = device
-        self.places = torch.arange(windows.seq_len) if places is None else places
+        self.places = torch.arange(feed.seq_len) if places is None else places
+        self.apart = apart
         self.noise = noise
+        self._position: list[Any] | None = None  # of the feed, after the last step that was taken
+        self._ahead: _Ahead | None = None
+
+    @contextmanager
+    def ahead(self, num_steps: int, first: int, last: int) -> Iterator[None]:
+        """Make the batches of these steps in a thread, so many before they are asked for."""
+        self._ahead = _Ahead(self, range(first, last + 1), num_steps) if num_steps else None
+        try:
+            yield
+        finally:
+            if self._ahead:
+                self._ahead.stop()
+            self._ahead = None
 
     def microbatches(self, step: int) -> list[Batch]:
         """What this rank trains on in a step, counted from 1."""
-        start = (step - 1) * self.global_batch_size + self.first
-        numbers = np.arange(start, start + self.share)  # of the sequences, in the endless stream
-        sequences = torch.from_numpy(self.windows.read(self._order(numbers)))
-        tensors = {
-            "tokens": sequences[:, self.places],
-            "labels": sequences[:, self.places + 1],
-            "positions": self.places.repeat(self.share, 1),
-        }
-        if self.noise:
-            tensors["noise"] = torch.from_numpy(_noise(self.seed, numbers, self.places.numpy()))
-        if self.device.type == "cuda":
-            tensors = {name: t.pin_memory().to(self.device, non_blocking=True) for name, t in tensors.items()}
+        tensors, self._position = self._ahead.take(step) if self._ahead else self.make(step)
+        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
         parts = [
-            dict(zip(tensors, part, strict=True))
-            for part in zip(*(t.split(self.local_batch_size) for t in tensors.values()), strict=True)
+            dict(zip(on_device, part, strict=True))
+            for part in zip(*(t.split(self.local_batch_size) for t in on_device.values()), strict=True)
         ]
         return [Batch(labels=part.pop("labels"), inputs=part) for part in parts]
 
+    def position(self) -> list[Any] | None:
+        """What it takes, besides the step, to go on from here; None: nothing. All ranks ask together."""
+        if self._position is None:
+            return None
+        lanes = {lane[0]: lane for part in distributed.gather(self._position) for lane in part}
+        return [lanes[number] for number in sorted(lanes)]
+
     def num_distinct(self, wanted: int) -> int:
         """How many of so many global batches have no window twice; at least one."""
-        return max(1, min(wanted, self.windows.count // self.global_batch_size))
+        assert isinstance(self.feed, Shuffled)
+        return min(wanted, self.feed.num_distinct)
 
-    def _order(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Which window stands at each place of the endless stream: each epoch is shuffled in its own way."""
-        count = self.windows.count
-        return np.array(
-            [shuffled(int(place % count), count, seed_of(self.seed, f"epoch {place // count}")) for place in places],
-            dtype=np.int64,
-        )
+    def make(self, step: int) -> tuple[dict[str, Tensor], list[Any] | None]:
+        """The tensors of all micro-batches, in the host's memory, and the position of the feed after them."""
+        rows = self.feed.rows(step, self.mine)
+        tensors = {name: torch.from_numpy(values)[:, self.places] for name, values in self._arrays(rows).items()}
+        if self.noise:
+            tensors["noise"] = torch.from_numpy(_noise(self.seed, rows.numbers, self.places.numpy()))
+        if self.device.type == "cuda":
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return tensors, self.feed.position()
+
+    def _arrays(self, rows: Rows) -> dict[str, npt.NDArray[np.int64]]:
+        """What a model is given, for whole sequences (N, T)."""
+        tokens, learnt = rows.tokens, rows.learnt
+        places = np.broadcast_to(np.arange(self.feed.seq_len), (len(tokens), self.feed.seq_len))
+        arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": places.copy()}
+        if self.apart:
+            documents, positions = documents_of(tokens, self.apart)
+            same = documents[:, 1:] == documents[:, :-1]  # the first token of a document follows from nothing
+            arrays |= {"positions": positions[:, :-1], "documents": documents[:, :-1]}
+            arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
+        if learnt is not None:
+            arrays["labels"] = np.where(learnt[:, 1:], arrays["labels"], IGNORE)
+        return arrays
 
 
-def shuffled(index: int, size: int, seed: int) -> int:
-    """Where a seeded shuffle of `range(size)` puts `index`, without making the shuffle: four Feistel rounds.
+class _Ahead(threading.Thread):
+    """Makes batches in the order of their steps. What goes wrong is raised where the batch is asked for."""
 
-    The rounds permute a power of four that is at least `size`; a result outside is sent round again until it is inside.
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for number in range(4):
-            left, right = right, left ^ (_mix(right + (number << half) + seed) & mask)
-        index = left << half | right
-        if index < size:
-            return index
+    def __init__(self, batches: Batches, steps: range, most: int) -> None:
+        super().__init__(name="batches", daemon=True)  # one that waits for a far-away file must not keep the process
+        self.batches = batches
+        self.steps = steps
+        self.made: queue.Queue[Any] = queue.Queue(most)
+        self.stopped = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        for step in self.steps:
+            try:
+                result = self.batches.make(step)
+            except BaseException as error:  # noqa: BLE001  whatever it is, the thread that trains raises it
+                self._put((step, error))
+                return
+            self._put((step, result))
+            if self.stopped.is_set():
+                return
+
+    def take(self, step: int) -> tuple[dict[str, Tensor], list[Any] | None]:
+        made_for, result = self.made.get()
+        if isinstance(result, BaseException):
+            raise result
+        assert made_for == step, f"the batch of step {made_for} is next, not that of {step}"
+        return result
+
+    def stop(self) -> None:
+        """Make no more."""
+        self.stopped.set()
+
+    def _put(self, item: Any) -> None:
+        while not self.stopped.is_set():
+            try:
+                self.made.put(item, timeout=0.2)
+                return
+            except queue.Full:
+                continue
 
 
 def _noise(seed: int, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -130,11 +167,3 @@ def _noise(seed: int, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.i
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     return (bits >> np.uint64(32)).astype(np.int64)
-
-
-def _mix(value: int) -> int:
-    """Spread a number's bits over 64 others (the finalizer of splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return value ^ value >> 31

@@ -1,66 +1,196 @@
-"""Where tokens come from: Python's own library, text files, or random numbers."""
+"""Where a run's tokens come from, as its recipe says. No torch."""
 
-import glob
 import hashlib
+import json
 import sysconfig
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from titanlike.config import UserError
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Data
-from titanlike.data.tokenizer import Tokenizer
-
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+from titanlike.data.documents import Fields
+from titanlike.data.files import File, is_address, list_files
+from titanlike.data.prepare import prepare
+from titanlike.data.shards import TRAIN, VALIDATION, Manifest, Shards, read_manifest
+from titanlike.data.stream import Stream
+from titanlike.data.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.windows import Feed, InMemory, Shuffled, TokenRow, Windows
+from titanlike.environment import cache_folder
+from titanlike.lock import Held, Lock
 
 SYNTHETIC_TOKENS = 4_000_000  # enough that batches differ, made in a moment
+MUCH_TEXT = 200_000_000  # bytes that one process makes into tokens in a minute or so
 
 
-def load_tokens(section: Data, tokenizer: Tokenizer) -> Tokens:
-    """All tokens of the source in one row, each document closed by the end-of-text token."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    if section.source == "synthetic":
-        return np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS).astype(dtype)
-    paths = _stdlib_files() if section.source == "python_stdlib" else _text_files(section.path)
-    pieces = []
-    for text in _texts(paths):
-        pieces.append(tokenizer.encode(text).astype(dtype))
-        pieces.append(np.array([tokenizer.end_of_text], dtype))
-    if not pieces:
-        raise UserError(f"data.path = {section.path!r} has no text: every file that it names is empty")
-    return np.concatenate(pieces)
+@dataclass(frozen=True)
+class Sources:
+    """What a run reads."""
+
+    training: Feed
+    validation: Shuffled | None
+    fingerprint: str  # tells this data from any other: saved with a run, and compared when it is resumed
 
 
-def fingerprint(tokens: Tokens) -> str:
-    """What tells this data from any other: saved with a run, and compared when it is resumed."""
-    return hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()[:16]
+def open_sources(
+    section: Data,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    validate: bool,
+    tell: Callable[[str], None] = print,
+) -> Sources:
+    """Open what the recipe names. Text that is made into tokens first may take a while, and `tell` is told."""
+    shuffle = partial(Shuffled, seed=seed, global_batch_size=global_batch_size)
+    places, weights = places_of(section)
+    held_out: Shuffled | None = None
+    prints: list[str]
+    training: Feed
+    if section.source == "stream":
+        files = [list_files(place) for place in places]
+        prints = [_print_of(each) for each in files] + [tokenizer.fingerprint, section.text_field, section.prompt_field]
+        training = Stream(
+            files, weights, tokenizer, fields=_fields(section), seq_len=seq_len, workers=section.workers,
+            skip_bad=section.bad_records == "skip", seed=seed, global_batch_size=global_batch_size,
+        )  # fmt: skip
+    else:
+        rows = [_row(section, place, tokenizer, TRAIN, tell) for place in places]
+        prints = [row.fingerprint for row in rows]
+        apart = [_validation_row(row) for row in rows]
+        every = 0 if section.validation_path or any(apart) else section.validation_every
+        windows = [
+            Windows(row, seq_len, validation_every=every, name=name) for row, name in zip(rows, places, strict=True)
+        ]
+        training = shuffle(windows, weights)
+        if validate and not section.validation_path:
+            if not any(apart) and not every:
+                raise UserError(
+                    f"validation.interval is set, but {places[0]} has no validation split, and data.validation_every = 0; set "
+                    "that, data.validation_path, or validation.interval = 0"
+                )
+            # Of a mixture, parts without a split of their own are not validated.
+            parts = [
+                (Windows(own or row, seq_len, held_out=own is None, validation_every=every, name=name), weight)
+                for row, own, name, weight in zip(rows, apart, places, weights, strict=True)
+                if own or every
+            ]
+            held_out = shuffle([part for part, _ in parts], [weight for _, weight in parts])
+    if validate and section.validation_path:
+        row = _row(section, section.validation_path, tokenizer, VALIDATION, tell)
+        prints.append(row.fingerprint)
+        held_out = shuffle([Windows(row, seq_len, name=section.validation_path)])
+    if len(prints) > 1:
+        prints = [hashlib.sha256(json.dumps([prints, weights]).encode()).hexdigest()[:16]]
+    return Sources(training, held_out, prints[0])
 
 
-def _stdlib_files() -> list[Path]:
+def places_of(section: Data) -> tuple[list[str], list[float]]:
+    """The paths or addresses that are read, and the share of each."""
+    if section.mixture:
+        return list(section.mixture), list(section.weights or [1.0] * len(section.mixture))
+    return [section.path or section.source], [1.0]
+
+
+def check_shards(place: str, recipe: PretrainRecipe) -> None:
+    """Refuse shards that are here and are not whole, or not of the recipe's tokenizer."""
+    if not is_address(place):
+        Shards(place)
+        _check_made_by(read_manifest(place), place, build_tokenizer(recipe.tokenizer, recipe.model.vocab_size))
+
+
+def _check_made_by(manifest: Manifest, place: str, tokenizer: Tokenizer) -> None:
+    made_by = manifest.tokenizer
+    if made_by["fingerprint"] != tokenizer.fingerprint:
+        keys = ("encoding", "special", "eos", "bos")
+        differing = [
+            f"tokenizer.{key} = {json.dumps(made_by[key])}, not {json.dumps(getattr(tokenizer.section, key))}"
+            for key in keys
+            if key in made_by and made_by[key] != getattr(tokenizer.section, key)
+        ]
+        raise UserError(
+            f"{place} was made with another tokenizer (fingerprint {made_by['fingerprint']}, this one {tokenizer.fingerprint}): "
+            + ("; ".join(differing) or "one of the same name; bring that file back, or prepare the data again")
+        )
+
+
+def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Callable[[str], None]) -> TokenRow:
+    """The tokens of one place. What is named for validation may be shards or text, whatever the training reads."""
+    if section.source == "synthetic" and split == TRAIN:
+        return InMemory(
+            np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS).astype(tokenizer.dtype)
+        )
+    named_apart = split == VALIDATION
+    if section.source == "shards" or (named_apart and Path(place, "manifest.json").exists()):
+        manifest = read_manifest(place)
+        _check_made_by(manifest, place, tokenizer)
+        # A folder that was prepared for validation alone has but one split.
+        return Shards(place, VALIDATION if named_apart and manifest.splits.get(VALIDATION) else TRAIN)
+    files = stdlib_files() if section.source == "python_stdlib" and not named_apart else list_files(place)
+    return Shards(str(_prepared(files, section, tokenizer, place, tell)))
+
+
+def _validation_row(row: TokenRow) -> TokenRow | None:
+    """The split for validation, where the data has one."""
+    apart = isinstance(row, Shards) and row.manifest.splits.get(VALIDATION)
+    return Shards(row.path, VALIDATION) if isinstance(row, Shards) and apart else None
+
+
+def _prepared(
+    files: Sequence[File], section: Data, tokenizer: Tokenizer, place: str, tell: Callable[[str], None]
+) -> Path:
+    """Text made into shards in the cache, by the first of the processes that want it, or found there."""
+    fields = _fields(section)
+    known = [
+        [file.name, file.size, Path(file.name).stat().st_mtime_ns if Path(file.name).exists() else 0] for file in files
+    ]
+    key = json.dumps([known, asdict(fields), section.bad_records, tokenizer.fingerprint])
+    folder = cache_folder(section.cache) / "tokens"
+    out = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    size = sum(file.size for file in files)
+    try:
+        while not (out / "manifest.json").exists():
+            try:
+                lock = Lock(folder / f"{out.name}.lock")
+            except Held:
+                time.sleep(0.1)
+                continue
+            try:
+                if not (out / "manifest.json").exists():
+                    if size > MUCH_TEXT:
+                        tell(
+                            f"{place}: {size / 2**30:.2f} GiB of text; `titanlike data prepare` uses every core, and once"
+                        )
+                    prepare(files, out, tokenizer.section, fields=fields, bad=section.bad_records, workers=0)
+            finally:
+                lock.release()
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot hold the tokens of {place}: {error.strerror}; set data.cache to a folder"
+        ) from None
+    return out
+
+
+def _fields(section: Data) -> Fields:
+    return Fields(section.text_field, section.prompt_field)
+
+
+def _print_of(files: Sequence[File]) -> str:
+    """Tells files from others by their names and sizes: where they lie together does not matter."""
+    names = [file.name.split("/") for file in files]
+    same = next((n for n, parts in enumerate(zip(*names, strict=False)) if len(set(parts)) > 1), len(names[0]) - 1)
+    known = [["/".join(name[same:]), file.size] for name, file in zip(names, files, strict=True)]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def stdlib_files() -> list[File]:
+    """The source of Python's own library."""
     root = Path(sysconfig.get_path("stdlib"))
     apart = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if not apart & set(path.relative_to(root).parts))
-
-
-def _text_files(pattern: str) -> list[Path]:
-    found = []
-    for match in [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern)):
-        path = Path(match)
-        found += sorted(file for file in path.rglob("*") if not file.is_dir()) if path.is_dir() else [path]
-    if not found:
-        raise UserError(f"data.path = {pattern!r}: there is no file to read")
-    return found
-
-
-def _texts(paths: list[Path]) -> Iterator[str]:
-    for path in paths:
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: byte {error.start} is not UTF-8; convert the file, or leave it out") from None
-        if text:
-            yield text
+    paths = sorted(path for path in root.rglob("*.py") if not apart & set(path.relative_to(root).parts))
+    return [File(str(path), path.stat().st_size) for path in paths]

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,14 @@ USUAL = {
 }
 
 IDs = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Separator:
+    """The token at which documents meet: the last of one if it closes it, else the first."""
+
+    token: int
+    closes: bool
 
 
 class Codec(Protocol):
@@ -58,11 +67,11 @@ class Tokenizer:
         self.bos = self._special("bos") if section.special != "eos" else None
 
     @property
-    def separator(self) -> int:
-        """The token at which documents meet: the last of one, or without such a one the first."""
+    def separator(self) -> Separator:
+        """What tells one document from the next."""
         found = self.bos if self.eos is None else self.eos
         assert found is not None
-        return found
+        return Separator(found, closes=self.eos is not None)
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.uint32]:
@@ -81,7 +90,7 @@ class Tokenizer:
     def opening(self, text: str) -> list[int]:
         """Tokens of a document that begins with this text and goes on; at least one."""
         begin = [] if self.bos is None else [self.bos]
-        return begin + self.encode(text).tolist() or [self.separator]
+        return begin + self.encode(text).tolist() or [self.separator.token]
 
     def document(self, text: str, prompt: str = "") -> tuple[IDs, int]:
         """Tokens of a document between those that open and close it, and how many of them are given and not learnt: those of

@@ -1,0 +1,240 @@
+"""Text that is read and made into tokens while the run goes on, from files here or far away. No torch.
+
+The rows of a global batch are served by **lanes**, each of which reads files of its own, for ever: as many as divide the batch
+and as there are files for. So which row has which text depends on the recipe and the files alone, and a rank reads the lanes
+of its rows and no others. A lane can say where it is in its files in a few numbers, and go on from there.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.pool import ThreadPool
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titanlike.config import UserError
+from titanlike.data.documents import BadRecord, Document, Fields, read_documents
+from titanlike.data.files import PAUSE, TRIES, File, is_address
+from titanlike.data.order import Mixture, Numbers, shuffled
+from titanlike.data.tokenizer import Tokenizer
+from titanlike.data.windows import Flags, Rows
+from titanlike.noise import seed_of
+
+BLOCK = 256  # records that are shuffled among each other: what is read again, at most, to go on from a position
+MOST_LANES = 64
+SHOWN = 5  # bad records of a file that are told one by one
+
+
+class Place(NamedTuple):
+    """Where a token is: the epoch, the file and the document in the orders of that epoch, and how far into the document."""
+
+    epoch: int = 0
+    file: int = 0
+    block: int = 0
+    document: int = 0
+    token: int = 0
+
+
+class Stream:
+    """Sequences of the endless text of files, of one or more sources mixed by weight."""
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[File]],
+        weights: Sequence[float],
+        tokenizer: Tokenizer,
+        *,
+        fields: Fields,
+        seq_len: int,
+        global_batch_size: int,
+        seed: int,
+        workers: int = 1,
+        skip_bad: bool = False,
+    ) -> None:
+        self.seq_len = seq_len
+        self.sources = sources
+        few = min([MOST_LANES, *map(len, sources)])
+        self.num_lanes = max(number for number in range(1, few + 1) if global_batch_size % number == 0)
+        self.rows_per_lane = global_batch_size // self.num_lanes
+        self.global_batch_size = global_batch_size
+        self._lanes: dict[int, _Lane] = {}
+        self._positions: dict[int, tuple[int, list[Place]]] = {}
+        self.workers = workers
+
+        def lane(number: int) -> _Lane:
+            texts = [
+                _Text(files[number :: self.num_lanes], tokenizer, fields, seed_of(seed, f"source {source}"), skip_bad)
+                for source, files in enumerate(sources)
+            ]
+            return _Lane(texts, Mixture(weights, seed_of(seed, f"lane {number}")), seq_len)
+
+        self._make_lane = lane
+
+    def describe(self, steps: int) -> str:
+        files = [file for source in self.sources for file in source]
+        return (
+            f"{len(files):,} files, {sum(file.size for file in files) / 2**30:,.2f} GiB, read in {self.num_lanes} lanes"
+        )
+
+    def begin(self, position: list[Any] | None) -> None:
+        for number, taken, places in position or ():
+            self._positions[number] = taken, [Place(*place) for place in places]
+
+    def rows(self, step: int, mine: range) -> Rows:
+        """These rows of the global batch. Steps follow one another."""
+        numbers = range(mine.start // self.rows_per_lane, (mine.stop - 1) // self.rows_per_lane + 1)
+
+        def make(number: int) -> tuple[Numbers, Flags]:
+            return self._lane(number, step).take(self.rows_per_lane)
+
+        if self.workers > 1 and len(numbers) > 1:
+            # Lanes are independent of each other, and both reading and the tokenizer let other threads run.
+            with ThreadPool(min(self.workers, len(numbers))) as pool:
+                made = pool.map(make, numbers, chunksize=1)
+        else:
+            made = [make(number) for number in numbers]
+        start = mine.start - numbers.start * self.rows_per_lane
+        wanted = slice(start, start + len(mine))
+        learnt = np.concatenate([flags for _, flags in made])[wanted]
+        return Rows(
+            numbers=np.array(mine, np.int64) + (step - 1) * self.global_batch_size,
+            tokens=np.concatenate([tokens for tokens, _ in made])[wanted],
+            learnt=None if learnt.all() else learnt,
+        )
+
+    def position(self) -> list[Any]:
+        """Where each lane that this rank reads is: its number, the sequences it has given, and a place in each source."""
+        return [[number, lane.taken, [list(text.place) for text in lane.texts]] for number, lane in self._lanes.items()]
+
+    def _lane(self, number: int, step: int) -> "_Lane":
+        if number not in self._lanes:
+            lane = self._lanes[number] = self._make_lane(number)
+            if number in self._positions:
+                lane.taken, places = self._positions[number]
+                for text, place in zip(lane.texts, places, strict=True):
+                    text.begin(place)
+        lane = self._lanes[number]
+        assert lane.taken == (step - 1) * self.rows_per_lane, "a stream is read one step after the other"
+        return lane
+
+
+class _Lane:
+    """What serves some rows of each batch."""
+
+    def __init__(self, texts: "list[_Text]", mixture: Mixture, seq_len: int) -> None:
+        self.texts, self.mixture, self.seq_len = texts, mixture, seq_len
+        self.taken = 0
+
+    def take(self, count: int) -> tuple[Numbers, Flags]:
+        """The next sequences (count, T + 1), and which of their tokens are learnt."""
+        chosen, _ = self.mixture.pick(np.arange(self.taken, self.taken + count))
+        made = [self.texts[number].take(self.seq_len) for number in chosen.tolist()]
+        self.taken += count
+        tokens, learnt = (np.stack(each) for each in zip(*made, strict=True))
+        return tokens, learnt
+
+
+class _Text:
+    """The tokens of some files, for ever: each epoch has the files, and records near each other, in an order of its own."""
+
+    def __init__(self, files: Sequence[File], tokenizer: Tokenizer, fields: Fields, seed: int, skip_bad: bool) -> None:
+        self.files, self.tokenizer, self.fields, self.seed = files, tokenizer, fields, seed
+        self.skip_bad = skip_bad
+        self.bad: dict[str, _Bad] = {}  # by the name of the file
+        self.begin(Place())
+
+    def begin(self, place: Place) -> None:
+        """Go on from a place."""
+        self.place = place
+        self._documents = self._read(place)
+        self._waiting: deque[tuple[Place, Numbers, int]] = deque()  # place, tokens, how many of them are given
+        self._num_waiting = -place.token  # of the first document, so many have been taken already
+
+    def take(self, length: int) -> tuple[Numbers, Flags]:
+        """The next tokens, and one more, which the next call gives again."""
+        while self._num_waiting <= length:
+            place, document = next(self._documents)
+            found, given = self.tokenizer.document(document.text, document.prompt)
+            self._waiting.append((place, found.astype(np.int64), given))
+            self._num_waiting += len(found)
+        tokens, learnt = np.empty(length + 1, np.int64), np.ones(length + 1, bool)
+        filled, start = 0, self.place.token
+        for _, piece, given in self._waiting:
+            part = piece[start : start + length + 1 - filled]
+            tokens[filled : filled + len(part)] = part
+            learnt[filled : filled + min(max(given - start, 0), len(part))] = False
+            filled, start = filled + len(part), 0
+            if filled > length:
+                break
+        self._num_waiting -= length
+        self._forget(self.place.token + length)
+        return tokens, learnt
+
+    def _forget(self, start: int) -> None:
+        """Let go of what has been taken: the next token is the one at `start`, counted from what waits first."""
+        while start >= len(self._waiting[0][1]):
+            start -= len(self._waiting.popleft()[1])
+        self.place = self._waiting[0][0]._replace(token=start)
+
+    def _read(self, place: Place) -> Iterator[tuple[Place, Document]]:
+        """Documents from that of `place` on."""
+        epoch, first_file, first_block, first_document, _ = place
+        while True:
+            order = shuffled(np.arange(len(self.files)), len(self.files), seed_of(self.seed, f"epoch {epoch}"))
+            found = False
+            for number in range(first_file, len(self.files)):
+                file = self.files[int(order[number])]
+                for block, documents in self._blocks(file, first_block):
+                    seed = seed_of(self.seed, f"{epoch} {order[number]} {block}")
+                    mixed = shuffled(np.arange(len(documents)), len(documents), seed).tolist()
+                    for index in range(first_document, len(documents)):
+                        found = True
+                        yield Place(epoch, number, block, index), documents[mixed[index]]
+                    first_document = 0
+                first_block = first_document = 0
+            if not found:
+                names = ", ".join(file.name for file in self.files[:3])
+                raise UserError(f"{names}{' and others' if len(self.files) > 3 else ''}: there is no text in it")
+            epoch, first_file = epoch + 1, 0
+
+    def _blocks(self, file: File, first: int) -> Iterator[tuple[int, list[Document]]]:
+        """The documents of a file, so many records at a time. What is far away is asked for again if it fails."""
+        failures, bad = 0, self.bad.setdefault(file.name, _Bad(file)) if self.skip_bad else None
+        while True:
+            block, waiting = first, list[Document]()
+            try:
+                for document in read_documents(file, self.fields, first=first * BLOCK, bad=bad):
+                    if document.record // BLOCK != block and waiting:
+                        yield block, waiting
+                        first, waiting, failures = block + 1, [], 0
+                    block = document.record // BLOCK
+                    waiting.append(document)
+                break
+            except BadRecord:
+                raise
+            except UserError:
+                failures += 1
+                if failures == TRIES or not is_address(file.name):
+                    raise
+                time.sleep(PAUSE * failures)
+        if waiting:
+            yield block, waiting
+
+
+class _Bad:
+    """Tells of the first bad records of a file, and that there are more."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.seen: set[str] = set()
+
+    def __call__(self, problem: BadRecord) -> None:
+        if str(problem) in self.seen:  # read again, in the next epoch or after a failure
+            return
+        self.seen.add(str(problem))
+        if len(self.seen) <= SHOWN:
+            print(f"warning: left out: {problem}", file=sys.stderr, flush=True)
+        elif len(self.seen) == SHOWN + 1:
+            print(f"warning: left out: more of {self.file.name}", file=sys.stderr, flush=True)
