@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -158,9 +157,9 @@ class Shards:
                     found[row, given.start : min(given.stop, column + count)] = False
         return found
 
-    def documents(self, shard: Shard) -> Numbers:
-        """Where each document of a shard ends, and where it begins to be learnt (N, 2)."""
-        return self._documents(shard)
+    def lengths(self, shard: Shard) -> Numbers:
+        """Tokens of each document of a shard (N,)."""
+        return np.diff(self._documents(shard)[:, 0], prepend=0)
 
     def verify(self) -> None:
         """Read all of it, and raise `UserError` at the first file that is not what it was."""
@@ -173,10 +172,6 @@ class Shards:
                     raise UserError(
                         f"{self.path}/{name} is not what was written; copy it again, or prepare the data again"
                     )
-
-    @cached_property
-    def _names(self) -> dict[str, Shard]:
-        return {shard.name: shard for shard in self.shards}
 
     def _pieces(self, row: int, start: int, length: int) -> list[tuple[int, int, Shard, int, int]]:
         """Where `length` tokens from `start` lie: row and column of the result, shard, first place in it, and how many."""
