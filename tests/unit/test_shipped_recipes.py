@@ -22,7 +22,9 @@ FOLDER = Path(__file__).parents[2] / "train_configs"
 SHIPPED = {
     "debug": (1_746_624, 1),
     "gpt2_124m": (124_439_808, 8),
+    "gpt2_124m_c4": (124_439_808, 8),
     "llama3_1b": (1_235_814_400, 1),
+    "llama3_1b_fineweb_edu": (1_235_814_400, 1),
     "llama3_8b": (8_030_261_248, 8),
     "llama3_8b_float8": (8_030_261_248, 8),
     **{f"study/{name}": (8_030_261_248, 8) for name in ("baseline", "compile", "float8", "float8_all_gather")},
