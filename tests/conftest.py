@@ -1,11 +1,17 @@
 """Fixtures that many tests share."""
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
 
 from tests.pool import Pool
+
+# What a run keeps for later ones, such as tokens of text: not where the user has it. Processes that are started inherit it.
+_CACHE = tempfile.TemporaryDirectory(prefix="titanlike-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
