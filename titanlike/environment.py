@@ -125,11 +125,26 @@ def end_quietly_on_interrupt() -> None:
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Be told to stop (SIGTERM) when torchrun dies: nobody else would end this process, and it would go on writing into a
     run's folder that the next start takes up. Linux alone can do this."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in environ:
-        launcher, tell_me = os.getppid(), 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(tell_me, signal.SIGTERM)
-        if os.getppid() != launcher:  # it has just died
-            os.kill(os.getpid(), signal.SIGTERM)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        _end_with_parent(os.getppid(), signal.SIGTERM)
+
+
+def end_with_parent(parent: int) -> None:
+    """Be killed when this process dies, which has started us. Linux alone can do this."""
+    _end_with_parent(parent, signal.SIGKILL)
+
+
+def _end_with_parent(parent: int, how: signal.Signals) -> None:
+    if sys.platform == "linux":
+        tell_me = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(tell_me, how)
+        if os.getppid() != parent:  # it has just died
+            os.kill(os.getpid(), how)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def job(environ: Mapping[str, str] = os.environ) -> Job:
@@ -205,8 +220,7 @@ def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 def share_cores(processes: int) -> dict[str, str]:
     """Variables that give each of so many processes an even share of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+    return {"OMP_NUM_THREADS": str(max(1, num_cores() // processes))}
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:

@@ -1,39 +1,213 @@
-"""Where tokens come from."""
+"""Where a run's tokens come from: text made into shards once, shards and their splits, mixtures, streams; what is refused."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlike.config import UserError
+from titanlike.config.sections import Data
+from titanlike.config.sections import Tokenizer as Section
+from titanlike.data import sources
+from titanlike.data.documents import Fields
+from titanlike.data.prepare import prepare
+from titanlike.data.sources import Sources, open_sources
+from titanlike.data.stream import Stream
+from titanlike.data.tokenizer import build_tokenizer
+from titanlike.data.windows import Shuffled
+
+BYTES = build_tokenizer(Section())
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "titanlike" / "tokens"
+
+
+def open_(validate: bool = False, seq_len: int = 4, **keys: Any) -> Sources:
+    return open_sources(
+        Data(**{"validation_every": 0} | keys), BYTES, seq_len=seq_len, global_batch_size=2, seed=0, validate=validate
+    )
+
+
+def tokens_of(feed: Any) -> list[int]:
+    """All tokens of the first part of a feed, in the order of the data."""
+    assert isinstance(feed, Shuffled)
+    row = feed.parts[0].tokens
+    return row.read(np.array([0]), row.num_tokens)[0].tolist()
+
+
+def texts(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
 
 
 def test_text_files_are_documents_each_closed(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "b.txt").write_text("B")
-    (tmp_path / "sub" / "a.txt").write_text("aa")
-    (tmp_path / "empty.txt").write_text("")
-    tokens = load_tokens(Data(source="text", path=str(tmp_path)), BYTES)
-    assert tokens.tolist() == [ord("B"), 256, ord("a"), ord("a"), 256]
-    assert tokens.dtype == np.uint16
-    assert load_tokens(Data(source="text", path=str(tmp_path / "*.txt")), BYTES).tolist() == [ord("B"), 256]
+    folder = texts(tmp_path / "text", b="Bb", empty="")
+    texts(folder / "sub", a="aa")
+    assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"Bb", 256, *b"aa", 256]
+    assert tokens_of(open_(source="text", path=str(folder / "**/a*"), seq_len=2).training) == [*b"aa", 256]
 
 
-def test_bad_text_is_told_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
-    with pytest.raises(UserError, match=r"bad\.txt: byte 3 is not UTF-8"):
-        load_tokens(Data(source="text", path=str(tmp_path)), BYTES)
-    (tmp_path / "bad.txt").write_bytes(b"")
-    with pytest.raises(UserError, match="every file that it names is empty"):
-        load_tokens(Data(source="text", path=str(tmp_path)), BYTES)
+def test_text_is_made_into_tokens_once_however_many_ask(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = texts(tmp_path / "text", a="some text")
+    calls: list[Path] = []
+
+    def counted(files: Any, out: Path, *others: Any, **options: Any) -> Any:
+        calls.append(out)
+        return prepare(files, out, *others, **options)
+
+    monkeypatch.setattr(sources, "prepare", counted)
+    found: list[Sources] = []
+    threads = [threading.Thread(target=lambda: found.append(open_(source="text", path=str(folder)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert len({one.fingerprint for one in found}) == 1
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [calls[0].name]
+    (folder / "a.txt").write_text("more text")  # the same size, at another time
+    assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"more text", 256]
+    assert len(calls) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    folder = texts(tmp_path / "text", a="some text")
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"file/tokens cannot hold the tokens of .*text: .*; set data\.cache to a folder"
+    ):
+        open_(source="text", path=str(folder), cache=str(tmp_path / "file"))
 
 
 def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
-    (tmp_path / "d [v1]").mkdir()
-    (tmp_path / "d [v1]" / "a.txt").write_text("a")
-    assert load_tokens(Data(source="text", path=str(tmp_path / "d [v1]")), BYTES).tolist() == [ord("a"), 256]
-    (tmp_path / "d [v1]" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    folder = texts(tmp_path / "d [v1]", a="a a a")
+    assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"a a a", 256]
+    (folder / "bad.txt").write_bytes(b"abc\xff")
+    with pytest.raises(UserError, match=r"bad\.txt: byte 3 is not UTF-8"):
+        open_(source="text", path=str(folder))
+    assert tokens_of(open_(source="text", path=str(folder), bad_records="skip").training) == [*b"a a a", 256]
+    (folder / "bad.txt").unlink()
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file"):
-        load_tokens(Data(source="text", path=str(tmp_path / "d [v1]")), BYTES)
+        open_(source="text", path=str(folder))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"data\.path = '.*none': there is no file to read"):
+        open_(source="text", path=str(tmp_path / "none"))
+    texts(tmp_path / "empty", a="")
+    with pytest.raises(UserError, match=r"there is no document in it"):
+        open_(source="text", path=str(tmp_path / "empty"))
+
+
+def test_a_text_shorter_than_a_sequence_is_told(tmp_path: Path) -> None:
+    folder = texts(tmp_path / "text", a="ab")
+    with pytest.raises(UserError, match=r"text has 3 tokens, too few for training sequences of training\.seq_len = 4"):
+        open_(source="text", path=str(folder))
 
 
 def test_the_standard_library_is_there_and_synthetic_tokens_repeat() -> None:
-    tokens = load_tokens(Data(), BYTES)
+    tokens = np.array(tokens_of(open_(source="python_stdlib").training))
     assert len(tokens) > 3_000_000
     assert b"class JSONEncoder" in bytes(tokens[tokens < 256].astype(np.uint8))
-    one, other = (load_tokens(Data(source="synthetic"), BYTES) for _ in range(2))
-    assert fingerprint(one) == fingerprint(other) != fingerprint(tokens)
-    assert one.max() == 256
+    one, other = (open_(source="synthetic") for _ in range(2))
+    assert one.fingerprint == other.fingerprint != open_(source="python_stdlib").fingerprint
+    assert max(tokens_of(one.training)) == 256
+
+
+def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys: str) -> str:
+    """Shards of lines."""
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps({"text": text, "prompt": "?" * len(text)}) + "\n" for text in texts))
+    out = folder / name
+    fields = Fields("text", keys.pop("prompt", ""))
+    prepare([str(file)], out, Section(**keys), fields=fields, validation_share=share, workers=0)  # type: ignore[arg-type]
+    return str(out)
+
+
+def test_shards_are_read_with_their_own_split(tmp_path: Path) -> None:
+    place = shards(tmp_path, "split", [f"document {number}" for number in range(200)], share=0.2)
+    data = open_(True, source="shards", path=place, validation_every=7)
+    assert data.validation is not None
+    everything = [f"document {number}" for number in range(200)]
+    parts = [
+        bytes(t if t < 256 else 0 for t in tokens_of(feed)).decode().split("\0")[:-1]
+        for feed in (data.training, data.validation)
+    ]
+    assert sorted(parts[0] + parts[1]) == sorted(everything)
+    assert 20 < len(parts[1]) < 60
+    with pytest.raises(UserError, match=r"has no validation split, and data\.validation_every = 0; set that"):
+        open_(True, source="shards", path=shards(tmp_path, "whole", everything))
+
+
+def test_validation_may_be_named_apart_as_shards_or_text(tmp_path: Path) -> None:
+    place = shards(tmp_path, "train", ["what is learnt"] * 9)
+    apart = shards(tmp_path, "apart", ["what is held out"])
+    file = tmp_path / "apart.txt"
+    file.write_text("what is held out")
+    found = [open_(True, source="shards", path=place, validation_path=path) for path in (apart, str(file))]
+    for data in found:
+        assert tokens_of(data.validation) == [*b"what is held out", 256]
+        assert len(tokens_of(data.training)) == 9 * 15
+    # What is validated does not decide what is trained.
+    assert len({data.fingerprint for data in found} | {open_(source="shards", path=place).fingerprint}) == 1
+
+
+def test_a_mixture_is_known_by_its_parts_and_weights(tmp_path: Path) -> None:
+    one, other = (shards(tmp_path, name, [name * 9] * 9) for name in ("one", "other"))
+    mixed = [
+        open_(source="shards", mixture=parts, weights=weights).fingerprint
+        for parts, weights in (((one, other), ()), ((one, other), (1.0, 2.0)), ((other, one), ()), ((one,), ()))
+    ]
+    assert len(set(mixed)) == 4
+    assert open_(source="shards", mixture=(one, other), weights=(1.0, 1.0)).fingerprint == mixed[0]
+    assert mixed[3] == open_(source="shards", path=one).fingerprint
+
+
+def test_prompts_are_read_and_not_learnt(tmp_path: Path) -> None:
+    place = shards(tmp_path, "prompts", ["answer" * n for n in range(1, 9)], prompt="prompt")
+    data = open_(source="shards", path=place)
+    for step in range(1, 20):
+        rows = data.training.rows(step, range(2))
+        assert rows.learnt is not None
+        assert (rows.learnt == (rows.tokens != ord("?"))).all()
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    place = shards(tmp_path, "other", ["text"] * 9)
+    both = build_tokenizer(Section(bos="<|endoftext|>", special="both"))
+    with pytest.raises(
+        UserError,
+        match=r"other was made with another tokenizer .*: tokenizer\.special = \"eos\", not \"both\"; tokenizer\.bos",
+    ):
+        open_sources(Data(source="shards", path=place), both, seq_len=4, global_batch_size=2, seed=0, validate=False)
+    manifest = Path(place, "manifest.json")
+    values = json.loads(manifest.read_text())
+    values["tokenizer"]["fingerprint"] = "0" * 16
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="one of the same name; bring that file back, or prepare the data again"):
+        open_(source="shards", path=place)
+
+
+def test_a_stream_is_known_by_names_and_sizes(tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        texts(tmp_path / folder / "sub", a="text a", b="text b")
+    here, there = (open_(source="stream", path=str(tmp_path / folder)) for folder in ("here", "there"))
+    assert isinstance(here.training, Stream)
+    assert here.fingerprint == there.fingerprint
+    (tmp_path / "there/sub/b.txt").write_text("longer text")
+    assert open_(source="stream", path=str(tmp_path / "there")).fingerprint != here.fingerprint
+    assert open_(source="stream", path=str(tmp_path / "here/sub/a.txt")).fingerprint != here.fingerprint
+    other = open_sources(
+        Data(source="stream", path=str(tmp_path / "here"), text_field="other"), BYTES, seq_len=4, global_batch_size=2,
+        seed=0, validate=False,
+    )  # fmt: skip
+    assert other.fingerprint != here.fingerprint

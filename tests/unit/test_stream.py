@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data import documents, stream
+from titanlike.data import stream
 from titanlike.data.documents import Fields
 from titanlike.data.files import File, list_files
 from titanlike.data.stream import Stream
@@ -166,37 +167,14 @@ def test_bad_records_stop_the_run_or_are_told(tmp_path: Path, capsys: pytest.Cap
     assert "part00.jsonl, line 8: has no field 'text', but txt; set data.text_field" in told
 
 
-def test_a_file_far_away_is_asked_for_again_and_then_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
+def test_a_file_far_away_is_read_and_missed() -> None:
     memory = fsspec.filesystem("memory")
     for number in range(4):
         content = "".join(json.dumps({"text": f"{number}.{line} " * 3}) + "\n" for line in range(600))
         memory.pipe_file(f"/far/{number}.jsonl", content.encode())
     files = list_files("memory://far/*.jsonl")
-    monkeypatch.setattr(stream, "PAUSE", 0.0)
-    expected = open_stream([files], seq_len=64).rows(1, range(8)).tokens
-
-    real, failures = documents.read_documents, []
-
-    def read(file: File, *values: Any, first: int = 0, **others: Any) -> Any:
-        for document in real(file, *values, first=first, **others):
-            if document.record == 300 and len(failures) < 2:
-                failures.append(file.name)
-                raise UserError(f"{file.name}, after line 300: cannot be read: gone")
-            yield document
-
-    monkeypatch.setattr(stream, "read_documents", read)
-    feed, plain = open_stream([files], seq_len=64), open_stream([files], seq_len=64)
-    assert np.array_equal(feed.rows(1, range(8)).tokens, expected)
-    for step in range(2, 60):
-        feed.rows(step, range(8))
-    assert len(failures) == 2  # and nothing of what was read is lost or doubled
-    monkeypatch.setattr(stream, "read_documents", real)
-    for step in range(1, 61):
-        expected = plain.rows(step, range(8)).tokens
-    assert np.array_equal(feed.rows(60, range(8)).tokens, expected)
-
+    feed = open_stream([files], seq_len=64)
+    assert all(b"." in bytes(min(token, 255) for token in row) for row in feed.rows(1, range(8)).tokens.tolist())
     memory.rm("/far/2.jsonl")
-    with pytest.raises(UserError, match=r"memory://(/?)far/2\.jsonl: is not there any more"):
+    with pytest.raises(UserError, match=r"memory://(/?)far/2\.jsonl: there is no such file any more"):
         open_stream([files], seq_len=64).rows(1, range(8))

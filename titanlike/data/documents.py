@@ -4,16 +4,21 @@ A text file is a document. A line of a `.jsonl` file (or `.json`, where each lin
 is one too.
 """
 
+import codecs
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.files import File, needed, open_file
+from titanlike.data.files import BLOCK, Decompressed, File, needed, open_file
+
+T = TypeVar("T")
 
 LINES = (".jsonl", ".json", ".ndjson")
 PARQUET = ".parquet"
+PIECE = 2**20  # characters of a document that are made into tokens at once
 
 
 @dataclass(frozen=True)
@@ -27,16 +32,20 @@ class Fields:
 
 @dataclass(frozen=True)
 class Document:
-    """One text."""
+    """One text, or a piece of one."""
 
     text: str
     prompt: str = ""
     record: int = 0  # which of its file, from 0
-    size: int = 0  # bytes in the file, before decompression about
+    size: int = 0  # bytes in the file
+    last: bool = True  # else the next piece goes on with it
 
 
 class BadRecord(UserError):
     """A record that is not what it should be. The text says which, and where."""
+
+
+Bad = Callable[[BadRecord], None]
 
 
 def read_documents(
@@ -45,99 +54,211 @@ def read_documents(
     *,
     first: int = 0,
     span: tuple[int, int] | None = None,
-    bad: Callable[[BadRecord], None] | None = None,
+    bad: Bad | None = None,
 ) -> Iterator[Document]:
     """The documents of a file, from the `first` record on. Of lines, `span` says which bytes: those that begin in it; of
     Parquet, which row groups. A bad record is raised, or given to `bad` and left out; so are records without text."""
+    pieces: list[Document] = []
+    for piece in read_pieces(file, fields, first=first, span=span, bad=bad):
+        pieces.append(piece)
+        if piece.last:
+            if len(pieces) > 1:
+                text, size = "".join(each.text for each in pieces), sum(each.size for each in pieces)
+                piece = replace(pieces[0], text=text, size=size, last=True)
+            pieces = []
+            if piece.text:
+                yield piece
+
+
+def read_pieces(
+    file: File,
+    fields: Fields,
+    *,
+    first: int = 0,
+    span: tuple[int, int] | None = None,
+    bad: Bad | None = None,
+) -> Iterator[Document]:
+    """As `read_documents`, but a long document comes in pieces, those of a text file without the whole ever being in memory,
+    and records without text come too."""
     readers = {PARQUET: _rows} | dict.fromkeys(LINES, _lines)
-    read = readers.get(file.kind, _whole)
-    for document in read(file, fields, first, span, bad or _stop):
-        if document.text:
+    if file.kind not in readers:
+        yield from _whole(file, first, bad)
+        return
+    for document in readers[file.kind](file, fields, first, span, bad or _stop):
+        if len(document.text) <= PIECE:
             yield document
+            continue
+        parts = [document.text[place : place + PIECE] for place in range(0, len(document.text), PIECE)]
+        for text, last in pieces_of(parts):
+            yield replace(document, text=text, last=last)
+            document = replace(document, prompt="", size=0)
+
+
+def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """A text that comes in parts, in pieces, and whether each is the last. Where the cuts are depends on the text alone."""
+    waiting = ""
+    for part in parts:
+        waiting += part
+        while len(waiting) > PIECE:
+            cut = _cut(waiting)
+            yield waiting[:cut], False
+            waiting = waiting[cut:]
+    yield waiting, True
+
+
+def _cut(text: str) -> int:
+    """Where to end a piece so that byte-pair tokenizers make the same tokens as of the whole: after the end of a line that
+    has no white space around it and no sign after it, as some draw those together; else before a space between two words;
+    else, as in a text that has neither, anywhere."""
+    for sign, shift in (("\n", 1), (" ", 0)):
+        place = text.rfind(sign, 1, PIECE)
+        while place > 0:
+            if text[place + 1].isalnum() and not text[place - 1].isspace():
+                return place + shift
+            place = text.rfind(sign, 1, place)
+    return PIECE
 
 
 def _stop(problem: BadRecord) -> None:
     raise problem
 
 
-def _whole(
-    file: File, fields: Fields, first: int, span: tuple[int, int] | None, bad: Callable[[BadRecord], None]
-) -> Iterator[Document]:
+def _whole(file: File, first: int, bad: Bad | None) -> Iterator[Document]:
     if first:
         return
-    content = _read(file, lambda stream: stream.read())
     try:
-        yield Document(content.decode("utf-8-sig"), size=file.size)
-    except UnicodeDecodeError as error:
-        bad(BadRecord(f"{file.name}: byte {error.start} is not UTF-8; convert the file, or leave it out"))
+        if bad is not None and (file.compressed or not 0 < file.size <= PIECE):
+            # Read once more, to leave out all of a file that is bad in the middle.
+            for _ in _decode(file):
+                pass
+        size = file.size
+        for text, last in pieces_of(_decode(file)):
+            done = size if last else min(size, len(text))
+            yield Document(text, size=done, last=last)
+            size -= done
+    except BadRecord as problem:
+        (bad or _stop)(problem)
 
 
-def _lines(
-    file: File, fields: Fields, first: int, span: tuple[int, int] | None, bad: Callable[[BadRecord], None]
-) -> Iterator[Document]:
+def _decode(file: File) -> Iterator[str]:
+    """The text of a file in blocks of bytes as they come, without the mark that some editors put first."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    place, mark = 0, "\ufeff"
     with open_file(file) as stream:
-        place = 0
+        while True:
+            content = _read(file, lambda: stream.read(BLOCK))
+            waiting = len(decoder.getstate()[0])  # bytes of a character that began in the block before
+            try:
+                text = decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                raise BadRecord(
+                    f"{file.name}: byte {place - waiting + error.start} is not UTF-8; convert the file, or leave it out"
+                ) from None
+            place += len(content)
+            if text:
+                yield text.removeprefix(mark)
+                mark = ""
+            if not content:
+                return
+
+
+def _lines(file: File, fields: Fields, first: int, span: tuple[int, int] | None, bad: Bad) -> Iterator[Document]:
+    with open_file(file) as stream:
+        place = read = 0
         if span is not None and span[0]:
             # Begin after the line that another span has: one that begins at the very start of this span is ours.
-            stream.seek(span[0] - 1)
-            place = span[0] - 1 + len(stream.readline())
+            place = _read(file, lambda: stream.seek(span[0] - 1))
+            place += len(_read(file, stream.readline))
         for number in range(2**62):
             if span is not None and place >= span[1]:
                 return
-            line = _line(file, stream, number)
+            line = _read(file, stream.readline, f", after line {number}")
             if not line:
                 return
             start, place = place, place + len(line)
             if number < first or not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except UnicodeDecodeError as error:
-                bad(BadRecord(f"{_where(file, number, start, span)}: byte {error.start} of it is not UTF-8"))
-                continue
-            except ValueError as error:
-                bad(BadRecord(f"{_where(file, number, start, span)}: not JSON: {error}"))
-                continue
-            try:
-                text, prompt = _take(record, fields)
+                text, prompt = _take(_parse(line), fields)
             except BadRecord as problem:
                 bad(BadRecord(f"{_where(file, number, start, span)}: {problem}"))
                 continue
-            yield Document(text, prompt, number, len(line))
+            size = len(line)
+            if isinstance(stream, Decompressed):
+                read, size = stream.compressed.tell(), stream.compressed.tell() - read
+            yield Document(text, prompt, number, size)
 
 
-def _rows(
-    file: File, fields: Fields, first: int, span: tuple[int, int] | None, bad: Callable[[BadRecord], None]
-) -> Iterator[Document]:
-    pyarrow = needed("pyarrow.parquet", file.name)
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"byte {error.start} of it is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"not JSON: {error}") from None
+
+
+def _rows(file: File, fields: Fields, first: int, span: tuple[int, int] | None, bad: Bad) -> Iterator[Document]:
     columns = [name for name in (fields.text, fields.prompt) if name]
+    with open_parquet(file) as table:
+        for name in columns:
+            if name not in table.schema_arrow.names:
+                there = ", ".join(table.schema_arrow.names)
+                raise UserError(f"{file.name}: has no column {name!r}, but {there}; set {fields.key}")
+        sizes = row_groups(table)
+        before, number = sum(sizes[: span[0]] if span else []), 0
+        for group in range(*(span or (0, len(sizes)))):
+            if number + sizes[group] <= first:
+                number += sizes[group]
+                continue
+            for row in _read_rows(file, table, group, columns, before + number):
+                if number >= first:
+                    try:
+                        if isinstance(row, BadRecord):
+                            raise row
+                        yield Document(*_take(row, fields), number, file.size // sum(sizes))
+                    except BadRecord as problem:
+                        bad(BadRecord(f"{file.name}, row {before + number + 1}: {problem}"))
+                number += 1
+
+
+@contextmanager
+def open_parquet(file: File) -> Iterator[Any]:
+    """A Parquet file as pyarrow has it."""
+    pyarrow = needed("pyarrow.parquet", file.name)
     with open_file(file) as stream:
         try:
-            table = pyarrow.parquet.ParquetFile(stream)
-        except (pyarrow.ArrowInvalid, OSError) as error:
+            found = pyarrow.parquet.ParquetFile(stream)
+        except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{file.name}: not a whole Parquet file: {error}") from None
-        there = table.schema_arrow.names
-        for name in columns:
-            if name not in there:
-                raise UserError(f"{file.name}: has no column {name!r}, but {', '.join(there)}; set {fields.key}")
-        number = 0
-        for group in range(*(span or (0, table.num_row_groups))):
-            rows = table.metadata.row_group(group).num_rows
-            if number + rows <= first:
-                number += rows
-                continue
-            size = table.metadata.row_group(group).total_byte_size // max(rows, 1)
-            try:
-                for batch in table.iter_batches(256, row_groups=[group], columns=columns):
-                    for row in batch.to_pylist():
-                        if number >= first:
-                            try:
-                                yield Document(*_take(row, fields), number, size)
-                            except BadRecord as problem:
-                                bad(BadRecord(f"{file.name}, row {number + 1}: {problem}"))
-                        number += 1
-            except (pyarrow.ArrowException, OSError) as error:
-                raise UserError(f"{file.name}, row {number + 1}: cannot be read: {error}") from None
+        yield found
+
+
+def row_groups(table: Any) -> list[int]:
+    """How many rows each group of a Parquet file has."""
+    return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+
+
+def _read_rows(file: File, table: Any, group: int, columns: list[str], number: int) -> Iterator[Any]:
+    """The rows of a group, from row `number` of the file on; instead of one that cannot be text, why."""
+    batches = table.iter_batches(256, row_groups=[group], columns=columns)
+    while True:
+        batch = _read(file, lambda: next(batches, None), f", row {number + 1}")
+        if batch is None:
+            return
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:  # one by one, to find which
+            rows = [_row(batch, place) for place in range(len(batch))]
+        yield from rows
+        number += len(rows)
+
+
+def _row(batch: Any, place: int) -> Any:
+    try:
+        return batch.slice(place, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return BadRecord(f"byte {error.start} of it is not UTF-8")
 
 
 def _take(record: Any, fields: Fields) -> tuple[str, str]:
@@ -150,21 +271,24 @@ def _take(record: Any, fields: Fields) -> tuple[str, str]:
             raise BadRecord(f"has no field {name!r}, but {', '.join(map(str, record)) or 'none'}; set {fields.key}")
         if not isinstance(record[name], str):
             raise BadRecord(f"its field {name!r} is no text: {json.dumps(record[name], default=str)[:40]}")
-        found.append(record[name])
+        found.append(_well_formed(record[name]))
     return (found[0], found[1]) if fields.prompt else (found[0], "")
 
 
-def _line(file: File, stream: BinaryIO, number: int) -> bytes:
-    return _read(file, lambda _: stream.readline(), f", after line {number}", stream)
+def _well_formed(text: str) -> str:
+    """JSON can spell half of a pair of surrogates, which is no character and has no UTF-8."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
-def _read(file: File, read: Callable[[BinaryIO], bytes], where: str = "", stream: BinaryIO | None = None) -> bytes:
+def _read(file: File, read: Callable[[], T], where: str = "") -> T:
     """Read from a file, or say what is wrong with it."""
     try:
-        if stream is not None:
-            return read(stream)
-        with open_file(file) as opened:
-            return read(opened)
+        return read()
     except UserError:
         raise
     except EOFError:

@@ -2,11 +2,12 @@
 
 import glob
 import gzip
+import io
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
@@ -17,6 +18,8 @@ T = TypeVar("T")
 TRIES, PAUSE = 3, 1.0  # of what is far away, and seconds between them
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {00000..01023}, for places that cannot list what they have
 NOT_TEXT = b"\0"
+SILENCE = 60.0  # seconds without a byte, after which a web server counts as gone
+BLOCK = 2**20  # bytes of a compressed file, or of one far away, that are asked for at once
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,18 @@ class File:
 
     name: str
     size: int
+    version: str = field(default="", compare=False)
+    """Another after its content has changed: a time, or what the place gives for one; empty where it gives nothing."""
 
     @property
     def kind(self) -> str:
         """The end of its name, without that of a compression."""
         return Path(re.sub(r"\.(gz|zst)$", "", self.name)).suffix
+
+    @property
+    def compressed(self) -> bool:
+        """Whether it has to be read from its start."""
+        return self.name.endswith((".gz", ".zst"))
 
 
 def is_address(place: str) -> bool:
@@ -47,24 +57,70 @@ def list_files(place: str, key: str = "data.path") -> list[File]:
 
 
 def open_file(file: File) -> BinaryIO:
-    """A file's content from its start, decompressed if its name ends in .gz or .zst."""
+    """A file's content from its start, decompressed if its name ends in .gz or .zst. A far place that fails is asked again."""
     if is_address(file.name):
         fs, path = _file_system(file.name)
         try:
             raw = patiently(lambda: fs.open(path, "rb"), file.name)
         except FileNotFoundError:
-            raise UserError(f"{file.name}: is not there any more") from None
+            raise UserError(f"{file.name}: there is no such file any more") from None
+        raw = cast(BinaryIO, io.BufferedReader(_Patient(raw, file), BLOCK))
     else:
         try:
             raw = Path(file.name).open("rb")  # noqa: SIM115  who calls closes it
         except OSError as error:
             raise UserError(f"{file.name}: cannot be read: {error.strerror}") from None
     if file.name.endswith(".gz"):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+        return cast(BinaryIO, Decompressed(gzip.GzipFile(fileobj=raw), raw))
     if file.name.endswith(".zst"):
         zstandard = needed("zstandard", file.name)
-        return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True))
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+        return cast(BinaryIO, Decompressed(reader, raw))
     return cast(BinaryIO, raw)
+
+
+class Decompressed(io.BufferedReader):
+    """What a compressed file holds. In blocks: a reader of zstandard has no lines of its own."""
+
+    def __init__(self, reader: Any, compressed: BinaryIO) -> None:
+        super().__init__(reader, BLOCK)
+        self.compressed = compressed
+
+    def close(self) -> None:
+        """Close both: gzip leaves open what it was given."""
+        super().close()
+        self.compressed.close()
+
+
+class _Patient(io.RawIOBase):
+    """A file at an address. Read in blocks: fsspec's own lines are slow."""
+
+    def __init__(self, raw: Any, file: File) -> None:
+        self.raw, self.file = raw, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self.raw.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self.raw.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self.raw.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        content = patiently(lambda: self.raw.read(len(buffer)), self.file.name)
+        if not content and self.tell() < self.file.size:
+            raise UserError(f"{self.file.name}: ends at byte {self.tell()} of {self.file.size}; it has changed")
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.raw.close()
+        super().close()
 
 
 class Folder(Protocol):
@@ -176,9 +232,17 @@ def _file_system(place: str) -> tuple[Any, str]:
     import fsspec  # type: ignore[import-untyped]  # only here: most recipes do without
 
     try:
-        return cast(tuple[Any, str], fsspec.core.url_to_fs(place))
+        return cast(tuple[Any, str], fsspec.core.url_to_fs(place, **_options(place)))
     except (ImportError, ValueError) as error:
         raise UserError(f"{place}: {error}") from None
+
+
+def _options(place: str) -> dict[str, Any]:
+    """For the web: a large file may take hours, as long as something comes; an answer that does not come is not waited for."""
+    if not place.startswith(("http://", "https://")):
+        return {}
+    timeout = needed("aiohttp", place).ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+    return {"client_kwargs": {"timeout": timeout}}
 
 
 def _list_remote(place: str) -> list[File]:
@@ -202,7 +266,9 @@ def _list_remote(place: str) -> list[File]:
     except FileNotFoundError:
         raise UserError(f"{place}: there is no such file") from None
     files = [
-        File(fs.unstrip_protocol(name), info.get("size") or 0) for name, info in found.items() if info["type"] == "file"
+        File(fs.unstrip_protocol(name), info.get("size") or 0, _version(info))
+        for name, info in found.items()
+        if info["type"] == "file"
     ]
     return sorted(files, key=lambda file: file.name)
 
@@ -213,10 +279,25 @@ def _list_local(place: str) -> list[File]:
         path = Path(match)
         if path.is_dir():
             below = sorted(file for file in path.rglob("*") if not _hidden(file, path))
-            found += [file for file in below if file.is_file() and _is_text(file)]
+            found += [file for file in below if (file.is_file() or not file.exists()) and _is_text(file)]
         else:
             found.append(path)
-    return [File(str(path), path.stat().st_size) for path in found]
+    return [local_file(path) for path in found]
+
+
+def local_file(path: Path) -> File:
+    """A file of this machine."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return File(str(path), found.st_size, str(found.st_mtime_ns))
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    """What each file system calls it."""
+    names = ("ETag", "etag", "LastModified", "last_modified", "last_commit", "mtime", "modified", "updated", "created")
+    return next((str(info[name]) for name in names if info.get(name)), "")
 
 
 def _hidden(file: Path, folder: Path) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -222,25 +223,36 @@ class ShardWriter:
         self.num_tokens = self.num_documents = self.given = 0
         self._waiting: list[npt.NDArray[Any]] = []
         self._ends: list[int] = []
+        self._learnt_from: int | None = None  # of a document that goes on
         self._num_waiting = 0
         self._files = {kind: _Hashed(folder / f"{name}.{kind}") for kind in ("tokens", "documents")}
 
-    def add(self, tokens: npt.NDArray[Any], given: int = 0) -> None:
-        """A document, of which the first tokens are given, and not learnt."""
-        self._ends += [self.num_tokens + len(tokens), self.num_tokens + given]
+    def add(self, tokens: npt.NDArray[Any], given: int = 0, *, last: bool = True) -> None:
+        """A document, of which the first tokens are given, and not learnt; or a piece of one that goes on, if not the last."""
+        if self._learnt_from is None:
+            self._learnt_from = self.num_tokens + given
         self._waiting.append(tokens.astype(self.dtype))
         self._num_waiting += len(tokens)
         self.num_tokens += len(tokens)
-        self.num_documents += 1
         self.given += given
+        if last:
+            self._ends += [self.num_tokens, self._learnt_from]
+            self._learnt_from = None
+            self.num_documents += 1
         if self._num_waiting >= self.BUFFER:
             self._flush()
 
     def close(self) -> Shard:
         """Put it on the disk, under its name."""
+        assert self._learnt_from is None
         self._flush()
         sums = {kind: file.close() for kind, file in self._files.items()}
         return Shard(self.name, self.num_tokens, self.num_documents, sums["tokens"], sums["documents"], self.given)
+
+    def drop(self) -> None:
+        """Delete what was written."""
+        for file in self._files.values():
+            file.drop()
 
     def _flush(self) -> None:
         for tokens in self._waiting:
@@ -269,6 +281,11 @@ class _Hashed:
         self.file.close()
         self.partial.replace(self.path)
         return self.sum.hexdigest()
+
+    def drop(self) -> None:
+        with suppress(OSError):  # a full disk, which may be why
+            self.file.close()
+        self.partial.unlink(missing_ok=True)
 
 
 def totals(shards: Sequence[Shard]) -> tuple[int, int]:

@@ -14,9 +14,9 @@ import numpy as np
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Data
 from titanlike.data.documents import Fields
-from titanlike.data.files import File, is_address, list_files
+from titanlike.data.files import File, is_address, list_files, local_file
 from titanlike.data.prepare import prepare
-from titanlike.data.shards import TRAIN, VALIDATION, Manifest, Shards, read_manifest
+from titanlike.data.shards import MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
 from titanlike.data.stream import Stream
 from titanlike.data.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.windows import Feed, InMemory, Shuffled, TokenRow, Windows
@@ -83,7 +83,6 @@ def open_sources(
             held_out = shuffle([part for part, _ in parts], [weight for _, weight in parts])
     if validate and section.validation_path:
         row = _row(section, section.validation_path, tokenizer, VALIDATION, tell)
-        prints.append(row.fingerprint)
         held_out = shuffle([Windows(row, seq_len, name=section.validation_path)])
     if len(prints) > 1:
         prints = [hashlib.sha256(json.dumps([prints, weights]).encode()).hexdigest()[:16]]
@@ -126,13 +125,23 @@ def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Call
             np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS).astype(tokenizer.dtype)
         )
     named_apart = split == VALIDATION
-    if section.source == "shards" or (named_apart and Path(place, "manifest.json").exists()):
+    if _has_manifest(place) if named_apart else section.source == "shards":
         manifest = read_manifest(place)
         _check_made_by(manifest, place, tokenizer)
         # A folder that was prepared for validation alone has but one split.
         return Shards(place, VALIDATION if named_apart and manifest.splits.get(VALIDATION) else TRAIN)
     files = stdlib_files() if section.source == "python_stdlib" and not named_apart else list_files(place)
     return Shards(str(_prepared(files, section, tokenizer, place, tell)))
+
+
+def _has_manifest(place: str) -> bool:
+    if not is_address(place):
+        return Path(place, MANIFEST).exists()
+    try:
+        read_manifest(place)
+    except UserError:
+        return False
+    return True
 
 
 def _validation_row(row: TokenRow) -> TokenRow | None:
@@ -146,22 +155,20 @@ def _prepared(
 ) -> Path:
     """Text made into shards in the cache, by the first of the processes that want it, or found there."""
     fields = _fields(section)
-    known = [
-        [file.name, file.size, Path(file.name).stat().st_mtime_ns if Path(file.name).exists() else 0] for file in files
-    ]
+    known = [[file.name, file.size, file.version] for file in files]
     key = json.dumps([known, asdict(fields), section.bad_records, tokenizer.fingerprint])
     folder = cache_folder(section.cache) / "tokens"
     out = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
     size = sum(file.size for file in files)
     try:
-        while not (out / "manifest.json").exists():
+        while not (out / MANIFEST).exists():
             try:
                 lock = Lock(folder / f"{out.name}.lock")
             except Held:
                 time.sleep(0.1)
                 continue
             try:
-                if not (out / "manifest.json").exists():
+                if not (out / MANIFEST).exists():
                     if size > MUCH_TEXT:
                         tell(
                             f"{place}: {size / 2**30:.2f} GiB of text; `titanlike data prepare` uses every core, and once"
@@ -193,4 +200,4 @@ def stdlib_files() -> list[File]:
     root = Path(sysconfig.get_path("stdlib"))
     apart = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     paths = sorted(path for path in root.rglob("*.py") if not apart & set(path.relative_to(root).parts))
-    return [File(str(path), path.stat().st_size) for path in paths]
+    return [local_file(path) for path in paths]

@@ -5,8 +5,8 @@ and as there are files for. So which row has which text depends on the recipe an
 of its rows and no others. A lane can say where it is in its files in a few numbers, and go on from there.
 """
 
+import itertools
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.pool import ThreadPool
@@ -16,7 +16,7 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.data.documents import BadRecord, Document, Fields, read_documents
-from titanlike.data.files import PAUSE, TRIES, File, is_address
+from titanlike.data.files import File
 from titanlike.data.order import Mixture, Numbers, shuffled
 from titanlike.data.tokenizer import Tokenizer
 from titanlike.data.windows import Flags, Rows
@@ -200,27 +200,11 @@ class _Text:
             epoch, first_file = epoch + 1, 0
 
     def _blocks(self, file: File, first: int) -> Iterator[tuple[int, list[Document]]]:
-        """The documents of a file, so many records at a time. What is far away is asked for again if it fails."""
-        failures, bad = 0, self.bad.setdefault(file.name, _Bad(file)) if self.skip_bad else None
-        while True:
-            block, waiting = first, list[Document]()
-            try:
-                for document in read_documents(file, self.fields, first=first * BLOCK, bad=bad):
-                    if document.record // BLOCK != block and waiting:
-                        yield block, waiting
-                        first, waiting, failures = block + 1, [], 0
-                    block = document.record // BLOCK
-                    waiting.append(document)
-                break
-            except BadRecord:
-                raise
-            except UserError:
-                failures += 1
-                if failures == TRIES or not is_address(file.name):
-                    raise
-                time.sleep(PAUSE * failures)
-        if waiting:
-            yield block, waiting
+        """The documents of a file, so many records at a time."""
+        bad = self.bad.setdefault(file.name, _Bad(file)) if self.skip_bad else None
+        documents = read_documents(file, self.fields, first=first * BLOCK, bad=bad)
+        for block, some in itertools.groupby(documents, lambda document: document.record // BLOCK):
+            yield block, list(some)
 
 
 class _Bad:
@@ -231,7 +215,7 @@ class _Bad:
         self.seen: set[str] = set()
 
     def __call__(self, problem: BadRecord) -> None:
-        if str(problem) in self.seen:  # read again, in the next epoch or after a failure
+        if str(problem) in self.seen:  # read again, in the next epoch
             return
         self.seen.add(str(problem))
         if len(self.seen) <= SHOWN:

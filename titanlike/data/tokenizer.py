@@ -92,12 +92,12 @@ class Tokenizer:
         begin = [] if self.bos is None else [self.bos]
         return begin + self.encode(text).tolist() or [self.separator.token]
 
-    def document(self, text: str, prompt: str = "") -> tuple[IDs, int]:
+    def document(self, text: str, prompt: str = "", *, first: bool = True, last: bool = True) -> tuple[IDs, int]:
         """Tokens of a document between those that open and close it, and how many of them are given and not learnt: those of
-        a prompt before the text."""
-        opening = [] if self.bos is None else [np.array([self.bos], np.uint32)]
+        a prompt before the text. Or of its first piece, its last one, or one between them."""
+        opening = [] if self.bos is None or not first else [np.array([self.bos], np.uint32)]
         given = [*opening, self.encode(prompt)] if prompt else []
-        closing = [] if self.eos is None else [np.array([self.eos], np.uint32)]
+        closing = [] if self.eos is None or not last else [np.array([self.eos], np.uint32)]
         parts = [*(given or opening), self.encode(text), *closing]
         return np.concatenate(parts), sum(map(len, given))
 
@@ -187,6 +187,17 @@ def build_tokenizer(section: Section, model_vocab_size: int | None = None) -> To
             f"tokenizer.encoding = {section.encoding!r}; set model.vocab_size = {-(-tokenizer.vocab_size // 64) * 64}"
         )
     return tokenizer
+
+
+def files_of(encoding: str) -> list[Path]:
+    """The files that make a tokenizer, if it is made of files."""
+    path = Path(encoding)
+    if (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    if encoding == "bytes" or not path.is_file():
+        return []
+    beside = path.with_name("tokenizer_config.json")
+    return [path, beside] if path.suffix == ".json" and beside.is_file() else [path]
 
 
 def check_name(encoding: str) -> None:
