@@ -122,7 +122,8 @@ def prepare(model: Model, task: Task) -> None:
     """Write the batches and the first weights that all share, made by titanlike: it makes the same of them by itself."""
     import torch
 
-    from titanlike.data.loader import Batches, Windows
+    from titanlike.data.loader import Batches
+    from titanlike.data.windows import InMemory, Shuffled, Windows
     from titanlike.models import build_model
     from titanlike.models.initialize import initialize
 
@@ -135,7 +136,7 @@ def prepare(model: Model, task: Task) -> None:
     tokens = tokens_like_text(steps * task.batch_size * task.seq_len + 1, shape.vocab_size)
     np.save(task.tokens_file, tokens)
     batches = Batches(
-        Windows(tokens, task.seq_len, held_out=False, validation_every=0),
+        Shuffled([Windows(InMemory(tokens), task.seq_len)], seed=task.seed, global_batch_size=task.batch_size),
         global_batch_size=task.batch_size, local_batch_size=task.batch_size,
         data_rank=0, data_ranks=1, seed=task.seed, device=torch.device("cpu"),
     )  # fmt: skip

@@ -63,6 +63,8 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
     """The shipped program, all of it but where its tokens come from."""
     from recipes import pretrain
     from titanlike import distributed
+    from titanlike.data import sources
+    from titanlike.data.windows import InMemory
 
     clock = Clock(task, ("titanlike", "torchao"))
 
@@ -71,7 +73,7 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
             super().step(step, **values)
             clock.step(values["loss"])
 
-    pretrain.load_tokens = lambda section, tokenizer: np.load(task.tokens_file, mmap_mode="r")  # type: ignore[assignment]
+    sources._synthetic = lambda tokenizer: InMemory(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
     pretrain.Monitor = Monitor  # type: ignore[misc]
     with distributed.session(recipe.run.device) as device:
         pretrain.main(recipe, device)

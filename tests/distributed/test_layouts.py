@@ -18,6 +18,7 @@ from tests.training import MODELS, assert_same, build, result, tiny, train, trai
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
+from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokenizer import build_tokenizer
 from titanlike.generate import generate
 
@@ -117,7 +118,7 @@ def test_nothing_is_dropped_in_validation(ranks: Ranks, tmp_path: Path) -> None:
 
 def _sample(recipe: PretrainRecipe) -> str:
     model, mesh = build(recipe)
-    tokenizer = build_tokenizer("bytes", 320)
+    tokenizer = build_tokenizer(TokenizerSection())
     return generate(
         # Longer than the window, which is no multiple of what the layouts want.
         model,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from tests.pool import Pool
 from tests.training import MODELS, tiny, train
 from titanlike.config import PretrainRecipe
-from titanlike.data.loader import Batches, Windows
-from titanlike.data.sources import load_tokens
+from titanlike.data.loader import Batches
+from titanlike.data.sources import open_sources
 from titanlike.data.tokenizer import build_tokenizer
 from titanlike.models import build_model
 from titanlike.models.initialize import initialize
@@ -22,11 +22,13 @@ Ranks = Callable[[int], Pool]
 
 def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
     """Losses and gradient norms: the whole batch at once, the mean over its tokens, the schedule as a formula."""
-    tokens = load_tokens(recipe.data, build_tokenizer("bytes", 320))
-    windows = Windows(tokens, recipe.training.seq_len, held_out=False, validation_every=recipe.data.validation_every)
     size = recipe.training.global_batch_size
+    data = open_sources(
+        recipe.data, build_tokenizer(recipe.tokenizer), seq_len=recipe.training.seq_len, global_batch_size=size, seed=0,
+        validate=True,
+    )  # fmt: skip
     source = Batches(
-        windows, global_batch_size=size, local_batch_size=size, data_rank=0, data_ranks=1, seed=0,
+        data.training, global_batch_size=size, local_batch_size=size, data_rank=0, data_ranks=1, seed=0,
         device=torch.device("cpu"),
     )  # fmt: skip
     with torch.device("meta"):

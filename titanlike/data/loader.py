@@ -54,7 +54,10 @@ class Batches:
         self.mine = range(data_rank * share, (data_rank + 1) * share)
         self.seed = seed
         self.device = device
-        self.places = torch.arange(feed.seq_len) if places is None else places
+        everything = torch.arange(feed.seq_len)
+        self.places = everything if places is None else places
+        self.has_all = torch.equal(self.places, everything)
+        self.positions = self.places.repeat(share, 1)
         self.apart = apart
         self.noise = noise
         self._position: list[Any] | None = None  # of the feed, after the last step that was taken
@@ -96,7 +99,9 @@ class Batches:
     def make(self, step: int) -> tuple[dict[str, Tensor], list[Any] | None]:
         """The tensors of all micro-batches, in the host's memory, and the position of the feed after them."""
         rows = self.feed.rows(step, self.mine)
-        tensors = {name: torch.from_numpy(values)[:, self.places] for name, values in self._arrays(rows).items()}
+        whole = {name: torch.from_numpy(values) for name, values in self._arrays(rows).items()}
+        tensors = {name: t.contiguous() if self.has_all else t[:, self.places] for name, t in whole.items()}
+        tensors.setdefault("positions", self.positions)
         if self.noise:
             tensors["noise"] = torch.from_numpy(_noise(self.seed, rows.numbers, self.places.numpy()))
         if self.device.type == "cuda":
@@ -106,8 +111,7 @@ class Batches:
     def _arrays(self, rows: Rows) -> dict[str, npt.NDArray[np.int64]]:
         """What a model is given, for whole sequences (N, T)."""
         tokens, learnt = rows.tokens, rows.learnt
-        places = np.broadcast_to(np.arange(self.feed.seq_len), (len(tokens), self.feed.seq_len))
-        arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": places.copy()}
+        arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
         if self.apart:
             documents, positions = documents_of(tokens, self.apart)
             same = documents[:, 1:] == documents[:, :-1]  # the first token of a document follows from nothing

@@ -121,9 +121,7 @@ def _check_made_by(manifest: Manifest, place: str, tokenizer: Tokenizer) -> None
 def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Callable[[str], None]) -> TokenRow:
     """The tokens of one place. What is named for validation may be shards or text, whatever the training reads."""
     if section.source == "synthetic" and split == TRAIN:
-        return InMemory(
-            np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS).astype(tokenizer.dtype)
-        )
+        return _synthetic(tokenizer)
     named_apart = split == VALIDATION
     if _has_manifest(place) if named_apart else section.source == "shards":
         manifest = read_manifest(place)
@@ -132,6 +130,11 @@ def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Call
         return Shards(place, VALIDATION if named_apart and manifest.splits.get(VALIDATION) else TRAIN)
     files = stdlib_files() if section.source == "python_stdlib" and not named_apart else list_files(place)
     return Shards(str(_prepared(files, section, tokenizer, place, tell)))
+
+
+def _synthetic(tokenizer: Tokenizer) -> InMemory:
+    drawn = np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS)
+    return InMemory(drawn.astype(tokenizer.dtype))
 
 
 def _has_manifest(place: str) -> bool:

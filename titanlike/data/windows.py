@@ -14,6 +14,8 @@ from titanlike.data.tokenizer import Separator
 
 Flags = npt.NDArray[np.bool_]
 
+FORESEEN = 16  # steps whose order is found at once
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -53,7 +55,7 @@ class TokenRow(Protocol):
     def fingerprint(self) -> str:
         """Equal for the same tokens."""
 
-    def read(self, starts: Numbers, length: int) -> npt.NDArray[Any]:
+    def read(self, starts: Numbers, length: int) -> Numbers:
         """So many tokens from each of these places (N, length)."""
 
     def learnt(self, starts: Numbers, length: int) -> Flags | None:
@@ -74,8 +76,11 @@ class InMemory:
     def fingerprint(self) -> str:
         return hashlib.sha256(np.ascontiguousarray(self.tokens).data).hexdigest()[:16]
 
-    def read(self, starts: Numbers, length: int) -> npt.NDArray[Any]:
-        return self.tokens[starts[:, None] + np.arange(length)]
+    def read(self, starts: Numbers, length: int) -> Numbers:
+        found = np.empty((len(starts), length), np.int64)
+        for row, start in enumerate(starts.tolist()):
+            found[row] = self.tokens[start : start + length]
+        return found
 
     def learnt(self, starts: Numbers, length: int) -> Flags | None:
         return None
@@ -114,7 +119,7 @@ class Windows:
         elif self.period:
             indices = indices + indices // (self.period - 1)
         starts, length = indices * self.seq_len, self.seq_len + 1
-        return self.tokens.read(starts, length).astype(np.int64), self.tokens.learnt(starts, length)
+        return self.tokens.read(starts, length), self.tokens.learnt(starts, length)
 
 
 class Shuffled:
@@ -134,6 +139,7 @@ class Shuffled:
         # The first keeps the plain seed: a mixture of one is no mixture.
         self.seeds = [seed + number * 0x9E3779B9 for number in range(len(parts))]
         self.mixture = Mixture(weights, seed)
+        self._known: tuple[tuple[int, range], tuple[Numbers, Numbers, Numbers]] | None = None
 
     @property
     def num_distinct(self) -> int:
@@ -162,20 +168,34 @@ class Shuffled:
         pass
 
     def rows(self, step: int, mine: range) -> Rows:
-        first = (step - 1) * self.global_batch_size
-        numbers = np.arange(first + mine.start, first + mine.stop)
+        numbers, stream, windows = (found[(step - 1) % FORESEEN] for found in self._order((step - 1) // FORESEEN, mine))
+        if len(self.parts) == 1:
+            return Rows(numbers, *self.parts[0].read(windows))
         tokens = np.empty((len(numbers), self.seq_len + 1), np.int64)
         learnt: Flags | None = None
-        stream, places = self.mixture.pick(numbers)
         for number, part in enumerate(self.parts):
             there = np.flatnonzero(stream == number)
             if not len(there):
                 continue
-            tokens[there], flags = part.read(epochs(places[there], part.count, self.seeds[number]))
+            tokens[there], flags = part.read(windows[there])
             if flags is not None:
                 learnt = np.ones(tokens.shape, bool) if learnt is None else learnt
                 learnt[there] = flags
         return Rows(numbers, tokens, learnt)
+
+    def _order(self, block: int, mine: range) -> tuple[Numbers, Numbers, Numbers]:
+        """For each of some steps (S, N): the numbers of this rank's sequences, from which part each is, and which window there.
+        Of several steps at once: of one, with few sequences, it would take longer than to read them."""
+        if self._known is None or self._known[0] != (block, mine):
+            steps = np.arange(block * FORESEEN, (block + 1) * FORESEEN)[:, None]
+            numbers = steps * self.global_batch_size + np.array(mine)
+            stream, places = self.mixture.pick(numbers.ravel())
+            windows = np.empty_like(places)
+            for number, part in enumerate(self.parts):
+                there = stream == number
+                windows[there] = epochs(places[there], part.count, self.seeds[number])
+            self._known = (block, mine), (numbers, stream.reshape(numbers.shape), windows.reshape(numbers.shape))
+        return self._known[1]
 
     def position(self) -> None:
         return None
