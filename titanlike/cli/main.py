@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from titanlike import environment
+from titanlike.cli import data
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.schema import editor_schema
 from titanlike.verify import verify
@@ -40,11 +41,14 @@ def main() -> None:
     whole.add_argument("checkpoint", type=Path, help="a folder such as runs/NAME/checkpoints/step-00001000")
     whole.add_argument("file", type=Path, help="the file to write, such as weights.safetensors")
     whole.add_argument("--dtype", choices=["float32", "bfloat16"], help="convert to this precision")
+    data.add(commands)
     arguments, overrides = parser.parse_known_args()
     if overrides and arguments.command != "verify":
         parser.error(f"{arguments.command} takes no {' '.join(overrides)}")
     if arguments.command == "schema":
         print(json.dumps(editor_schema(PretrainRecipe), indent=2))
+    elif arguments.command == "data":
+        data.run(arguments)
     elif arguments.command == "consolidate":
         _consolidate(arguments.checkpoint, arguments.file, arguments.dtype)
     else:

@@ -108,12 +108,13 @@ def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 def _cut(text: str) -> int:
     """Where to end a piece so that byte-pair tokenizers make the same tokens as of the whole: after the end of a line that
-    has no white space around it and no sign after it, as some draw those together; else before a space between two words;
+    has no white space around it and no sign after it, as some draw those together; else before a space that stands alone;
     else, as in a text that has neither, anywhere."""
     for sign, shift in (("\n", 1), (" ", 0)):
         place = text.rfind(sign, 1, PIECE)
         while place > 0:
-            if text[place + 1].isalnum() and not text[place - 1].isspace():
+            before, after = text[place - 1], text[place + 1]
+            if not before.isspace() and (after.isalnum() or (sign == " " and not after.isspace())):
                 return place + shift
             place = text.rfind(sign, 1, place)
     return PIECE

@@ -58,6 +58,7 @@ def list_files(place: str, key: str = "data.path") -> list[File]:
 
 def open_file(file: File) -> BinaryIO:
     """A file's content from its start, decompressed if its name ends in .gz or .zst. A far place that fails is asked again."""
+    zstandard = needed("zstandard", file.name) if file.name.endswith(".zst") else None
     if is_address(file.name):
         fs, path = _file_system(file.name)
         try:
@@ -72,8 +73,7 @@ def open_file(file: File) -> BinaryIO:
             raise UserError(f"{file.name}: cannot be read: {error.strerror}") from None
     if file.name.endswith(".gz"):
         return cast(BinaryIO, Decompressed(gzip.GzipFile(fileobj=raw), raw))
-    if file.name.endswith(".zst"):
-        zstandard = needed("zstandard", file.name)
+    if zstandard:
         reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
         return cast(BinaryIO, Decompressed(reader, raw))
     return cast(BinaryIO, raw)
@@ -257,9 +257,10 @@ def _list_remote(place: str) -> list[File]:
     def entries() -> dict[str, Any]:
         if any(sign in path for sign in "*?["):
             return cast(dict[str, Any], fs.glob(path, detail=True))
-        if fs.isdir(path) and not fs.isfile(path):
+        info = fs.info(path)  # not isdir: of the web that fetches the whole file, to look for links in it
+        if info["type"] == "directory" or place.endswith("/"):
             return cast(dict[str, Any], fs.find(path, detail=True))
-        return {path: fs.info(path)}
+        return {path: info}
 
     try:
         found = patiently(entries, place)
