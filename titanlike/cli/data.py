@@ -5,10 +5,12 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlike import environment
+from titanlike.cli import inspect
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 
@@ -43,7 +45,7 @@ tokenizer_config.json beside it; any other name makes a rank file, which is fast
 
 def add(commands: Any) -> None:
     """Add `data` and its own commands to those of `titanlike`."""
-    data = commands.add_parser("data", help="make token shards of text, or train a tokenizer")
+    data = commands.add_parser("data", help="make token shards of text, look at them, or train a tokenizer")
     below = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     make = below.add_parser("prepare", help="make token shards of text", description=PREPARE, formatter_class=raw)
@@ -81,6 +83,7 @@ def add(commands: Any) -> None:
         help="read so many bytes of text at most, a share of each file (268435456)",
     )  # fmt: skip
     _add_fields(train)
+    inspect.add(below)
 
 
 def _add_fields(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +94,11 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Do what this command line says, or say what is wrong with it."""
+    if arguments.data_command == "inspect":
+        inspect.run(arguments, overrides)
+        return
     from titanlike.data.documents import BadRecord, Fields
 
     fields = Fields(arguments.text_field, getattr(arguments, "prompt_field", ""), "--text-field")

@@ -43,12 +43,13 @@ def main() -> None:
     whole.add_argument("--dtype", choices=["float32", "bfloat16"], help="convert to this precision")
     data.add(commands)
     arguments, overrides = parser.parse_known_args()
-    if overrides and arguments.command != "verify":
+    takes_keys = arguments.command == "verify" or getattr(arguments, "data_command", "") == "inspect"
+    if overrides and not takes_keys:
         parser.error(f"{arguments.command} takes no {' '.join(overrides)}")
     if arguments.command == "schema":
         print(json.dumps(editor_schema(PretrainRecipe), indent=2))
     elif arguments.command == "data":
-        data.run(arguments)
+        data.run(arguments, overrides)
     elif arguments.command == "consolidate":
         _consolidate(arguments.checkpoint, arguments.file, arguments.dtype)
     else:
