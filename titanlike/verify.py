@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from titanlike import environment
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import nearest
-from titanlike.config.sections import Parallelism
+from titanlike.config.sections import Data, Parallelism, Tokenizer
 from titanlike.start import REPOSITORY
 
 # Relative. Sums of float32 in another order; Adam makes more of it than a plain sum would.
@@ -152,9 +152,8 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     pieces = tensor * (2 * context if context > 1 else 1)
     data_ranks = processes // (tensor * context * pipeline)
     changes |= {
-        "tokenizer.encoding": "bytes",
-        "data.source": "synthetic",
-        "data.validation_every": 50,
+        **_plain("tokenizer", Tokenizer(), values),
+        **_plain("data", Data(source="synthetic", document_masks=values["data"]["document_masks"]), values),
         "training.steps": steps,
         "training.seq_len": min(training["seq_len"], -(-32 // pieces) * pieces),
         "training.global_batch_size": data_ranks * max(2, stages),
@@ -192,6 +191,12 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     if recomputing == "memory_budget" or (recomputing == "selective" and schedule.splits_backward and pipeline > 1):
         changes["activation_checkpoint.mode"] = "full"  # neither works without the compiler
     return changes
+
+
+def _plain(name: str, section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The keys in which a section of the recipe is other than this one."""
+    wanted = json.loads(json.dumps(asdict(section)))
+    return {f"{name}.{key}": value for key, value in wanted.items() if values[name][key] != value}
 
 
 def _report(one: Result, other: Result, title: str, aside: str) -> int:

@@ -183,12 +183,12 @@ def test_prompts_are_read_and_not_learnt(tmp_path: Path) -> None:
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     place = shards(tmp_path, "other", ["text"] * 9)
-    both = build_tokenizer(Section(bos="<|endoftext|>", special="both"))
+    opened = build_tokenizer(Section(bos="<|endoftext|>", special="bos"))
     with pytest.raises(
         UserError,
-        match=r"other was made with another tokenizer .*: tokenizer\.special = \"eos\", not \"both\"; tokenizer\.bos",
+        match=r"other was made with another tokenizer .*: tokenizer\.special = \"eos\", not \"bos\"; tokenizer\.bos",
     ):
-        open_sources(Data(source="shards", path=place), both, seq_len=4, global_batch_size=2, seed=0, validate=False)
+        open_sources(Data(source="shards", path=place), opened, seq_len=4, global_batch_size=2, seed=0, validate=False)
     manifest = Path(place, "manifest.json")
     values = json.loads(manifest.read_text())
     values["tokenizer"]["fingerprint"] = "0" * 16

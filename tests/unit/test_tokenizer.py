@@ -141,3 +141,10 @@ def test_a_file_that_is_no_tokenizer_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"wants Hugging Face's tokenizers: pip install 'titanlike\[data\]'"):
         build(str(file))
+
+
+def test_one_token_cannot_open_and_close() -> None:
+    with pytest.raises(
+        UserError, match=r"tokenizer\.special = 'both' wants two tokens, .* 'bytes' has one for both; use 'eos'"
+    ):
+        build("bytes", special="both", bos="<|endoftext|>")

@@ -65,6 +65,11 @@ class Tokenizer:
         self.section = section
         self.eos = self._special("eos") if section.special != "bos" else None
         self.bos = self._special("bos") if section.special != "eos" else None
+        if self.bos == self.eos:
+            raise UserError(
+                f"tokenizer.special = 'both' wants two tokens, but tokenizer.encoding = {section.encoding!r} has one for both; "
+                "use 'eos'"
+            )
 
     @property
     def separator(self) -> Separator:

@@ -91,7 +91,8 @@ def show(rows: Rows, tokenizer: Tokenizer, most: int) -> Iterator[Text]:
         tokens = rows.tokens[row, :-1].tolist()
         learnt = [True] * len(tokens) if rows.learnt is None else rows.learnt[row, :-1].tolist()
         text = Text(f"\nsequence {rows.numbers[row]}  ", style="bold")
-        text.append(f"{numbers[row, -1] + 1} document{"s" * bool(numbers[row, -1])}", style="default")
+        count = int(numbers[row, -1]) + 1
+        text.append(f"{count} document{'s' if count > 1 else ''}", style="default")
         text.append("\n")
         start = 0
         for place in range(1, len(tokens) + 1):
