@@ -74,9 +74,7 @@ class Stream:
 
     def describe(self, steps: int) -> str:
         files = [file for source in self.sources for file in source]
-        return (
-            f"{len(files):,} files, {sum(file.size for file in files) / 2**30:,.2f} GiB, read in {self.num_lanes} lanes"
-        )
+        return f"{len(files):,} files, {sum(file.size for file in files):,} bytes, read in {self.num_lanes} lanes"
 
     def begin(self, position: list[Any] | None) -> None:
         for number, taken, places in position or ():

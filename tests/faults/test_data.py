@@ -1,0 +1,105 @@
+"""Data that breaks: before the run or while it goes, on one rank alone. It is named with its place, and nobody hangs."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.starting import Starter
+from tests.launching import losses
+from tests.web import Web, web
+from titanlike.config.sections import Tokenizer
+from titanlike.data.prepare import prepare
+
+# Four lanes, two for each rank; each file is read again every some steps.
+STREAM = {"data.source": "stream", "validation.interval": "0", "checkpoint.interval": "0", "training.steps": "30"}
+
+
+def lines(number: int, count: int = 12) -> str:
+    return "".join(json.dumps({"text": f"{number}.{line} says so"}) + "\n" for line in range(count))
+
+
+def corpus(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.jsonl").write_text(lines(number))
+    return folder
+
+
+def served(site: Web) -> dict[str, str]:
+    site.files = {f"{number}.jsonl": lines(number).encode() for number in range(4)}
+    return STREAM | {"data.path": f"{site.address}/{{0..3}}.jsonl"}
+
+
+def test_a_broken_line_on_one_rank_ends_all(starter: Starter, tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "corpus")
+    with (folder / "3.jsonl").open("a") as file:
+        file.write('{"text": "cut o')
+    job = starter.start(tmp_path, **STREAM | {"data.path": str(folder)})
+    codes = job.wait_for_a_death(30)
+    assert codes[1] == 2
+    assert f"error: {folder}/3.jsonl, line 13: not JSON" in job.said
+    job = starter.start(tmp_path, **STREAM | {"data.path": str(folder), "data.bad_records": "skip"})
+    assert job.wait() == [0, 0]
+    assert job.said.count("warning: left out: ") == 1
+
+
+def test_a_far_file_that_vanishes_while_it_is_trained_on_ends_all(starter: Starter, tmp_path: Path) -> None:
+    with web() as site:
+        job = starter.start(tmp_path, **served(site) | {"training.steps": "100000"})
+        metrics = tmp_path / "runs/run/metrics.jsonl"
+        job.wait_for(metrics)
+        while metrics.read_text().count("\n") < 10:
+            time.sleep(0.01)
+        del site.files["3.jsonl"]
+        codes = job.wait_for_a_death(30)
+        assert codes[1] == 2
+        assert f"error: {site.address}/3.jsonl" in job.said
+        assert "there is no such file any more" in job.said or "tried 3 times: ClientResponseError: 404" in job.said
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_now_and_then_changes_nothing(starter: Starter, tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "corpus")
+    job = starter.start(tmp_path, **STREAM | {"data.path": str(folder), "run.name": "here"})
+    assert job.wait() == [0, 0], job.said
+    with web() as site:
+        options = served(site)
+        site.failures = 2
+        job = starter.start(tmp_path, **options)
+        assert job.wait() == [0, 0], job.said
+        assert not site.failures
+    assert losses(tmp_path / "runs/run") == losses(tmp_path / "runs/here")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("cut", r"tokens/train-00000.tokens is cut off: it has 100 bytes, and the manifest says "),
+        pytest.param("gone", r"tokens/train-00000.documents is missing; copy it again", marks=pytest.mark.slow),
+        pytest.param("manifest", r"tokens/manifest.json is not JSON: ", marks=pytest.mark.slow),
+        pytest.param(
+            "vocabulary", r"error: model.vocab_size = 200 is smaller than the tokenizer's", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_shards_that_are_not_right_are_refused_by_all(
+    starter: Starter, tmp_path: Path, damage: str, message: str
+) -> None:
+    tokens = tmp_path / "tokens"
+    prepare([str(corpus(tmp_path / "corpus"))], tokens, Tokenizer(), workers=0)
+    options = {"data.source": "shards", "data.path": str(tokens)}
+    if damage == "cut":
+        with (tokens / "train-00000.tokens").open("r+b") as file:
+            file.truncate(100)
+    elif damage == "gone":
+        (tokens / "train-00000.documents").unlink()
+    elif damage == "manifest":
+        (tokens / "manifest.json").write_text("{")
+    else:
+        options["model.vocab_size"] = "200"
+    job = starter.start(tmp_path, **options)
+    assert job.wait(30) == [2, 2]
+    assert message in job.said
+    assert not (tmp_path / "runs").exists()
