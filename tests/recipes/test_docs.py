@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,12 @@ from benchmarks import figures, float8_quality, optimizers, save_stall, soak
 from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
+from titanlike.cli.main import build_parser
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
+from titanlike.config.sections import Tokenizer
+from titanlike.data.prepare import prepare
 from titanlike.start import DEFAULT_RECIPE, Arguments
 from titanlike.verify import TOLERANCES, _parse
 
@@ -45,6 +49,27 @@ def test_a_command_of_the_documents_is_a_right_one(command: str, monkeypatch: py
     recipe = load(PretrainRecipe, arguments.recipe, arguments.overrides)
     processes = next((int(word.split("=")[1]) for word in words if word.startswith("NPROC=")), None)
     check(recipe, arguments.check or processes or (1 if arguments.recipe == DEFAULT_RECIPE else 8))
+
+
+def test_other_commands_of_the_documents_are_right_ones() -> None:
+    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
+    ours = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("titanlike ")]
+    assert {words[1] for words in ours if words[0] == "data"} == {"prepare", "inspect", "train-tokenizer"}
+    for words in ours:
+        build_parser().parse_args(words)
+
+
+def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/data.md").read_text()
+    [program] = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "a.txt").write_text("the first")
+    (tmp_path / "b.txt").write_text("the second")
+    prepare([str(tmp_path / "*.txt")], tmp_path / "data/corpus", Tokenizer(), workers=0)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert bytes(names["first"][:-1].tolist()) == b"the first"
+    assert names["documents"].tolist() == [[10, 0], [21, 10]]
 
 
 def test_what_the_documents_verify_can_be_verified() -> None:
@@ -117,7 +142,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_keys_that_are_named_exist(page: Path) -> None:
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     for name in re.findall(r"`-{0,2}(\w+\.\w+)(?: ?=[^`]*)?`", page.read_text()):
-        if name.partition(".")[0] in sections and name not in ("tokenizer.model", "tokenizer.json", "metrics.jsonl"):  # files
+        if name.partition(".")[0] in sections and name not in (
+            "tokenizer.model",
+            "tokenizer.json",
+            "metrics.jsonl",
+        ):  # files
             assert name in KEYS, name
 
 

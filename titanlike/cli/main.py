@@ -18,9 +18,8 @@ and the largest difference of any weight side by side. Ends with 0 if they are t
   titanlike verify mine/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
 
-def main() -> None:
-    """Run the command of this command line."""
-    environment.end_quietly_on_interrupt()
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and what they take."""
     parser = argparse.ArgumentParser(prog="titanlike", description="Training itself is started by ./run_train.sh.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
@@ -42,6 +41,13 @@ def main() -> None:
     whole.add_argument("file", type=Path, help="the file to write, such as weights.safetensors")
     whole.add_argument("--dtype", choices=["float32", "bfloat16"], help="convert to this precision")
     data.add(commands)
+    return parser
+
+
+def main() -> None:
+    """Run the command of this command line."""
+    environment.end_quietly_on_interrupt()
+    parser = build_parser()
     arguments, overrides = parser.parse_known_args()
     takes_keys = arguments.command == "verify" or getattr(arguments, "data_command", "") == "inspect"
     if overrides and not takes_keys:
