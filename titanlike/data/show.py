@@ -41,7 +41,9 @@ def inspect_recipe(
     for earlier in range(1 if feed.position() is not None else step, step):
         feed.rows(earlier, mine)  # what is read in order has no other way to the step
     rows = feed.rows(step, mine)
-    console.print(f"data    {recipe.data.source}: {feed.describe(training.steps)}", markup=False, highlight=False)
+    what = feed.describe(recipe.validation.batches) if validation else feed.describe(training.steps)
+    name = "held out" if validation else recipe.data.source
+    console.print(f"data    {name}: {what}", markup=False, highlight=False)
     console.print(
         f"        fingerprint {data.fingerprint}, tokenizer {recipe.tokenizer.encoding} {tokenizer.fingerprint}"
     )
