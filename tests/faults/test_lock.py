@@ -33,10 +33,11 @@ def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     for processes in "12":
         second = run(tmp_path, variables={"NPROC": processes, "MAX_RESTARTS": "3"}, **options)
         assert second.returncode == 2
+        [told] = set(second.stderr.splitlines())  # on a very busy machine by the second process too
         assert re.fullmatch(
             rf"error: runs/r is being trained by process {first.pid} on host \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d; end "
-            "that one, or give --run.name to start a new run\n",
-            second.stderr,
+            "that one, or give --run.name to start a new run",
+            told,
         )
     os.kill(first.pid, signal.SIGCONT)
     _, errors = first.communicate(timeout=120)

@@ -92,7 +92,8 @@ def show(rows: Rows, tokenizer: Tokenizer, most: int) -> Iterator[Text]:
     for row in range(min(most, len(rows.tokens))):
         tokens = rows.tokens[row, :-1].tolist()
         learnt = [True] * len(tokens) if rows.learnt is None else rows.learnt[row, :-1].tolist()
-        text = Text(f"\nsequence {rows.numbers[row]}  ", style="bold")
+        text = Text("\n")
+        text.append(f"sequence {rows.numbers[row]}  ", style="bold")
         count = int(numbers[row, -1]) + 1
         text.append(f"{count} document{'s' if count > 1 else ''}", style="default")
         text.append("\n")

@@ -74,7 +74,8 @@ class Stream:
 
     def describe(self, steps: int) -> str:
         files = [file for source in self.sources for file in source]
-        return f"{len(files):,} files, {sum(file.size for file in files):,} bytes, read in {self.num_lanes} lanes"
+        size = sum(file.size for file in files)
+        return f"{len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes, lanes: {self.num_lanes}"
 
     def begin(self, position: list[Any] | None) -> None:
         for number, taken, places in position or ():
