@@ -134,6 +134,10 @@ class _Ahead(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        if self.batches.device.type == "cuda":
+            torch.cuda.set_device(
+                self.batches.device
+            )  # a thread begins with the first GPU, and would take memory there
         for step in self.steps:
             try:
                 result = self.batches.make(step)
