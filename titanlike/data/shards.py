@@ -72,6 +72,8 @@ def read_manifest(path: str, folder: Folder | None = None) -> Manifest:
     try:
         values = json.loads(folder.read(MANIFEST))
     except FileNotFoundError:
+        if folder.local and not folder.path("").exists():
+            raise UserError(f"{path}: there is no such folder of token shards") from None
         raise UserError(
             f"{path} has no {MANIFEST}, so it is no folder of token shards; `titanlike data prepare` makes one of text"
         ) from None

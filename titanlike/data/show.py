@@ -65,7 +65,7 @@ def inspect_shards(place: str, *, verify: bool, most: int, console: Console) -> 
         num_tokens, num_documents = totals(shards)
         given = sum(shard.given for shard in shards)
         console.print(
-            f"        {name}: {num_tokens:,} tokens, {num_documents:,} documents, {len(shards)} shards"
+            f"        {name}: {num_tokens:,} tokens, {num_documents:,} documents, {len(shards)} shard{'s' * (len(shards) != 1)}"
             + (f", {given:,} tokens given and not learnt" if given else ""),
             highlight=False,
         )
