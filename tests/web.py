@@ -24,6 +24,7 @@ def web() -> Iterator[Web]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = 2**16  # head and body together: apart, the one waits for the other's receipt
 
         def do_HEAD(self) -> None:
             self._answer(body=False)

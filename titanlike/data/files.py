@@ -190,9 +190,12 @@ class _Remote:
     def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
         paths = [f"{self.root}/{name}" for name, _, _ in wanted]
         starts, stops = ([item[place] for item in wanted] for place in (1, 2))
-        found = patiently(
-            lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), f"{self.place}/{wanted[0][0]}"
-        )
+        try:
+            found = patiently(
+                lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), f"{self.place}/{wanted[0][0]}"
+            )
+        except FileNotFoundError as error:
+            raise UserError(f"{self.place}: a file of it is not there any more: {error}") from None
         for (name, start, stop), content in zip(wanted, found, strict=True):
             if len(content) != stop - start:
                 raise UserError(

@@ -190,16 +190,20 @@ def _make_all(
     meter = _Meter(sum(unit.size for unit in units), sum(unit.size for unit in units if found[unit.number]), tell)
     _check_room(options.folder, left, tokenizer)
     count = min(environment.num_cores() if workers is None else workers, len(left))
-    if not count:
-        for unit in left:
-            found[unit.number] = make(unit, options, tokenizer, meter.add)
-    else:
-        with Workers(count, options) as crew:
-            for done in crew.results(left):
-                if done is not None:
-                    found[done.unit] = done
+    try:
+        if not count:
+            for unit in left:
+                found[unit.number] = make(unit, options, tokenizer, meter.add)
+        else:
+            with Workers(count, options) as crew:
+                for done in crew.results(left):
+                    if done is not None:
+                        found[done.unit] = done
+                    meter.show(*crew.counts)
                 meter.show(*crew.counts)
-            meter.show(*crew.counts)
+    finally:
+        for path in options.folder.glob("*.partial"):  # of those that were killed
+            path.unlink()
     meter.tell()
     return [done for done in found.values() if done is not None]
 

@@ -5,7 +5,6 @@ Each has a pipe to its parent: a unit comes in, what became of it goes out. They
 
 import os
 import signal
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,8 +16,8 @@ from typing import Any
 
 from titanlike import environment
 from titanlike.config import UserError
-from titanlike.data.tokenizer import build_tokenizer
-from titanlike.data.units import Done, Options, Unit, make
+from titanlike.data.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.units import Done, Options, Seen, Unit, make
 
 TICK = 0.2  # seconds between two looks at how far they are
 
@@ -60,9 +59,9 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.close()  # at which one that waits for a unit ends
             if kind is not None:
                 process.kill()
+            pipe.close()  # at which one that waits for a unit ends
         for process in self._processes:
             process.join(5.0)
             if process.is_alive():
@@ -122,17 +121,18 @@ def _serve(pipe: Connection, parent: int, counts: Any, place: int, options: Opti
         if os.getppid() != parent:  # where the system does not end us with it
             os._exit(1)
 
-    while True:
-        try:
-            unit = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(make(unit, options, tokenizer, seen))
-        except UserError as error:
-            pipe.send(error)
-        except MemoryError:
-            os.kill(os.getpid(), signal.SIGKILL)  # told as if the system had found it first
-            time.sleep(60)
-        except Exception:  # noqa: BLE001  a fault of ours, which the parent shows
-            pipe.send(RuntimeError(traceback.format_exc()))
+    with suppress(EOFError, BrokenPipeError):  # there is nobody who wants more
+        while True:
+            pipe.send(_result(pipe.recv(), options, tokenizer, seen))
+
+
+def _result(unit: Unit, options: Options, tokenizer: Tokenizer, seen: Seen) -> Done | Exception:
+    try:
+        return make(unit, options, tokenizer, seen)
+    except UserError as error:
+        return error
+    except MemoryError:
+        os.kill(os.getpid(), signal.SIGKILL)  # told as if the system had found it first
+        raise
+    except Exception:  # noqa: BLE001  a fault of ours, which the parent shows
+        return RuntimeError(traceback.format_exc())
