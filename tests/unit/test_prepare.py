@@ -121,7 +121,7 @@ def test_prompts_are_given_and_not_learnt(corpus: Path, tmp_path: Path) -> None:
 
 def test_the_number_of_processes_changes_nothing(corpus: Path, tmp_path: Path, small_units: None) -> None:
     found = []
-    for workers in (0, 1, 3):
+    for workers in (0, 3):
         out = tmp_path / "out"
         told: list[Progress] = []
         prepare([str(corpus)], out, BYTES, validation_share=0.1, workers=workers, tell=told.append)
@@ -129,7 +129,7 @@ def test_the_number_of_processes_changes_nothing(corpus: Path, tmp_path: Path, s
         assert told[-1].tokens == sum(len(text) for split in (TRAIN, VALIDATION) for text in documents_of(out, split))
         found.append(content(out))
         shutil.rmtree(out)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert len(json.loads(found[0]["plan.json"])["units"]) > MANY
 
 
@@ -279,8 +279,8 @@ def test_bad_records_are_left_out_and_counted(corpus: Path, tmp_path: Path, smal
         lines[number - 1] = "{"
     (corpus / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(BadRecord, match=r"a\.jsonl, line 100: not JSON"):
-        prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
-    manifest = prepare([str(corpus)], tmp_path / "out", BYTES, workers=2, bad="skip")
+        prepare([str(corpus)], tmp_path / "out", BYTES, workers=1)
+    manifest = prepare([str(corpus)], tmp_path / "out", BYTES, workers=0, bad="skip")
     assert manifest.skipped == 10
     places = [int(re.search(r"line (\d+)", example)[1]) for example in manifest.source["skipped"]]  # type: ignore[index]
     assert places == [100, 200, 300, 400, 500]
@@ -352,7 +352,7 @@ def test_addresses_and_files_that_vanish(corpus: Path, tmp_path: Path, monkeypat
         for name in ("a.jsonl", "b.parquet"):
             server.files[name] = (corpus / name).read_bytes()
         places = [f"{server.address}/{name}" for name in server.files]
-        prepare(places, tmp_path / "far", BYTES, workers=2)
+        prepare(places, tmp_path / "far", BYTES, workers=1)
         assert documents_of(tmp_path / "far", TRAIN) == documents_of(tmp_path / "local", TRAIN)
         server.ranges = False  # so that no unit can begin within a file
         prepare(places[:1], tmp_path / "whole", BYTES, workers=0)
@@ -382,7 +382,9 @@ class Ended(NamedTuple):
 
 
 def start(folder: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "titanlike.cli.main", "data", "prepare", *words]
+    # The command, with units so small that a moment's work has many.
+    program = "from titanlike.data import units; units.SMALLEST = 400_000; from titanlike.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "data", "prepare", *words]
     return subprocess.Popen(
         command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, **options,
@@ -400,11 +402,11 @@ def run(folder: Path, *words: str, **options: Any) -> Ended:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
-    """Some seconds of work in eight units."""
+    """A second of work in twenty units."""
     chance = random.Random(0)
     text = words(chance, 20_000)
     with (tmp_path / "large.jsonl").open("w") as file:
-        while file.tell() < 30 * 2**20:
+        while file.tell() < 8_000_000:
             begin = chance.randrange(len(text) - 5000)
             file.write(json.dumps({"text": text[begin : begin + chance.randrange(5000)]}) + "\n")
     yield tmp_path / "large.jsonl"
@@ -435,8 +437,7 @@ def ended(pid: int) -> bool:
 
 
 def test_killed_again_and_again_it_comes_to_the_same(large: Path, tmp_path: Path) -> None:
-    prepare([str(large)], tmp_path / "undisturbed", BYTES, validation_share=0.1, workers=0)
-    os.chdir(tmp_path)
+    assert run(tmp_path, "large.jsonl", "--out", "undisturbed", *COMMAND[3:]).code == 0
     first = start(tmp_path, *COMMAND)
     wait_for_units(tmp_path, 2)
     workers = descendants(first.pid)[1:]
@@ -453,7 +454,7 @@ def test_killed_again_and_again_it_comes_to_the_same(large: Path, tmp_path: Path
     code, _, err = end(second)
     assert code == 2
     assert re.fullmatch(
-        r"error: a process was ended by SIGKILL while it read large\.jsonl \(unit \d\), perhaps for lack of memory: give fewer "
+        r"error: a process was ended by SIGKILL while it read large\.jsonl \(unit \d+\), perhaps for lack of memory: give fewer "
         r"than 2 --workers; the same command goes on from there\n",
         err,
     )
@@ -462,13 +463,7 @@ def test_killed_again_and_again_it_comes_to_the_same(large: Path, tmp_path: Path
     assert (code, err) == (0, "")
     assert "the rest by earlier starts" in out
     assert all(not path.exists() for path in times)
-    wanted = content(tmp_path / "undisturbed")
-    found = content(tmp_path / "out")
-    for kept in (wanted, found):  # the one was given a whole path
-        plan = json.loads(kept.pop("plan.json"))
-        assert [Path(name).name for name, _, _ in plan["files"]] == ["large.jsonl"]
-        kept["manifest.json"] = kept["manifest.json"].replace(str(large).encode(), b"large.jsonl")
-    assert found == wanted
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
 def test_ctrl_c_is_one_sentence_and_goes_on(large: Path, tmp_path: Path) -> None:
@@ -513,7 +508,7 @@ def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_sentence(large: Path, tmp_path: Path) -> None:
-    limit = 2**20
+    limit = 2**18
 
     def no_larger() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
