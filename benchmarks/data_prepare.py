@@ -33,8 +33,7 @@ from typing import Any
 from benchmarks.figures import cpu_name
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.bpe import train
-from titanlike.data.prepare import prepare
-from titanlike.data.shards import totals
+from titanlike.data.shards import read_manifest, totals
 from titanlike.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +80,8 @@ def measure_speed(folder: Path, encoding: Path, size: int, workers: int, rounds:
             if who == "library":
                 tokens = library()
             else:
-                manifest = prepare([str(corpus)], out, Section(encoding=str(encoding)), workers=workers)
+                assert start(corpus, out, encoding, workers).wait() == 0
+                manifest = read_manifest(str(out))
                 tokens, documents = totals(manifest.splits["train"])
                 tokens -= documents  # the library closes none
             turn[who] = tokens / (time.perf_counter() - begun)
@@ -102,6 +102,13 @@ def measure_speed(folder: Path, encoding: Path, size: int, workers: int, rounds:
     }
 
 
+def start(corpus: Path, out: Path, encoding: Path, workers: int) -> "subprocess.Popen[bytes]":
+    """The command, as a user gives it."""
+    words = [str(corpus), "--out", str(out), "--tokenizer", str(encoding), "--workers", str(workers)]
+    command = [sys.executable, "-m", "titanlike.cli.main", "data", "prepare", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
 def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int) -> list[dict[str, Any]]:
     """Peaks of the command, of a JSONL file and of one text file, of several sizes."""
     found = []
@@ -113,9 +120,7 @@ def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int)
         del texts
         row: dict[str, Any] = {"corpus_bytes": size}
         for kind in ("jsonl", "txt"):
-            words = [str(folder / f"corpus.{kind}"), "--out", str(folder / "out"), "--tokenizer", str(encoding)]
-            command = [sys.executable, "-m", "titanlike.cli.main", "data", "prepare", *words, "--workers", str(workers)]
-            row[kind] = peaks(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
+            row[kind] = peaks(start(folder / f"corpus.{kind}", folder / "out", encoding, workers))
             shutil.rmtree(folder / "out")
         print(json.dumps(row), flush=True)
         found.append(row)
