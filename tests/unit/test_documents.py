@@ -1,6 +1,7 @@
-"""Documents of text, JSON lines and Parquet: all of them once, in pieces where they are long, and each bad one told by its place."""
+"""Documents of text, JSON lines and Parquet: all of them once, in pieces if they are long; each bad one told by its place."""
 
 import gzip
+import itertools
 import json
 import random
 import re
@@ -58,7 +59,7 @@ def test_each_span_has_the_lines_that_begin_in_it(tmp_path: Path) -> None:
     assert texts(found) == wanted
     for count in (1, 2, 7, 61, found.size):  # the last: a span a byte, most of which no line begins in
         places = [found.size * number // count for number in range(count + 1)]
-        spans = list(zip(places[:-1], places[1:], strict=True))
+        spans = list(itertools.pairwise(places))
         assert [text for span in spans for text in texts(found, span=span)] == wanted
     assert texts(found, first=60) == ["last"] if len(wanted) == 61 else []
     sizes = [document.size for document in read_documents(found, Fields())]
@@ -219,4 +220,4 @@ def test_pieces_make_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest
         tokenizer = build_tokenizer(Section(encoding=name))
         pieces = [tokenizer.encode(text).tolist() for text, _ in pieces_of([source])]
         assert len(pieces) > len(source) // 400
-        assert sum(pieces, []) == tokenizer.encode(source).tolist()
+        assert list(itertools.chain(*pieces)) == tokenizer.encode(source).tolist()

@@ -191,9 +191,11 @@ class _Remote:
         paths = [f"{self.root}/{name}" for name, _, _ in wanted]
         starts, stops = ([item[place] for item in wanted] for place in (1, 2))
         try:
-            found = patiently(lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), self.place)
+            found = patiently(
+                lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), f"{self.place}/{wanted[0][0]}"
+            )
         except FileNotFoundError as error:
-            raise UserError(f"{self.place}: {error.filename or error} is not there any more") from None
+            raise UserError(f"{self.place}: a file of it is not there any more: {error}") from None
         for (name, start, stop), content in zip(wanted, found, strict=True):
             if len(content) != stop - start:
                 raise UserError(

@@ -55,8 +55,8 @@ def prepare(
     bad: Literal["stop", "skip"] = "stop",
     tell: Callable[[Progress], None] = lambda progress: None,
 ) -> Manifest:
-    """Make a folder of token shards of files, folders, patterns or addresses. `workers` is the number of processes: all cores
-    if it is None, and 0 does it all in this one. `tell` is called a few times a second. Raises `UserError`, after which the
+    """Make a folder of token shards of files, folders, patterns or addresses. `workers` is the number of processes: one a
+    core if it is None, and 0 does it all in this one. `tell` is called a few times a second. Raises `UserError`, after which the
     same call goes on where it was."""
     if not 0.0 <= validation_share < 1.0:
         raise UserError(f"--validation = {validation_share}: give a share of the documents, from 0 to below 1")
@@ -189,17 +189,21 @@ def _make_all(
     left = [unit for unit in units if found[unit.number] is None]
     meter = _Meter(sum(unit.size for unit in units), sum(unit.size for unit in units if found[unit.number]), tell)
     _check_room(options.folder, left, tokenizer)
-    count = min(environment.num_cores() if workers is None else workers, len(left))
-    if not count:
-        for unit in left:
-            found[unit.number] = make(unit, options, tokenizer, meter.add)
-    else:
-        with Workers(count, options) as crew:
-            for done in crew.results(left):
-                if done is not None:
-                    found[done.unit] = done
+    count = environment.num_cores() if workers is None else workers
+    try:
+        if not count or len(left) < 2:
+            for unit in left:
+                found[unit.number] = make(unit, options, tokenizer, meter.add)
+        else:
+            with Workers(min(count, len(left)), options) as crew:
+                for done in crew.results(left):
+                    if done is not None:
+                        found[done.unit] = done
+                    meter.show(*crew.counts)
                 meter.show(*crew.counts)
-            meter.show(*crew.counts)
+    finally:
+        for path in options.folder.glob("*.partial"):  # of those that were killed
+            path.unlink()
     meter.tell()
     return [done for done in found.values() if done is not None]
 

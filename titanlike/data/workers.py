@@ -1,29 +1,28 @@
 """Processes that make units into shards, side by side. No torch.
 
-Each has a pipe to its parent: a unit comes in, what became of it goes out. They die with the parent.
+Each is a python of its own: a copy of the parent would have its threads and locks without what holds them, and a process of
+`multiprocessing` would import the parent's program once more, which may take seconds. A pipe brings units to it, and what has
+become of them back. They die with the parent.
 """
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
-from typing import Any
 
 from titanlike import environment
 from titanlike.config import UserError
-from titanlike.data.tokenizer import build_tokenizer
-from titanlike.data.units import Done, Options, Unit, make
+from titanlike.data.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.units import Done, Options, Seen, Unit, make
 
 TICK = 0.2  # seconds between two looks at how far they are
-
-# A process of its own beginning, and no copy: what the parent has of threads and locks would not outlive the copying.
-CONTEXT = get_context("spawn")
+PROGRAM = "import sys; sys.path = {path!r}; from titanlike.data.workers import serve; serve({pipe}, {parent})"
 
 
 class Workers:
@@ -31,27 +30,22 @@ class Workers:
 
     def __init__(self, count: int, options: Options) -> None:
         self.count, self.options = count, options
-        self._counts: Any = CONTEXT.RawArray("q", 2 * count)  # bytes and tokens of each, written by it alone
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
+        self._workers: list[_Worker] = []
 
     @property
     def counts(self) -> tuple[int, int]:
         """Bytes read and tokens made until now."""
-        return sum(self._counts[0::2]), sum(self._counts[1::2])
+        return sum(worker.read for worker in self._workers), sum(worker.tokens for worker in self._workers)
 
     def __enter__(self) -> "Workers":
         # A Ctrl-C is sent to all processes of a terminal; these leave it to the parent, from their first moment on.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for place in range(self.count):
-                pipe, theirs = CONTEXT.Pipe()
-                words = (theirs, os.getpid(), self._counts, 2 * place, self.options)
-                process = CONTEXT.Process(target=_serve, args=words, daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(pipe)
+            for _ in range(self.count):
+                self._workers.append(_Worker(self.options))
+        except OSError as error:
+            self._end(at_once=True)
+            raise UserError(f"no more processes can be started ({error.strerror}); give fewer --workers") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
@@ -59,80 +53,128 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.close()  # at which one that waits for a unit ends
-            if kind is not None:
-                process.kill()
-        for process in self._processes:
-            process.join(5.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+        self._end(at_once=kind is not None)
 
     def results(self, units: Sequence[Unit]) -> Iterator[Done | None]:
         """What becomes of the units, in the order in which they are done; and None every now and then meanwhile."""
-        waiting, busy = list(reversed(units)), dict[int, Unit]()
-        for place in range(self.count):
-            self._send(place, waiting, busy)
+        waiting, busy = list(reversed(units)), dict[Connection, _Worker]()
+        for worker in self._workers:
+            if waiting:
+                worker.begin(waiting.pop())
+                busy[worker.pipe] = worker
         while busy:
-            ready = wait([self._pipes[place] for place in busy], timeout=TICK)
-            for place in [place for place in busy if self._pipes[place] in ready]:
-                yield self._receive(place, busy.pop(place))
-                self._send(place, waiting, busy)
-            if not ready:
-                yield None
+            for pipe in wait(list(busy), timeout=TICK):
+                assert isinstance(pipe, Connection)
+                worker = busy[pipe]
+                done = worker.hear(self.count)
+                if done is not None:
+                    del busy[pipe]
+                    yield done
+                    if waiting:
+                        worker.begin(waiting.pop())
+                        busy[pipe] = worker
+            yield None
 
-    def _send(self, place: int, waiting: list[Unit], busy: dict[int, Unit]) -> None:
-        if waiting:
-            busy[place] = waiting.pop()
-            with suppress(OSError):  # it is dead, which is told when nothing comes from it
-                self._pipes[place].send(busy[place])
+    def _end(self, at_once: bool) -> None:
+        for worker in self._workers:
+            if at_once:
+                worker.process.kill()
+            worker.pipe.close()  # at which one that waits for a unit ends
+        for worker in self._workers:
+            try:
+                worker.process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
 
-    def _receive(self, place: int, unit: Unit) -> Done:
+
+class _Worker:
+    """One process, as its parent sees it."""
+
+    def __init__(self, options: Options) -> None:
+        self.read = self.tokens = 0
+        self.pipe, theirs = Pipe()
+        program = PROGRAM.format(path=sys.path, pipe=theirs.fileno(), parent=os.getpid())
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self._tell(options)
+
+    def begin(self, unit: Unit) -> None:
+        self.unit = unit
+        self._tell(unit)
+
+    def hear(self, count: int) -> Done | None:
+        """What has become of its unit, if it is done."""
         try:
-            found = self._pipes[place].recv()
+            found = self.pipe.recv()
         except (EOFError, OSError):
-            raise UserError(self._how_it_died(place, unit)) from None
+            raise UserError(self._how_it_died(count)) from None
         if isinstance(found, Exception):
             raise found
-        return found
+        if isinstance(found, Done):
+            return found
+        self.read, self.tokens = found
+        return None
 
-    def _how_it_died(self, place: int, unit: Unit) -> str:
-        process = self._processes[place]
-        process.join(5.0)
-        code = process.exitcode or 0
+    def _tell(self, what: Unit | Options) -> None:
+        with suppress(OSError):  # it is dead, which is told when nothing comes from it
+            self.pipe.send(what)
+
+    def _how_it_died(self, count: int) -> str:
+        code = self.process.wait(5.0)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return (
-            f"a process {how} while it read {unit.parts[0].file.name} (unit {unit.number}), perhaps for lack of memory: give "
-            f"fewer than {self.count} --workers; the same command goes on from there"
+            f"a process {how} while it read {self.unit.parts[0].file.name} (unit {self.unit.number}), perhaps for lack of "
+            f"memory: give fewer than {count} --workers; the same command goes on from there"
         )
 
 
-def _serve(pipe: Connection, parent: int, counts: Any, place: int, options: Options) -> None:
-    """Make units until there are no more."""
+def serve(descriptor: int, parent: int) -> None:
+    """What a process does: make units until there are no more."""
     environment.end_with_parent(parent)
     # Each process has a core: the library's own threads would only be in each other's way.
     environment.set_variables({"TOKENIZERS_PARALLELISM": "false"})
-    tokenizer = build_tokenizer(options.tokenizer)
+    pipe = Connection(descriptor)
+    with suppress(EOFError, OSError):  # there is nobody who wants more
+        options = pipe.recv()
+        meter = _Meter(pipe, parent)
+        tokenizer = build_tokenizer(options.tokenizer)
+        while True:
+            result = _result(pipe.recv(), options, tokenizer, meter.add)
+            meter.tell()
+            pipe.send(result)
 
-    def seen(size: int, tokens: int) -> None:
-        counts[place] += size
-        counts[place + 1] += tokens
-        if os.getppid() != parent:  # where the system does not end us with it
+
+class _Meter:
+    """Tells the parent how far this process is, not too often."""
+
+    def __init__(self, pipe: Connection, parent: int) -> None:
+        self.pipe, self.parent = pipe, parent
+        self.read = self.tokens = 0
+        self.told = time.monotonic()
+
+    def add(self, read: int, tokens: int) -> None:
+        self.read += read
+        self.tokens += tokens
+        if time.monotonic() - self.told >= TICK:
+            self.tell()
+
+    def tell(self) -> None:
+        if os.getppid() != self.parent:  # where the system does not end us with it
             os._exit(1)
+        self.told = time.monotonic()
+        self.pipe.send((self.read, self.tokens))
 
-    while True:
-        try:
-            unit = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(make(unit, options, tokenizer, seen))
-        except UserError as error:
-            pipe.send(error)
-        except MemoryError:
-            os.kill(os.getpid(), signal.SIGKILL)  # told as if the system had found it first
-            time.sleep(60)
-        except Exception:  # noqa: BLE001  a fault of ours, which the parent shows
-            pipe.send(RuntimeError(traceback.format_exc()))
+
+def _result(unit: Unit, options: Options, tokenizer: Tokenizer, seen: Seen) -> Done | Exception:
+    try:
+        return make(unit, options, tokenizer, seen)
+    except UserError as error:
+        return error
+    except MemoryError:
+        os.kill(os.getpid(), signal.SIGKILL)  # told as if the system had found it first
+        raise
+    except Exception:  # noqa: BLE001  a fault of ours, which the parent shows
+        return RuntimeError(traceback.format_exc())
