@@ -114,7 +114,7 @@ def test_prompts_are_given_and_not_learnt(corpus: Path, tmp_path: Path) -> None:
     prepare([str(corpus / "a.jsonl")], tmp_path / "out", Section(special="eos"), fields=fields, workers=0)
     document = next(iter(read_documents(list_files(str(corpus / "a.jsonl"))[0], fields)))
     shards = Shards(str(tmp_path / "out"))
-    [[end, learnt_from]] = shards.documents(shards.shards[0])[:1]
+    [[end, learnt_from]] = shards._documents(shards.shards[0])[:1]
     assert learnt_from == len(document.prompt.encode())
     assert end == learnt_from + len(document.text.encode()) + 1
 
@@ -220,7 +220,7 @@ def test_another_plan_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pyte
 
     ends = "; remove that folder, or give another --out"
     assert (
-        refusal(inputs, Section(special="both", bos="<|endoftext|>"))
+        refusal(inputs, Section(special="bos", bos="<|endoftext|>"))
         == f"out was prepared otherwise: the tokenizer is another{ends}"
     )
     assert refusal(inputs, validation_share=0.5) == f"out was prepared otherwise: --validation was 0.0 and is 0.5{ends}"
