@@ -436,6 +436,7 @@ def ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_comes_to_the_same(large: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "large.jsonl", "--out", "undisturbed", *COMMAND[3:]).code == 0
     first = start(tmp_path, *COMMAND)
@@ -465,6 +466,7 @@ def test_killed_again_and_again_it_comes_to_the_same(large: Path, tmp_path: Path
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_sentence_and_goes_on(large: Path, tmp_path: Path) -> None:
     process = start(tmp_path, *COMMAND)
     wait_for_units(tmp_path, 1)
