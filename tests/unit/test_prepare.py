@@ -99,7 +99,7 @@ def test_the_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path:
 
 
 def test_a_long_text_file_is_one_document_of_one_split(tmp_path: Path) -> None:
-    texts = [f"{number}\n".encode() * (PIECE // 2 * number) for number in (1, 2, 3, 4)]
+    texts = [" ".join(map(str, range(number, PIECE // 8 * number))).encode() for number in (2, 3, 4, 5)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text)
     prepare([str(tmp_path / "*.txt")], tmp_path / "out", BYTES, validation_share=0.5, workers=0)
