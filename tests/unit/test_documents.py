@@ -150,6 +150,11 @@ def test_a_bad_byte_is_told_by_its_place_in_the_file(tmp_path: Path, short: int,
     assert list(read_pieces(packed, Fields(), bad=left_out.append)) == []
 
 
+def test_a_character_may_go_from_one_block_to_the_next(tmp_path: Path, short: int) -> None:
+    assert texts(file(tmp_path / "a.txt", b"x" * 63 + "🙂é".encode())) == ["x" * 63 + "🙂é"]
+    assert "byte 63 is not UTF-8" in refusal(file(tmp_path / "a.txt", b"x" * 63 + b"\xc3\xff" + b"x" * 100))
+
+
 def test_a_character_that_is_cut_off_at_the_end_is_bad(tmp_path: Path) -> None:
     assert "byte 3 is not" in refusal(file(tmp_path / "a.txt", b"abc" + "🙂".encode()[:3]))
 

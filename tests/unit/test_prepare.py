@@ -28,7 +28,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import files, units
 from titanlike.data import prepare as module
-from titanlike.data.documents import BadRecord, Fields, read_documents
+from titanlike.data.documents import PIECE, BadRecord, Fields, read_documents
 from titanlike.data.files import File, list_files
 from titanlike.data.prepare import Progress, prepare
 from titanlike.data.shards import TRAIN, VALIDATION, Manifest, Shards
@@ -96,6 +96,15 @@ def test_the_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path:
     assert not (tmp_path / "out.partial").exists()
     assert not (tmp_path / ".out.lock").exists()
     assert not any(re.search("partial|unit-", path.name) for path in out.iterdir())
+
+
+def test_a_long_text_file_is_one_document_of_one_split(tmp_path: Path) -> None:
+    texts = [" ".join(map(str, range(number, PIECE // 8 * number))).encode() for number in (2, 3, 4, 5)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    prepare([str(tmp_path / "*.txt")], tmp_path / "out", BYTES, validation_share=0.5, workers=0)
+    found = [document for split in (TRAIN, VALIDATION) for document in documents_of(tmp_path / "out", split)]
+    assert sorted(found) == [[*text, 256] for text in texts]
 
 
 def test_a_document_is_in_one_split_wherever_it_stands(tmp_path: Path) -> None:
