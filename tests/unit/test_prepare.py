@@ -411,11 +411,11 @@ def run(folder: Path, *words: str, **options: Any) -> Ended:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
-    """A second of work in twenty units."""
+    """A second of work, or more, in 35 units."""
     chance = random.Random(0)
     text = words(chance, 20_000)
     with (tmp_path / "large.jsonl").open("w") as file:
-        while file.tell() < 8_000_000:
+        while file.tell() < 14_000_000:
             begin = chance.randrange(len(text) - 5000)
             file.write(json.dumps({"text": text[begin : begin + chance.randrange(5000)]}) + "\n")
     yield tmp_path / "large.jsonl"
@@ -458,8 +458,10 @@ def test_killed_again_and_again_it_comes_to_the_same(large: Path, tmp_path: Path
         assert time.monotonic() < deadline, "workers outlive their parent"
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("unit-*.json")}
     second = start(tmp_path, *COMMAND)
+    while len(workers := descendants(second.pid)[1:]) < 2:  # before there is much done
+        time.sleep(0.01)
     wait_for_units(tmp_path, len(times) + 1)
-    os.kill(descendants(second.pid)[1], signal.SIGKILL)
+    os.kill(workers[0], signal.SIGKILL)
     code, _, err = end(second)
     assert code == 2
     assert re.fullmatch(
