@@ -51,6 +51,15 @@ def make(places: list[str], seq_len: int, batch: int, *, apart: bool = False) ->
     )  # fmt: skip
 
 
+def table(report: dict[str, Any]) -> str:
+    """The table of the documents."""
+    lines = ["| Sequences x tokens of a rank | million tokens/s | all rounds |", "|---|---|---|"]
+    for name, found in report["tokens_per_second"].items():
+        low, middle, high = (f"{rate / 1e6:.0f}" for rate in (min(found), statistics.median(found), max(found)))
+        lines.append(f"| {name} | {middle} | {low} to {high} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -83,8 +92,7 @@ def main() -> None:
         "machine": f"1 of {os.cpu_count()} cores", "torch": torch.__version__, "numpy": np.__version__,
         "tokens_in_shards": arguments.shards * SHARD, "tokens_per_second": rates,
     }  # fmt: skip
-    for name, found in rates.items():
-        print(f"{name:28} {statistics.median(found) / 1e6:8.1f} million tokens/s")
+    print(table(report))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

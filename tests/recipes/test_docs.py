@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, float8_quality, optimizers, save_stall, soak
+from benchmarks import data_batches, data_prepare, figures, float8_quality, optimizers, save_stall, soak
 from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
@@ -70,6 +70,14 @@ def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.M
     exec(program, names)
     assert bytes(names["first"][:-1].tolist()) == b"the first"
     assert names["documents"].tolist() == [[10, 0], [21, 10]]
+
+
+def test_what_data_costs_is_what_was_measured() -> None:
+    page = (ROOT / "docs/data.md").read_text()
+    for made_by, name in ((data_batches, "data_batches_cpu"), (data_prepare, "data_prepare_cpu")):
+        measured = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        for part in made_by.table(measured).strip().split("\n\n"):
+            assert f"\n\n{part}\n\n" in page, name
 
 
 def test_what_the_documents_verify_can_be_verified() -> None:
