@@ -9,7 +9,8 @@ records that are in memory, on as many threads as we have processes, and throws 
 command: it starts its processes, reads and parses the file, encodes, hashes, writes and fsyncs. They take turns, and a ratio is
 between neighbours in time.
 
-Memory is the peak of all processes of the command together: for each the most that it has ever had resident (VmHWM), summed,
+Where memory is measured, the system gives no process more than `LIMIT` bytes of its own, so one that held a file would fail.
+What is told is the peak of all processes of the command together: for each the most that it has ever had resident (VmHWM), summed,
 pages that several share counted several times.
 """
 
@@ -39,6 +40,7 @@ from titanlike.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 BATCH = 512  # records that a library is given at once
+LIMIT = 256 * 2**20  # bytes that the system lets a process take, where memory is measured: less than the larger files have
 
 
 def write_corpus(path: Path, size: int) -> list[str]:
@@ -115,11 +117,16 @@ def cpu_seconds() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def start(corpus: Path, out: Path, encoding: Path, workers: int) -> "subprocess.Popen[bytes]":
-    """The command, as a user gives it."""
+def start(corpus: Path, out: Path, encoding: Path, workers: int, limit: int = 0) -> "subprocess.Popen[bytes]":
+    """The command, as a user gives it; if there is a limit, with so many bytes for each of its processes, at most."""
+
+    def restrict() -> None:
+        if limit:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
     words = [str(corpus), "--out", str(out), "--tokenizer", str(encoding), "--workers", str(workers)]
     command = [sys.executable, "-m", "titanlike.cli.main", "data", "prepare", *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=restrict)
 
 
 def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int) -> list[dict[str, Any]]:
@@ -131,9 +138,9 @@ def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int)
             for text in texts:
                 stream.write(text)
         del texts
-        row: dict[str, Any] = {"corpus_bytes": size}
+        row: dict[str, Any] = {"corpus_bytes": size, "limit_bytes": LIMIT}
         for kind in ("jsonl", "txt"):
-            row[kind] = peaks(start(folder / f"corpus.{kind}", folder / "out", encoding, workers))
+            row[kind] = peaks(start(folder / f"corpus.{kind}", folder / "out", encoding, workers, LIMIT))
             shutil.rmtree(folder / "out")
         print(json.dumps(row), flush=True)
         found.append(row)
@@ -187,11 +194,14 @@ def table(result: dict[str, Any]) -> str:
             f"| {name} | {row['corpus_bytes'] / 1e6:,.0f} MB | {rates['library']:,.0f} | {rates['titanlike']:,.0f} | "
             f"{' | '.join(ratios)} |"
         )
-    lines += ["", "| Text | JSONL: peak of all processes | one text file: peak |", "|---|---|---|"]
+    lines += [
+        "",
+        "| Text | limit of a process | JSONL: peak of all processes | one text file: peak |",
+        "|---|---|---|---|",
+    ]
     for row in result["memory"]:
-        lines.append(
-            f"| {row['corpus_bytes'] / 1e6:,.0f} MB | {row['jsonl']['all_mib']:,.0f} MiB | {row['txt']['all_mib']:,.0f} MiB |"
-        )
+        sizes = [row["limit_bytes"] / 2**20, row["jsonl"]["all_mib"], row["txt"]["all_mib"]]
+        lines.append(f"| {row['corpus_bytes'] / 1e6:,.0f} MB | {' | '.join(f'{size:,.0f} MiB' for size in sizes)} |")
     return "\n".join(lines)
 
 
@@ -206,7 +216,7 @@ def main() -> None:
         "--megabytes", type=int, default=128, help="of the rank file's text; tokenizer.json has an eighth"
     )
     parser.add_argument(
-        "--memory-megabytes", type=int, default=96, help="of the smallest; the others are 2 and 4 times that"
+        "--memory-megabytes", type=int, default=150, help="of the smallest; the others are 2 and 4 times that"
     )
     arguments = parser.parse_args()
     if arguments.table:

@@ -19,6 +19,7 @@ from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
 from titanlike.data.prepare import prepare
+from titanlike.data.windows import Feed
 from titanlike.start import DEFAULT_RECIPE, Arguments
 from titanlike.verify import TOLERANCES, _parse
 
@@ -61,7 +62,11 @@ def test_other_commands_of_the_documents_are_right_ones() -> None:
 
 def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/data.md").read_text()
-    [program] = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    program, feed = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    members = {name for name in Feed.__dict__ if not name.startswith("_")} | set(Feed.__annotations__)
+    assert set(re.findall(r"def (\w+)|^    (\w+) =", feed, flags=re.MULTILINE)) == {
+        ("", name) if name == "seq_len" else (name, "") for name in members
+    }
     (tmp_path / "a.txt").write_text("the first")
     (tmp_path / "b.txt").write_text("the second")
     prepare([str(tmp_path / "*.txt")], tmp_path / "data/corpus", Tokenizer(), workers=0)
