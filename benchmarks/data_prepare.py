@@ -40,7 +40,9 @@ from titanlike.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 BATCH = 512  # records that a library is given at once
-LIMIT = 256 * 2**20  # bytes that the system lets a process take, where memory is measured: less than the larger files have
+LIMIT = (
+    256 * 2**20
+)  # bytes that the system lets a process take, where memory is measured: less than the larger files have
 
 
 def write_corpus(path: Path, size: int) -> list[str]:
