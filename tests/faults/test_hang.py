@@ -86,7 +86,9 @@ def test_a_stopped_process_is_named_and_does_not_survive(tmp_path: Path, stopped
     ), errors
     assert errors.count("error: the run hangs: ") == 1
     assert f"error: rank {live} waits in " in errors
-    assert "forward_backward" in errors or "main (recipes/pretrain.py" in errors
+    assert (
+        "forward" in errors or "main (recipes/pretrain.py" in errors
+    )  # of the program, or of the model, which gathers weights
     assert "ended with exit code" not in errors
     assert "Traceback" not in errors
     assert "Timed out" not in errors
