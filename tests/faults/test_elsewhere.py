@@ -1,5 +1,6 @@
 """Checkpoints in another place: at an address, as on S3, and in places that cannot be written to."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_killed_while_an_old_one_goes_from_an_address(starter: Starter, undistur
 def test_a_place_that_cannot_be_written_to(starter: Starter, tmp_path: Path, place: str, said: str) -> None:
     (tmp_path / "file").write_text("")
     job = starter.start(tmp_path, **{"checkpoint.dir": place.format(tmp_path)})
-    assert job.wait_for_a_death()[0] == 2, job.said
+    # On a busy machine the other rank may miss it first, and it is ended on its way out.
+    assert job.wait_for_a_death()[0] in (2, -signal.SIGTERM), job.said
     assert said.format(tmp_path) in job.said
 
 
