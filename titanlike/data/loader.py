@@ -23,9 +23,8 @@ from titanlike.noise import seed_of
 class Batch:
     """What one rank takes through the model at once."""
 
-    inputs: dict[
-        str, Tensor
-    ]  # `tokens`, their `positions`, `documents` and `noise` where they are asked for: each (B, T)
+    # `tokens` and their `positions`; `documents` and `noise` where they are asked for: each (B, T)
+    inputs: dict[str, Tensor]
     labels: Tensor  # (B, T): the next token at each place
 
 
@@ -135,9 +134,8 @@ class _Ahead(threading.Thread):
 
     def run(self) -> None:
         if self.batches.device.type == "cuda":
-            torch.cuda.set_device(
-                self.batches.device
-            )  # a thread begins with the first GPU, and would take memory there
+            # A thread begins with the first GPU, and would take memory there.
+            torch.cuda.set_device(self.batches.device)
         for step in self.steps:
             try:
                 result = self.batches.make(step)
