@@ -39,8 +39,7 @@ TO_THE_HOST = {
 }  # fmt: skip
 NOT_TALK = {"wait_tensor", "_wrap_tensor_autograd"}
 
-# One recipe of each kind; the others differ in sizes alone.
-RECIPES = ["debug", "gpt2_124m", "llama3_1b", "llama3_8b", "llama3_8b_float8", "llama3_70b", "study/baseline"]
+# The recipes below are one of each kind; the others differ in sizes alone.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "FSDP": (2, dict(shard=2)),
@@ -52,15 +51,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "CP-TP": (4, dict(context=2, tensor=2)),
     "PP-TP": (4, dict(pipeline=2, tensor=2)),
 }
-# A few in every run, of which each layout is one; in the second tier all recipes under all that is combined.
-QUICK = {
-    ("llama3_8b_float8", "one"), ("llama3_8b_float8", "TP"), ("gpt2_124m", "FSDP"), ("llama3_1b", "CP"), ("llama3_8b", "PP"),
-}  # fmt: skip
-CASES = [pytest.param(*case, id="-".join(case)) for case in sorted(QUICK)] + [
-    pytest.param(name, layout, marks=pytest.mark.slow, id=f"{name}-{layout}")
-    for name in RECIPES
-    for layout in ("one", "TP-FSDP", "CP-TP", "PP-TP", *(["HSDP"] if name == "llama3_8b" else []))
-    if (name, layout) not in QUICK
+# Each layout with one recipe or two, and each recipe with one layout or more: a few in every run, the others in the second tier.
+QUICK = [
+    ("llama3_8b_float8", "one"),
+    ("llama3_8b_float8", "TP"),
+    ("gpt2_124m", "FSDP"),
+    ("llama3_1b", "CP"),
+    ("llama3_8b", "PP"),
+]
+MORE = [
+    ("debug", "one"), ("gpt2_124m", "CP-TP"), ("llama3_1b", "PP-TP"), ("llama3_8b", "HSDP"), ("llama3_8b_float8", "TP-FSDP"),
+    ("llama3_8b_float8", "PP-TP"), ("llama3_70b", "CP-TP"), ("study/baseline", "TP-FSDP"),
+]  # fmt: skip
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] if case in MORE else [], id="-".join(case)) for case in QUICK + MORE
 ]
 
 

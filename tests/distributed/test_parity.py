@@ -54,9 +54,21 @@ def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]
         Path(path).write_text(json.dumps({"torch": torch.__version__, "cases": cases}, indent=1) + "\n")
 
 
-@pytest.mark.parametrize("model", MODELS)
+def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
+    """A case of the second tier takes turns with the models there; the other model is for `--record`, as for a release."""
+    if not case.slow:
+        return []
+    turn = [other for other in CASES if other.slow].index(case) % len(MODELS)
+    return [pytest.mark.slow if model == list(MODELS)[turn] else pytest.mark.every]
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+    ("case", "model"),
+    [
+        pytest.param(case, model, id=f"{case.name}-{model}", marks=tier(case, model))
+        for case in CASES
+        for model in MODELS
+    ],
 )
 def test_a_layout_gives_the_numbers_of_one_process(
     ranks: Ranks, alone: Alone, record: dict[str, dict[str, Any]], tmp_path: Path, case: Case, model: str
