@@ -109,7 +109,7 @@ def test_plain_lines_where_there_is_no_terminal(
         watched.validation(1, 2.25)
         watched.note("[a note] with brackets")
     out = capsys.readouterr().out
-    assert "step      1/5  loss 2.5000  1.0K tok/s  0:04 left  grad 0.50  lr 1.0e-01  0.5 TFLOP/s  MFU unknown" in out
+    assert "step      1/5  loss 2.5000  1000 tok/s  0:04 left  grad 0.50  lr 1.0e-01  0.5 TFLOP/s  MFU unknown" in out
     assert "step      1/5  val 2.2500" in out
     assert "[a note] with brackets" in out
     assert "\x1b" not in out
@@ -132,7 +132,7 @@ def test_a_skipped_step_is_said_and_kept_in_json_that_anyone_can_read(
     assert validation["validation_loss"] is None
     out = capsys.readouterr().out
     assert "step      2/5  skipped: the loss is nan on rank 1\n" in out
-    assert "step      2/5  loss nan  1.0K tok/s" in out
+    assert "step      2/5  loss nan  1000 tok/s" in out
     assert "step      2/5  val nan" in out
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -65,6 +65,16 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
     return _merge(inherited, values), inherited_origins | origins
 
 
+def joined(path: Path, **changes: Any) -> str:
+    """A recipe file and what it extends as the text of one file, with other values for some keys outside of tables."""
+    values = read(path)[0] | changes
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
 def to_toml(recipe: Any, comment: str = "") -> str:
     """A recipe with every key written out. Running it again gives the same recipe."""
     lines = [f"# {line}" for line in comment.splitlines()]

@@ -38,10 +38,12 @@ class Screen:
             return
         mfu = values["mfu"]
         left = (values["step_seconds"] or 0) * (self.num_steps - step)
+        tokens = values["tokens_per_second"] or 0.0
+        speed = _short(tokens) if self.progress else f"{tokens:.0f}"  # for whoever reads numbers off a log's lines
         # What matters most comes first: a narrow terminal cuts off the rest.
         text = (
             f"step {step:>6}/{self.num_steps}  loss {values['loss']:.4f}{self.validation if self.progress else ''}"
-            f"  {_short(values['tokens_per_second'] or 0)} tok/s  {_time(left)} left"
+            f"  {speed} tok/s  {_time(left)} left"
             f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}"
             f"  {values['tflops_per_device']:.3g} TFLOP/s  MFU {'unknown' if mfu is None else f'{mfu:.1%}'}"
             f"  {values['memory_gib']:.2f} GiB"

@@ -1,0 +1,149 @@
+"""What runs first on every host of a SageMaker job: finds its place among the hosts, starts the training, tells what went wrong.
+
+Nothing but Python's own library here: what the training needs is looked for, and installed if it is missing, before it starts.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
+CODE = Path(__file__).resolve().parents[1]
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # saved and left, as it was told
+# What a process says whose partner on another host is gone.
+BEREFT = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "ncclRemoteError",
+    "remote process exited",
+    "Broken pipe",
+)
+SHOWN = 1024  # characters of the failure file that SageMaker shows
+
+
+def main(words: list[str]) -> int:
+    """Run the job's share of this host. Returns the exit code."""
+    smoke = words[:1] == ["--smoke"]
+    host, variables = place(json.loads((ROOT / "input/config/resourceconfig.json").read_text()))
+    environment = {**variables, **os.environ, "PYTHONPATH": str(CODE), "PYTHONUNBUFFERED": "1"}
+    problem = install(CODE / "requirements.txt")
+    if problem:
+        return fail(host, [f"error: {problem}"], 2)
+    programs = [[str(CODE / "titanlike/cli/launch.py"), *words]]
+    if smoke:
+        programs = [[str(CODE / "sagemaker/smoke.py"), *words[1:]]]
+    for program in programs:
+        code, last = run([sys.executable, *program], environment)
+        if code:
+            return code if code in STOPPED else fail(host, last, code)
+    return 0
+
+
+def place(config: dict) -> tuple[str, dict[str, str]]:
+    """This host's name, and what torchrun has to know of the hosts: the first in order is where they meet."""
+    hosts, host = sorted(config["hosts"]), config["current_host"]
+    interface = config.get("network_interface_name", "eth0")
+    return host, {
+        "NNODES": str(len(hosts)),
+        "NODE_RANK": str(hosts.index(host)),
+        "MASTER_ADDR": hosts[0],
+        "NCCL_SOCKET_IFNAME": interface,
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+
+
+def install(requirements: Path) -> str:
+    """Install what the image lacks, and keep its torch. Returns what is wrong, if anything is."""
+    wanted = requirements.read_text().split("\n")
+    names = [name_of(line) for line in wanted if line]
+    missing = [name for name in names if not is_there(name)]
+    if "torch" in missing:
+        return "the image has no torch; choose another --image"
+    if not missing:
+        return ""
+    print(f"installing {', '.join(missing)}", flush=True)
+    kept = requirements.with_name("constraints.txt")
+    kept.write_text(f"torch=={metadata.version('torch')}\n")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "-r", str(requirements), "-c", str(kept)]
+    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        words = " ".join(done.stderr.split())[-500:]
+        return f"the image lacks {', '.join(missing)}, and they cannot be installed here; give an --image that has them: {words}"
+    return ""
+
+
+def name_of(requirement: str) -> str:
+    """`torch` of `torch>=2.11,<2.14`."""
+    length = next((i for i, letter in enumerate(requirement) if not (letter.isalnum() or letter in "-_.")), None)
+    return requirement[:length]
+
+
+def is_there(name: str) -> bool:
+    """Whether a package is installed."""
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """Run a program, pass on what it says and what we are told. Returns its exit code and its last words."""
+    last: deque[str] = deque(maxlen=400)
+    process = subprocess.Popen(command, env=environment, cwd=CODE, stderr=subprocess.PIPE, text=True, errors="replace")
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    # SageMaker stops a container by SIGTERM to its first process, which is this one, and waits for 120 seconds.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+
+    def read() -> None:
+        assert process.stderr
+        for line in process.stderr:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            last.append(line.rstrip())
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    code = process.wait()
+    reader.join(timeout=5)  # a grandchild may hold the pipe open
+    return (code if code >= 0 else 128 - code), list(last)
+
+
+def fail(host: str, last: list[str], code: int) -> int:
+    """Leave the cause where SageMaker looks for it: the start of the file is what a user is shown."""
+    said = [line.removeprefix("error: ") for line in last if line.startswith("error: ")]
+    raised = exception(last)
+    cause = "; ".join(dict.fromkeys([raised, *said] if raised else said)) or f"the training ended with exit code {code}"
+    if any(word in cause for word in BEREFT):
+        cause = f"lost another host, whose own failure file says why: {cause}"
+    rest = "\n".join(last)
+    text = f"{host}: {cause}"[: SHOWN - 1]
+    (ROOT / "output").mkdir(parents=True, exist_ok=True)
+    (ROOT / "output/failure").write_text(f"{text}\n\n{rest}\n")
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def exception(lines: list[str]) -> str:
+    """The last line of the first stack trace: what follows may be of others, who lost the one that failed."""
+    marks = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    for line in lines[marks[0] + 1 :] if marks else []:
+        plain = line.partition("]: ")[2] if line.startswith("[rank") else line
+        if plain and not plain.startswith((" ", "Traceback")):
+            return plain
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

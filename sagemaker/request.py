@@ -1,0 +1,305 @@
+"""The request: all that SageMaker is told of a job, as its `CreateTrainingJob` takes it, made of what was asked alone.
+
+Nothing here talks to anybody. What is printed by `--dry-run`, run by `--simulate` and sent is this one dictionary.
+
+Where things of a run called RUN lie, below s3://BUCKET/PREFIX:
+
+    code/JOB/            what this job runs, file by file, and `request.json`
+    checkpoints/RUN/     written by the ranks themselves: a checkpoint is there when all of it is
+    runs/RUN/            the run's folder (recipe, metrics, TensorBoard), which SageMaker carries to and fro
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from machines import Machine
+
+OPT = "/opt/ml"  # where SageMaker puts things in a container
+CODE = "code"  # the channel of the job's own files
+ENTRY = ["python3", f"{OPT}/input/data/{CODE}/sagemaker/entry.py"]
+STAMP = "%Y%m%d-%H%M%S"
+SAFE = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-"
+
+# What CloudWatch reads off the log lines that `titanlike/metrics/screen.py` writes where there is no terminal.
+NUMBER = r"([0-9.e+-]+)"
+METRICS = {
+    "loss": rf"step +\d+/\d+  loss {NUMBER}",
+    "validation_loss": rf"step +\d+/\d+  val {NUMBER}",
+    "tokens_per_second": rf"  {NUMBER} tok/s",
+    "grad_norm": rf"  grad {NUMBER}",
+    "learning_rate": rf"  lr {NUMBER}",
+    "tflops_per_device": rf"  {NUMBER} TFLOP/s",
+    "mfu_percent": rf"  MFU {NUMBER}%",
+    "memory_gib": rf"  {NUMBER} GiB$",
+    "save_seconds": rf"  saved  .* in {NUMBER} s;",
+}
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Data that SageMaker lays before the job, in place of what a key of the recipe names."""
+
+    key: str  # of the recipe: data.path
+    address: str  # s3://bucket/prefix, or fsx://fs-0123/mount/folder
+    mode: str = "File"
+    number: int = 0  # of several for one key, from 1
+    writes: bool = False
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"[^A-Za-z0-9-]", "-", self.key) + (f"-{self.number}" if self.number else "")
+
+    @property
+    def path(self) -> str:
+        """Where it is in the container."""
+        last = self.address.rsplit("/", 1)[1]
+        is_file = self.address.startswith("s3://") and "." in last  # S3 has no folders: a name with an ending is a file
+        return f"{OPT}/input/data/{self.name}" + (f"/{last}" if is_file else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked, whole."""
+
+    run: str
+    stamp: str  # the time, which tells this job from others of its run
+    words: tuple[str, ...]  # for ./run_train.sh: a recipe among the job's files, and overrides as they were given
+    machine: Machine
+    instances: int
+    region: str
+    role: str
+    bucket: str
+    image: str
+    prefix: str = "titanlike"
+    channels: tuple[Channel, ...] = ()
+    checkpoints: Channel | None = None  # on FSx, in place of S3
+    spot: bool = False
+    max_hours: float = 24.0
+    wait_hours: float = 0.0  # that spot capacity may be waited for besides
+    volume_gb: int = 200
+    keep_alive_minutes: int = 0
+    training_plan: str = ""
+    retries: int = 0
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+    kms_key: str = ""
+    tags: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    smoke: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the job, which SageMaker wants in letters, digits and single dashes."""
+        return f"{self.base_name}-{self.stamp}"
+
+    @property
+    def base_name(self) -> str:
+        plain = "".join(letter if letter in SAFE else "-" for letter in f"{self.prefix}-{self.run}")
+        return re.sub("-+", "-", plain).strip("-")
+
+    @property
+    def root(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+    @property
+    def code(self) -> str:
+        return f"{self.root}/code/{self.name}"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.root}/runs/{self.run}"
+
+
+def request_for(job: Job) -> dict[str, Any]:
+    """The request of this job."""
+    algorithm = {
+        "TrainingImage": job.image,
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": ENTRY,
+        "ContainerArguments": arguments(job),
+        "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+    }
+    resources: dict[str, Any] = {
+        "InstanceType": job.machine.name,
+        "InstanceCount": job.instances,
+        "VolumeSizeInGB": job.volume_gb,
+    }
+    stopping = {"MaxRuntimeInSeconds": round(job.max_hours * 3600)}
+    output = {"S3OutputPath": f"{job.root}/output"}
+    if job.spot:
+        stopping["MaxWaitTimeInSeconds"] = round((job.max_hours + job.wait_hours) * 3600)
+    if job.keep_alive_minutes:
+        resources["KeepAlivePeriodInSeconds"] = job.keep_alive_minutes * 60
+    if job.training_plan:
+        resources["TrainingPlanArn"] = job.training_plan
+    if job.kms_key:
+        resources["VolumeKmsKeyId"] = output["KmsKeyId"] = job.kms_key
+    channels = [Channel(CODE, job.code), *job.channels, *([job.checkpoints] if job.checkpoints else [])]
+    request: dict[str, Any] = {
+        "TrainingJobName": job.name,
+        "AlgorithmSpecification": algorithm,
+        "RoleArn": job.role,
+        "InputDataConfig": [_channel(channel) for channel in channels],
+        "OutputDataConfig": output,
+        "ResourceConfig": resources,
+        "StoppingCondition": stopping,
+        "CheckpointConfig": {"S3Uri": job.folder, "LocalPath": f"{OPT}/checkpoints/{job.run}"},
+        "Environment": environment(job),
+        "Tags": [{"Key": k, "Value": v} for k, v in {"titanlike:run": job.run, **job.tags}.items()],
+        "EnableManagedSpotTraining": job.spot,
+    }
+    if job.retries:
+        request["RetryStrategy"] = {"MaximumRetryAttempts": job.retries}
+    if job.subnets:
+        request["VpcConfig"] = {"SecurityGroupIds": list(job.security_groups), "Subnets": list(job.subnets)}
+    return request
+
+
+def arguments(job: Job) -> list[str]:
+    """The recipe and its overrides: where a run lies on SageMaker, then the user's own words unchanged, then the channels."""
+    recipe, *overrides = job.words
+    mode = ["--smoke"] if job.smoke else []
+    kept = job.checkpoints.path if job.checkpoints else f"{job.root}/checkpoints"
+    places = {
+        "run.dir": f"{OPT}/checkpoints",
+        "run.name": job.run,
+        "checkpoint.dir": kept,
+        "checkpoint.grace": "100",  # of the 120 seconds that SageMaker waits
+    }
+    several: dict[str, list[str]] = {}
+    for channel in job.channels:
+        several.setdefault(channel.key, []).append(channel.path)
+    for key, paths in several.items():
+        places[key] = f"[{', '.join(repr(path) for path in paths)}]" if key.endswith("mixture") else paths[0]
+    given = {word.partition("=")[0].removeprefix("--") for word in overrides}
+    return [*mode, recipe, *(f"--{key}={value}" for key, value in places.items() if key not in given), *overrides]
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Variables of the container; the user's own win."""
+    variables = {"NCCL_DEBUG": "WARN"}
+    if job.machine.efa and job.instances > 1:
+        variables["FI_PROVIDER"] = (
+            "efa"  # without EFA NCCL would go on over sockets, a hundred times as slow, and say nothing
+        )
+    return variables | job.environment
+
+
+def _channel(channel: Channel) -> dict[str, Any]:
+    if channel.address.startswith("fsx://"):
+        where = urlsplit(channel.address)
+        source: dict[str, Any] = {
+            "FileSystemDataSource": {
+                "FileSystemId": where.netloc,
+                "FileSystemType": "FSxLustre",
+                "FileSystemAccessMode": "rw" if channel.writes else "ro",
+                "DirectoryPath": where.path,
+            }
+        }
+        return {"ChannelName": channel.name, "DataSource": source}
+    source = {
+        "S3DataSource": {
+            "S3DataType": "S3Prefix",
+            "S3Uri": channel.address,
+            "S3DataDistributionType": "FullyReplicated",
+        }
+    }
+    return {"ChannelName": channel.name, "InputMode": channel.mode, "DataSource": source}
+
+
+ARN = r"arn:aws[a-z-]*"
+WRONG = {
+    "role": (
+        rf"{ARN}:iam::\d{{12}}:role/[\w+=,.@/-]+",
+        "the ARN of a role, such as arn:aws:iam::123456789012:role/NAME",
+    ),
+    "bucket": (
+        r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]",
+        "the name of a bucket: 3 to 63 small letters, digits, dots, dashes",
+    ),
+    "region": (r"[a-z]{2}(-[a-z]+)+-\d", "a region, such as us-east-1"),
+    "prefix": (r"[A-Za-z0-9][A-Za-z0-9-]*", "letters, digits and dashes"),
+    "training_plan": (rf"({ARN}:sagemaker:[a-z0-9-]+:\d{{12}}:training-plan/.+)?", "the ARN of a training plan"),
+}
+
+
+def problems(job: Job) -> Iterator[str]:
+    """What SageMaker would refuse, hours later or at once, said before anything is uploaded."""
+    for name, (pattern, wanted) in WRONG.items():
+        value = getattr(job, name)
+        if not re.fullmatch(pattern, value):
+            yield f"--{name.replace('_', '-')} {value}: give {wanted}"
+    longest = 63 - len(job.stamp) - len(job.prefix) - 2
+    if len(job.name) > 63:
+        yield f"--run {job.run}: SageMaker takes 63 characters, and {job.name} has {len(job.name)}; use {longest} or fewer"
+    if job.spot and job.training_plan:
+        yield "--spot and --training-plan: a training plan is not spot capacity; leave one of them out"
+    if job.spot and job.keep_alive_minutes:
+        yield "--spot and --keep-alive: SageMaker keeps no spot machines warm; leave one of them out"
+    if job.keep_alive_minutes > 360:
+        yield f"--keep-alive {job.keep_alive_minutes}: SageMaker keeps machines for 360 minutes at most"
+    if bool(job.subnets) != bool(job.security_groups):
+        yield "--subnet and --security-group go together: give both, or neither"
+    on_fsx = [channel for channel in (*job.channels, job.checkpoints) if channel and channel.address.startswith("fsx:")]
+    if on_fsx and not job.subnets:
+        yield f"{on_fsx[0].address}: FSx lies in a VPC; give --subnet and --security-group of it"
+    for channel in on_fsx:
+        if not re.fullmatch(r"fsx://fs-[0-9a-f]{8,}/[\w/.-]+", channel.address):
+            yield f"{channel.address}: give fsx://fs-0123456789abcdef0/MOUNT/FOLDER, with the file system's mount name first"
+    for word in arguments(job):
+        if len(word) > 256:
+            yield f"{word[:40]}...: an argument of a job has 256 characters at most; put it into the recipe"
+    for name, value in job.environment.items():
+        if len(value) > 512:
+            yield f"--env {name}: SageMaker takes values of 512 characters at most, and this has {len(value)}"
+
+
+@cache
+def _model() -> Any:
+    import botocore.session
+
+    return botocore.session.Session().get_service_model("sagemaker").operation_model("CreateTrainingJob").input_shape
+
+
+def model_problems(request: dict[str, Any]) -> list[str]:
+    """What botocore's own model of the request says against it: kinds, names, lengths, choices and patterns."""
+    from botocore.validate import ParamValidator
+
+    report = ParamValidator().validate(request, _model())
+    found = [line for line in report.generate_report().splitlines() if line]
+    return found + list(_values(request, _model(), ""))
+
+
+def _values(value: Any, shape: Any, path: str) -> Iterator[str]:
+    """What ParamValidator leaves to the service: choices, patterns and largest sizes."""
+    limits = shape.metadata
+    if shape.type_name == "structure" and isinstance(value, dict):
+        for name, member in shape.members.items():
+            if name in value:
+                yield from _values(value[name], member, f"{path}.{name}" if path else name)
+    elif shape.type_name == "list" and isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _values(one, shape.member, f"{path}[{index}]")
+    elif shape.type_name == "map" and isinstance(value, dict):
+        for name, one in value.items():
+            yield from _values(one, shape.value, f"{path}.{name}")
+    elif shape.type_name == "string" and isinstance(value, str):
+        pattern = limits.get("pattern", "")
+        if value not in limits.get("enum", [value]):
+            yield f"{path} = {value}: not one of those that botocore {_version()} knows"
+        elif len(value) > limits.get("max", len(value)):
+            yield f"{path} = {value[:40]}...: longer than {limits['max']}"
+        elif pattern and "\\p" not in pattern and not re.fullmatch(pattern, value):
+            yield f"{path} = {value}: does not match {pattern}"
+    elif shape.type_name in ("integer", "long") and isinstance(value, int) and value > limits.get("max", value):
+        yield f"{path} = {value}: more than {limits['max']}"
+
+
+def _version() -> str:
+    import botocore
+
+    return botocore.__version__
