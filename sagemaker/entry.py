@@ -25,6 +25,11 @@ BEREFT = (
     "remote process exited",
     "Broken pipe",
 )
+# What `--smoke` trains: enough to have compiled, and to see the speed.
+BRIEFLY = (
+    "--training.steps=20", "--schedule.decay_steps=0", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0",
+    "--checkpoint.enabled=false",
+)  # fmt: skip
 SHOWN = 1024  # characters of the failure file that SageMaker shows
 
 
@@ -36,9 +41,8 @@ def main(words: list[str]) -> int:
     problem = install(CODE / "requirements.txt")
     if problem:
         return fail(host, [f"error: {problem}"], 2)
-    programs = [[str(CODE / "titanlike/cli/launch.py"), *words]]
-    if smoke:
-        programs = [[str(CODE / "sagemaker/smoke.py"), *words[1:]]]
+    train = str(CODE / "titanlike/cli/launch.py")
+    programs = [[str(CODE / "sagemaker/smoke.py")], [train, *words[1:], *BRIEFLY]] if smoke else [[train, *words]]
     for program in programs:
         code, last = run([sys.executable, *program], environment)
         if code:

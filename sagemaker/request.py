@@ -54,11 +54,15 @@ class Channel:
         return re.sub(r"[^A-Za-z0-9-]", "-", self.key) + (f"-{self.number}" if self.number else "")
 
     @property
+    def is_file(self) -> bool:
+        """S3 does not say: a name with an ending is taken for a file."""
+        return self.address.startswith("s3://") and "." in self.address.rsplit("/", 1)[1]
+
+    @property
     def path(self) -> str:
         """Where it is in the container."""
-        last = self.address.rsplit("/", 1)[1]
-        is_file = self.address.startswith("s3://") and "." in last  # S3 has no folders: a name with an ending is a file
-        return f"{OPT}/input/data/{self.name}" + (f"/{last}" if is_file else "")
+        folder = f"{OPT}/input/data/{self.name}"
+        return f"{folder}/{self.address.rsplit('/', 1)[1]}" if self.is_file else folder
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,12 @@ def request_for(job: Job) -> dict[str, Any]:
         "OutputDataConfig": output,
         "ResourceConfig": resources,
         "StoppingCondition": stopping,
-        "CheckpointConfig": {"S3Uri": job.folder, "LocalPath": f"{OPT}/checkpoints/{job.run}"},
+        "CheckpointConfig": {"S3Uri": f"{job.folder}/", "LocalPath": f"{OPT}/checkpoints/{job.run}"},
         "Environment": environment(job),
         "Tags": [{"Key": k, "Value": v} for k, v in {"titanlike:run": job.run, **job.tags}.items()],
-        "EnableManagedSpotTraining": job.spot,
     }
+    if job.spot:
+        request["EnableManagedSpotTraining"] = True
     if job.retries:
         request["RetryStrategy"] = {"MaximumRetryAttempts": job.retries}
     if job.subnets:
@@ -186,6 +191,8 @@ def environment(job: Job) -> dict[str, str]:
         variables["FI_PROVIDER"] = (
             "efa"  # without EFA NCCL would go on over sockets, a hundred times as slow, and say nothing
         )
+    if job.smoke:
+        variables |= {"SMOKE_GPUS": str(job.machine.num_gpus), "SMOKE_EFA": "1" if job.machine.efa else ""}
     return variables | job.environment
 
 
@@ -201,10 +208,12 @@ def _channel(channel: Channel) -> dict[str, Any]:
             }
         }
         return {"ChannelName": channel.name, "DataSource": source}
+    # With a slash at its end: else a prefix takes in its neighbours whose names begin with it.
+    address = channel.address if channel.is_file else f"{channel.address.rstrip('/')}/"
     source = {
         "S3DataSource": {
             "S3DataType": "S3Prefix",
-            "S3Uri": channel.address,
+            "S3Uri": address,
             "S3DataDistributionType": "FullyReplicated",
         }
     }
