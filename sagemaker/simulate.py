@@ -23,6 +23,8 @@ from urllib.parse import urlsplit
 from parcel import Parcel
 from request import OPT
 
+from titanlike.environment import share_cores
+
 GRACE = 120.0  # seconds from SIGTERM to SIGKILL, as `docker stop` waits there
 
 
@@ -130,9 +132,10 @@ class Host:
 
     def _read(self) -> None:
         assert self.process.stdout
-        for line in self.process.stdout:
-            self.said.append(line.rstrip("\n"))
-            print(f"[{self.label}] {line}", end="", flush=True)
+        with self.process.stdout as stream:
+            for line in stream:
+                self.said.append(line.rstrip("\n"))
+                print(f"[{self.label}] {line}", end="", flush=True)
 
 
 class Agent(threading.Thread):
@@ -184,7 +187,7 @@ class Simulation:
     """A job that runs here."""
 
     def __init__(
-        self, request: dict[str, Any], parcel: Parcel, folder: Path, processes: int = 1, faults: str = ""
+        self, request: dict[str, Any], parcel: Parcel, folder: Path, processes: int = 1
     ) -> None:
         """Lay everything and start the hosts, with so many processes on each."""
         self.folder = folder.absolute()
@@ -192,8 +195,13 @@ class Simulation:
         where = urlsplit(code["DataSource"]["S3DataSource"]["S3Uri"])
         parcel.lay_into(self.folder / "s3" / where.netloc / where.path.lstrip("/"))
         self.limit = time.monotonic() + request["StoppingCondition"]["MaxRuntimeInSeconds"]
-        variables = {"NPROC": str(processes), "MASTER_PORT": str(_free_port()), "CUDA_VISIBLE_DEVICES": ""}
         count = request["ResourceConfig"]["InstanceCount"]
+        variables = {
+            "NPROC": str(processes),
+            "MASTER_PORT": str(_free_port()),
+            "CUDA_VISIBLE_DEVICES": "",
+            **share_cores(count * processes),  # each host would take all
+        }
         self.hosts: list[Host] = []
         for number in range(count):
             self.hosts.append(Host(number, request, self.folder, variables))
