@@ -1,6 +1,11 @@
 """Fixtures that many tests share."""
 
 import os
+
+# Before torch reads it, and for all processes that are started: tiny models gain nothing from threads, and where there are more
+# threads than cores some steps take a hundred times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import tempfile
 from collections.abc import Callable, Iterator
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 # A moment's work, for what is not about the numbers of the debug recipe itself.
 SMALL = {
     "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "96",
-    "data.source": "synthetic", "training.seq_len": "32", "schedule.warmup_steps": "2", "validation.interval": "0",
+    "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "4",
+    "training.local_batch_size": "2", "schedule.warmup_steps": "2", "validation.interval": "0",
     "sample.tokens": "0", "metrics.interval": "1", "metrics.tensorboard": "false", "training.steps": "6",
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ class Case:
     local: int = 2  # sequences of 8 that a rank takes at once
     sections: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
-    slow: bool = False
+    tier: str = ""  # empty: in every run; slow: in the second tier; every: when all are asked for
 
     @property
     def processes(self) -> int:
@@ -37,6 +37,7 @@ class Case:
 
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 1}
+WITH_FSDP = {"gpipe": "every", "1f1b": "every", "interleaved_1f1b": "slow", "zero_bubble": "slow", "zbv": "slow"}
 
 CASES = [
     Case("FSDP", dict(shard=2)),
@@ -48,39 +49,41 @@ CASES = [
     Case("PP 1f1b, 4 stages of 1 block", dict(pipeline=4)),
     Case("PP 1f1b, stages of 1 + 3 blocks", dict(pipeline=2, pipeline_split=(1, 3))),
     Case("TP x FSDP", dict(tensor=2, shard=2)),
-    Case("TP x HSDP", dict(tensor=2, replicate=2, shard=2), slow=True),
+    Case("TP x HSDP", dict(tensor=2, replicate=2, shard=2), tier="slow"),
     *(
-        Case(f"PP {name} x FSDP", dict(pipeline=2, pipeline_schedule=name, shard=2), min(local, 2), slow=local == 2)
+        Case(
+            f"PP {name} x FSDP", dict(pipeline=2, pipeline_schedule=name, shard=2), local, tier=WITH_FSDP.get(name, "")
+        )
         for name, local in SCHEDULES.items()
     ),
-    Case("PP 1f1b x HSDP", dict(pipeline=2, replicate=2, shard=2), local=1, slow=True),
+    Case("PP 1f1b x HSDP", dict(pipeline=2, replicate=2, shard=2), local=1, tier="every"),
     Case("PP 1f1b x TP", dict(pipeline=2, tensor=2)),
-    Case("PP zbv x TP", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), slow=True),
+    Case("PP zbv x TP", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), tier="slow"),
     Case("CP x FSDP", dict(context=2, shard=2)),
-    Case("CP x HSDP", dict(context=2, replicate=2, shard=2), slow=True),
-    Case("CP of 4", dict(context=4), slow=True),
+    Case("CP x HSDP", dict(context=2, replicate=2, shard=2), tier="every"),
+    Case("CP of 4", dict(context=4), tier="slow"),
     Case("CP x TP", dict(context=2, tensor=2)),
     Case("PP 1f1b x CP", dict(pipeline=2, context=2)),
-    Case("PP 1f1b x TP x FSDP", dict(pipeline=2, tensor=2, shard=2), slow=True),
-    Case("PP zbv x CP x TP", dict(pipeline=2, pipeline_schedule="zbv", context=2, tensor=2), slow=True),
-    Case("CP x TP x FSDP", dict(context=2, tensor=2, shard=2), slow=True),
-    Case("TP x FSDP, 4 micro-batches", dict(tensor=2, shard=2), local=1, slow=True),
-    Case("CP x FSDP, 4 micro-batches", dict(context=2, shard=2), local=1, slow=True),
+    Case("PP 1f1b x TP x FSDP", dict(pipeline=2, tensor=2, shard=2), tier="slow"),
+    Case("PP zbv x CP x TP", dict(pipeline=2, pipeline_schedule="zbv", context=2, tensor=2), tier="slow"),
+    Case("CP x TP x FSDP", dict(context=2, tensor=2, shard=2), tier="every"),
+    Case("TP x FSDP, 4 micro-batches", dict(tensor=2, shard=2), local=1, tier="slow"),
+    Case("CP x FSDP, 4 micro-batches", dict(context=2, shard=2), local=1, tier="every"),
     Case("PP 1f1b x FSDP, 4 micro-batches", dict(pipeline=2, shard=2), local=1),
-    Case("TP x FSDP, selective checkpointing", dict(tensor=2, shard=2), sections=SELECTIVE, slow=True),
-    Case("CP x FSDP, selective checkpointing", dict(context=2, shard=2), sections=SELECTIVE, slow=True),
+    Case("TP x FSDP, selective checkpointing", dict(tensor=2, shard=2), sections=SELECTIVE, tier="slow"),
+    Case("CP x FSDP, selective checkpointing", dict(context=2, shard=2), sections=SELECTIVE, tier="every"),
     Case("PP 1f1b x FSDP, selective checkpointing", dict(pipeline=2, shard=2), sections=SELECTIVE),
     Case("PP zbv, full checkpointing", dict(pipeline=2, pipeline_schedule="zbv"), sections=FULL),
     Case("TP, compiled", dict(tensor=2), sections=COMPILED),
-    Case("TP x FSDP, compiled, selective", dict(tensor=2, shard=2), sections=COMPILED | SELECTIVE, slow=True),
-    Case("TP, compiled, full", dict(tensor=2), sections=COMPILED | FULL, slow=True),
-    Case("CP x FSDP, compiled", dict(context=2, shard=2), sections=COMPILED, slow=True),
+    Case("TP x FSDP, compiled, selective", dict(tensor=2, shard=2), sections=COMPILED | SELECTIVE, tier="slow"),
+    Case("TP, compiled, full", dict(tensor=2), sections=COMPILED | FULL, tier="every"),
+    Case("CP x FSDP, compiled", dict(context=2, shard=2), sections=COMPILED, tier="slow"),
     Case("PP zbv, compiled", dict(pipeline=2, pipeline_schedule="zbv"), sections=COMPILED),
     Case("FSDP, dropout", dict(shard=2), dropout=0.1),
-    Case("CP x TP, dropout", dict(context=2, tensor=2), dropout=0.1, slow=True),
-    Case("PP 1f1b x TP, dropout", dict(pipeline=2, tensor=2), dropout=0.1, slow=True),
-    Case("TP x FSDP, dropout, full checkpointing", dict(tensor=2, shard=2), sections=FULL, dropout=0.1, slow=True),
-    Case("CP x TP, deterministic", dict(context=2, tensor=2), sections={"run": dict(deterministic=True)}, slow=True),
+    Case("CP x TP, dropout", dict(context=2, tensor=2), dropout=0.1, tier="every"),
+    Case("PP 1f1b x TP, dropout", dict(pipeline=2, tensor=2), dropout=0.1, tier="slow"),
+    Case("TP x FSDP, dropout, full checkpointing", dict(tensor=2, shard=2), sections=FULL, dropout=0.1, tier="slow"),
+    Case("CP x TP, deterministic", dict(context=2, tensor=2), sections={"run": dict(deterministic=True)}, tier="slow"),
 ]
 
 

@@ -81,7 +81,9 @@ def test_spot() -> None:
 
 def test_a_warm_pool() -> None:
     request = request_for(replace(JOB, keep_alive_minutes=30))
-    assert differences(request, PLAIN) == {"ResourceConfig": PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}}
+    assert differences(request, PLAIN) == {
+        "ResourceConfig": PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}
+    }
     assert model_problems(request) == []
 
 
@@ -127,7 +129,9 @@ def test_everything_else() -> None:
     assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 5400}
     assert request["Environment"] == {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "efa"}
     assert request["Tags"][1:] == [{"Key": "team", "Value": "us"}]
-    sources = {c["ChannelName"]: (c["DataSource"]["S3DataSource"]["S3Uri"], c["InputMode"]) for c in request["InputDataConfig"]}
+    sources = {
+        c["ChannelName"]: (c["DataSource"]["S3DataSource"]["S3Uri"], c["InputMode"]) for c in request["InputDataConfig"]
+    }
     assert sources["data-mixture-1"] == ("s3://tokens/c4/", "FastFile")
     assert sources["data-mixture-2"] == ("s3://tokens/code/", "File")
     assert sources["tokenizer-encoding"] == ("s3://tokens/llama3/tokenizer.model", "File")
@@ -145,7 +149,9 @@ def test_one_machine_needs_no_efa_and_a_smoke_job_looks_for_it() -> None:
 
 
 def test_the_user_wins_over_what_a_job_sets() -> None:
-    words = request_for(replace(JOB, words=("recipe.toml", "--checkpoint.grace=60")))["AlgorithmSpecification"]["ContainerArguments"]
+    words = request_for(replace(JOB, words=("recipe.toml", "--checkpoint.grace=60")))["AlgorithmSpecification"][
+        "ContainerArguments"
+    ]
     assert [word for word in words if "grace" in word] == ["--checkpoint.grace=60"]
 
 
@@ -263,9 +269,18 @@ def dry_run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         f"runpy.run_path({str(ROOT / 'sagemaker/launch.py')!r}, run_name='__main__')\n"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    nothing = {"AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_EC2_METADATA_DISABLED": "true"}
+    nothing = {
+        "AWS_CONFIG_FILE": "/nowhere",
+        "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     return subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False, env=kept | nothing | environ
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=kept | nothing | environ,
     )
 
 

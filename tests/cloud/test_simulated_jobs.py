@@ -73,7 +73,9 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
     said = finish(start(parts, "20261122-000002"), 0, 0)
     assert f"resumed at step {reached}" in said
     assert losses(parts) == losses(whole) and set(losses(whole)) == set(range(1, STEPS + 1))
-    found, expected = (read_whole(folder / f"s3/ours/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, whole))
+    found, expected = (
+        read_whole(folder / f"s3/ours/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, whole)
+    )
     for kind, tensors in expected.items():
         assert tensors.keys() == found[kind].keys()
         for name, value in tensors.items():

@@ -55,11 +55,11 @@ def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]
 
 
 def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
-    """A case of the second tier takes turns with the models there; the other model is for `--record`, as for a release."""
-    if not case.slow:
+    """Cases of the second tier take turns with the models there; the other model is for when all are asked for."""
+    if not case.tier:
         return []
-    turn = [other for other in CASES if other.slow].index(case) % len(MODELS)
-    return [pytest.mark.slow if model == list(MODELS)[turn] else pytest.mark.every]
+    turn = [other for other in CASES if other.tier == "slow"].index(case) % 2 if case.tier == "slow" else None
+    return [pytest.mark.slow if turn == list(MODELS).index(model) else pytest.mark.every]
 
 
 @pytest.mark.parametrize(

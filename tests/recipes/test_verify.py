@@ -60,8 +60,13 @@ def test_a_loss_averaged_twice_is_found(tmp_path: Path) -> None:
     assert verify(tmp_path, recipe, "--layout", "tensor=2").returncode == 0  # where it does no harm
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", ["layers.*.feed_forward", "layers.*.ffn_norm"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param("layers.*.feed_forward", marks=pytest.mark.every),
+        pytest.param("layers.*.ffn_norm", marks=pytest.mark.slow),
+    ],
+)
 def test_an_entry_missing_from_the_plan_is_found(tmp_path: Path, entry: str) -> None:
     recipe = copied(
         tmp_path,
