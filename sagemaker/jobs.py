@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +57,16 @@ def command(words: Sequence[str]) -> int:
     """Do what these words say. Returns the exit code."""
     options = build_parser().parse_args(words)
     environment.end_quietly_on_interrupt()
+    try:
+        code = _do(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has seen enough, and Python would say so once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _do(options: argparse.Namespace) -> int:
     asked = clients(options.region)
     if options.command == "list":
         print(table(list_jobs(asked, options.prefix, options.limit), options.prefix, asked.region))

@@ -129,9 +129,8 @@ class SentJob:
         final = None if self.is_running else self.answer.get("BillableTimeInSeconds")
         billed = (self.seconds() or 0.0) if final is None else final
         text = f"${billed * resources['InstanceCount'] * machine.price / 3600:,.2f}"
-        most = (
-            "at most " if self.is_spot and final is None and billed else ""
-        )  # spot is cheaper: by how much is told at the end
+        # Spot is cheaper: by how much is told at the end.
+        most = "at most " if self.is_spot and final is None and billed else ""
         return f"{most}{text}{' so far' if self.is_running else ''}"
 
 

@@ -76,6 +76,7 @@ def test_all_pages_are_read_until_there_are_enough(aws: Aws) -> None:
 
     aws.before("ListTrainingJobs", page)
     assert names(aws.clients, "titanlike", 4) == [f"titanlike-{n}" for n in ("1-0", "1-1", "1-2", "2-0")]
+    assert len(aws.asked) == 2  # pages, and no more
     aws.asked.clear()
     assert len(names(aws.clients, "titanlike")) == 12
 
@@ -154,7 +155,9 @@ def test_a_run_has_its_own_jobs_alone(aws: Aws) -> None:
     first, dotted, longer, later = [aws.send(run) for run in ("a-b", "a.b", "a-b-c", "a-b")]
     aws.set(first, "InProgress", "Training")
     aws.set(longer, "InProgress", "Training")
-    found = {run: last_job(aws.clients, run) for run in ("a-b", "a.b", "a-b-c", "b", "a")}
+    assert last_job(aws.clients, "a") is None
+    assert "DescribeTrainingJob" not in [name for name, _ in aws.asked]  # their names suffice
+    found = {run: last_job(aws.clients, run) for run in ("a-b", "a.b", "a-b-c", "b")}
     assert {run: job.name for run, job in found.items() if job} == {"a-b": later, "a.b": dotted, "a-b-c": longer}
     busy = {run: running(aws.clients, run) for run in ("a-b", "a.b", "a-b-c")}
     assert {run: job.name for run, job in busy.items() if job} == {"a-b": first, "a-b-c": longer}

@@ -1,7 +1,11 @@
 """Lines of all hosts of a job: in order, none lost, none twice, and text only."""
 
+import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -11,8 +15,10 @@ from jobs import command
 from watching import show_logs
 
 from tests.cloud.aws import CLOCK, Answer, Aws, nothing, one_by_one, refusal
+from tests.launching import environment
 from titanlike.config import UserError
 
+ROOT = Path(__file__).parents[2]
 SOON = 0.01
 
 
@@ -143,6 +149,26 @@ def test_commands_about_lines(
     assert command(["logs", "debug", "--follow"]) == 0
     assert command(["wait", "debug", "--tail", "1"]) == 1
     assert time.monotonic() - begun < 5  # what has ended long ago has no late lines
-    assert capsys.readouterr().out.count("[algo-1] b\n") == 2
+    out = capsys.readouterr().out
+    assert (out.count("[algo-1] a\n"), out.count("[algo-1] b\n")) == (1, 2)
     with pytest.raises(UserError, match="did you mean debug"):
         command(["wait", "debgu"])
+
+
+@pytest.mark.parametrize("words", [["logs", "debug"], ["list"]])
+def test_a_reader_that_has_seen_enough(aws: Aws, job: str, words: list[str]) -> None:
+    aws.say(job, "algo-1", *"abc")
+    reads, writes = os.pipe()
+    os.close(reads)
+    code = "import sys; from jobs import command; sys.exit(command(sys.argv[1:]))"
+    variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sagemaker'}", PYTHONUNBUFFERED="")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=variables,
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
