@@ -22,7 +22,7 @@ LAST_WORDS = 60.0  # seconds after a job's end in which its last lines may still
 DETACHED = 128 + signal.SIGINT
 CODES = {"Completed": 0, "Stopped": 128 + signal.SIGTERM}
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
-QUESTION = "Ctrl-C: d detaches, and the job goes on; s stops the job, saved; anything else watches on: "
+QUESTION = "Ctrl-C: d detaches, and the job goes on; s stops the job, which saves first; anything else watches on: "
 
 
 def wait(clients: Clients, job: str, *, tail: int | None = None, interval: float = INTERVAL) -> int:
@@ -191,7 +191,7 @@ class Watch:
         end = time.monotonic() + self.pause
         while (left := end - time.monotonic()) > 0 and not self.ctrl_c.count:
             if self.statuses:
-                self.screen.show(self._state())
+                self.screen.show(f"{self._state()}  Ctrl-C detaches or stops")
             time.sleep(min(left, 0.2))
         if self.statuses and time.monotonic() - self.screen.spoken > QUIET:
             self.screen.say(self._state())

@@ -239,7 +239,8 @@ def test_on_a_terminal(aws: Aws, job: str) -> None:
             shown += os.read(ours, 10_000).decode()
 
     try:
-        until("Training for 0:00:0")
+        until("so far  Ctrl-C detaches or stops")
+        assert "Training for 0:00:" in shown
         assert all(f"{colour}[algo-{n}] " in shown for n, colour in ((1, "\x1b[36m"), (2, "\x1b[32m")))
         assert shown.count("\x1b[36m[algo-1]") == 2
         process.send_signal(signal.SIGINT)
