@@ -102,8 +102,7 @@ class Job:
 
     @property
     def base_name(self) -> str:
-        plain = "".join(letter if letter in SAFE else "-" for letter in f"{self.prefix}-{self.run}")
-        return re.sub("-+", "-", plain).strip("-")
+        return base_name(self.prefix, self.run)
 
     @property
     def root(self) -> str:
@@ -116,6 +115,12 @@ class Job:
     @property
     def folder(self) -> str:
         return f"{self.root}/runs/{self.run}"
+
+
+def base_name(prefix: str, run: str) -> str:
+    """What the names of a run's jobs begin with, before the stamp."""
+    plain = "".join(letter if letter in SAFE else "-" for letter in f"{prefix}-{run}")
+    return re.sub("-+", "-", plain).strip("-")
 
 
 def request_for(job: Job) -> dict[str, Any]:
