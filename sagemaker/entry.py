@@ -13,6 +13,7 @@ from collections import deque
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ROOT = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
 CODE = Path(__file__).resolve().parents[1]
@@ -50,7 +51,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def place(config: dict) -> tuple[str, dict[str, str]]:
+def place(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """This host's name, and what torchrun has to know of the hosts: the first in order is where they meet."""
     hosts, host = sorted(config["hosts"]), config["current_host"]
     interface = config.get("network_interface_name", "eth0")

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,36 @@ def launch(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.simulate:
         return _simulate(options, request, parcel)
     if options.dry_run:
-        words = report(options, job, request, parcel)
-        print(json.dumps(request, indent=2) if options.json else words)
+        text = report(options, job, request, parcel)
+        print(json.dumps(request, indent=2) if options.json else text)
         return 0
-    from senders import send
+    return _send(options, job, parcel)
 
-    return send(options, job, request, parcel)
+
+def _send(options: argparse.Namespace, job: Job, parcel: Parcel) -> int:
+    """Ask the account what only it knows, then send the job."""
+    from sent import line, running
+    from service import clients, plainly
+    from upload import own_bucket, refuse_bucket, send
+
+    asked = clients(job.region)
+    with plainly(asked.region):
+        if job.bucket == SOMEWHERE:
+            job = replace(job, bucket=own_bucket(asked))
+        refuse_bucket(asked, job.bucket)
+        busy = running(asked, job.run, job.prefix)
+        if busy:
+            raise UserError(
+                f"the run {job.run} is still trained by {busy.name}: {line('wait', busy.name, asked.region)}; for another run "
+                "give --run another name"
+            )
+        name = send(asked, job, request_for(job), parcel, print)
+    if options.wait:
+        from watching import wait
+
+        return wait(asked, name)
+    print(f"to watch it: {line('wait', name, asked.region)}")
+    return 0
 
 
 def _job(options: argparse.Namespace, parcel: Parcel, stamp: str) -> Job:

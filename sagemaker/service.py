@@ -44,6 +44,7 @@ class Clients:
     """Whom to ask."""
 
     region: str
+    session: Any
     sagemaker: Any
     logs: Any
     s3: Any
@@ -65,7 +66,7 @@ def clients(region: str = "") -> Clients:
         if session.get_credentials() is None:
             raise UserError("there are no AWS credentials here: run aws configure, or set AWS_PROFILE")
         made = (session.client(name, config=config) for name in ("sagemaker", "logs", "s3"))
-        return Clients(session.region_name, *made)
+        return Clients(session.region_name, session, *made)
 
 
 @contextmanager

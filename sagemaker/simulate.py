@@ -51,7 +51,7 @@ class Host:
         kept = request["CheckpointConfig"]
         self.agent = Agent(self.here(kept["LocalPath"]), self.bucket(kept["S3Uri"]))
         algorithm = request["AlgorithmSpecification"]
-        _, *command = [*algorithm["ContainerEntrypoint"], *algorithm["ContainerArguments"]]
+        command: list[str] = [*algorithm["ContainerEntrypoint"][1:], *algorithm["ContainerArguments"]]
         given = {name: self.text(value) for name, value in request["Environment"].items()}
         mine = {"SAGEMAKER_BASE_DIR": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", **given, **variables}
         self.process = subprocess.Popen(
@@ -186,9 +186,7 @@ class Agent(threading.Thread):
 class Simulation:
     """A job that runs here."""
 
-    def __init__(
-        self, request: dict[str, Any], parcel: Parcel, folder: Path, processes: int = 1
-    ) -> None:
+    def __init__(self, request: dict[str, Any], parcel: Parcel, folder: Path, processes: int = 1) -> None:
         """Lay everything and start the hosts, with so many processes on each."""
         self.folder = folder.absolute()
         code = next(c for c in request["InputDataConfig"] if c["ChannelName"] == "code")

@@ -45,7 +45,8 @@ PLAIN: dict[str, Any] = {
             "InputMode": "File",
             "DataSource": {
                 "S3DataSource": {
-                    "S3DataType": "S3Prefix", "S3Uri": f"s3://ours/titanlike/code/{NAME}/", "S3DataDistributionType": "FullyReplicated"
+                    "S3DataType": "S3Prefix", "S3Uri": f"s3://ours/titanlike/code/{NAME}/",
+                    "S3DataDistributionType": "FullyReplicated",
                 }
             },
         }
@@ -122,7 +123,8 @@ def test_everything_else() -> None:
     request = request_for(job)
     assert request["TrainingJobName"] == "lab-llama3-8b-20261122-101112"
     assert request["ResourceConfig"] == {
-        "InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 500, "TrainingPlanArn": plan, "VolumeKmsKeyId": "key",
+        "InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 500, "TrainingPlanArn": plan,
+        "VolumeKmsKeyId": "key",
     }  # fmt: skip
     assert request["OutputDataConfig"] == {"S3OutputPath": "s3://ours/lab/output", "KmsKeyId": "key"}
     assert request["RetryStrategy"] == {"MaximumRetryAttempts": 3}
@@ -168,10 +170,16 @@ def test_the_user_wins_over_what_a_job_sets() -> None:
             "--run a_run_with_a_name_that_is_far_too_long_for_it: SageMaker takes 63 characters, and "
             "titanlike-a-run-with-a-name-that-is-far-too-long-for-it-20261122-101112 has 71; use 37 or fewer",
         ),
-        (dict(spot=True, keep_alive_minutes=5), "--spot and --keep-alive: SageMaker keeps no spot machines warm; leave one of them out"),
+        (
+            dict(spot=True, keep_alive_minutes=5),
+            "--spot and --keep-alive: SageMaker keeps no spot machines warm; leave one of them out",
+        ),
         (dict(keep_alive_minutes=400), "--keep-alive 400: SageMaker keeps machines for 360 minutes at most"),
         (dict(subnets=("subnet-1",)), "--subnet and --security-group go together: give both, or neither"),
-        (dict(channels=(FSX,)), "fsx://fs-0123456789abcdef0/mount/tokens: FSx lies in a VPC; give --subnet and --security-group of it"),
+        (
+            dict(channels=(FSX,)),
+            "fsx://fs-0123456789abcdef0/mount/tokens: FSx lies in a VPC; give --subnet and --security-group of it",
+        ),
         (
             dict(channels=(Channel("data.path", "fsx://mine/tokens"),), **VPC),
             "fsx://mine/tokens: give fsx://fs-0123456789abcdef0/MOUNT/FOLDER, with the file system's mount name first",
@@ -204,8 +212,8 @@ def test_the_services_own_model_is_asked() -> None:
 
 def test_metrics_are_read_off_the_lines_that_a_log_has(capsys: pytest.CaptureFixture[str]) -> None:
     values: dict[str, float | None] = dict(
-        loss=2.5, grad_norm=0.5, learning_rate=1e-4, tokens_per_second=71000.4, tflops_per_device=412.3, mfu=0.417, memory_gib=71.25,
-        step_seconds=1.5,
+        loss=2.5, grad_norm=0.5, learning_rate=1e-4, tokens_per_second=71000.4, tflops_per_device=412.3, mfu=0.417,
+        memory_gib=71.25, step_seconds=1.5,
     )  # fmt: skip
     screen = Screen(20000, 1)
     screen.show(12, values)

@@ -6,21 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from machines import MACHINES
 from parcel import pack
-from request import Channel, Job, request_for
-from simulate import Simulation, summary
+from request import Job, request_for
+from simulate import Simulation
 
 from tests.launching import ROOT
 from titanlike.checkpoint import read_whole
 
-STEPS = 100
+STEPS = 60
 TINY = {
     "model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.num_kv_heads": 1, "model.ffn_dim": 96,
     "data.source": "synthetic", "training.seq_len": 32, "training.global_batch_size": 4, "training.local_batch_size": 2,
-    "schedule.warmup_steps": 2, "validation.interval": 0, "sample.tokens": 0, "metrics.interval": 1, "checkpoint.interval": 30,
+    "schedule.warmup_steps": 2, "validation.interval": 0, "sample.tokens": 0, "metrics.interval": 1, "checkpoint.interval": 25,
     "model.dropout": 0.1, "training.steps": STEPS,
 }  # fmt: skip
 JOB = Job(
@@ -84,7 +83,10 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
 
 def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path) -> None:
     program = (ROOT / "recipes/pretrain.py").read_text()
-    crash = "            if step == 3 and distributed.dist.get_rank() == 1:\n                raise RuntimeError('the disk is on fire')\n"
+    crash = (
+        "            if step == 3 and distributed.dist.get_rank() == 1:\n"
+        "                raise RuntimeError('the disk is on fire')\n"
+    )
     anchor = "            watch.beat(step)\n"
     assert program.count(anchor) == 1
     (tmp_path / "burning.py").write_text(program.replace(anchor, anchor + crash))

@@ -52,7 +52,8 @@ def test_a_process_that_is_killed_while_it_writes(starter: Starter, undisturbed:
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.every), pytest.param("SIGUSR1", marks=pytest.mark.every)]
+    "name",
+    ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.every), pytest.param("SIGUSR1", marks=pytest.mark.every)],
 )
 def test_the_launcher_is_told_to_stop(starter: Starter, undisturbed: Trained, tmp_path: Path, name: str) -> None:
     with launched(tmp_path, pausing(5)) as job:
