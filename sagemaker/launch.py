@@ -16,6 +16,14 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the library beside this folder
 
+try:
+    import pydantic  # noqa: F401
+    import tomli  # noqa: F401
+except ImportError as error:
+    repository = Path(__file__).resolve().parents[1]
+    print(f"error: {sys.executable} lacks {error.name}; run: pip install -e {repository}", file=sys.stderr)
+    sys.exit(2)
+
 from machines import machine_named
 from parcel import Parcel, pack
 from report import report

@@ -115,16 +115,21 @@ def price_lines(options: argparse.Namespace, job: Job, recipe: PretrainRecipe, n
     return [*lines, text]
 
 
+def records(metrics: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; the last may be cut short."""
+    return [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+
+
 def measured_speed(metrics: Path) -> float:
     """Tokens a second of one process, as a former run had them: the median of its later half."""
     try:
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        lines = records(metrics)
         processes = json.loads((metrics.parent / "environment.json").read_text())["processes"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"--measured {metrics}: not the metrics.jsonl of a run, with its environment.json beside it: {error}"
         ) from None
-    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
+    speeds = [record["tokens_per_second"] for record in lines if record.get("tokens_per_second")]
     if not speeds:
         raise UserError(f"--measured {metrics}: it has no tokens_per_second")
     return statistics.median(speeds[len(speeds) // 2 :]) / processes
