@@ -78,7 +78,7 @@ def test_what_is_not_done_is_sent(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp
 def test_two_of_its_jobs_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     keys = TINY | {
         "training.steps": 4, "compile.backend": "aot_eager", "tokenizer.encoding": "bytes",
-        "model.vocab_size": 320, "training.compute_dtype": "float32", "model.max_seq_len": 64, 
+        "model.vocab_size": 320, "training.compute_dtype": "float32", "model.max_seq_len": 64,
         "activation_checkpoint.mode": "none", "model.tied_head": "false",
     }  # fmt: skip
     words = [
