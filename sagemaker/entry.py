@@ -66,15 +66,14 @@ def place(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
 
 def install(requirements: Path) -> str:
     """Install what the image lacks, and keep its torch. Returns what is wrong, if anything is."""
-    wanted = requirements.read_text().split("\n")
-    names = [name_of(line) for line in wanted if line]
-    missing = [name for name in names if not is_there(name)]
-    if "torch" in missing:
-        return "the image has no torch; choose another --image"
+    missing = lacking(requirements.read_text().split())
+    torch = next((line for line in missing if line.startswith("torch>")), None)
+    if torch:
+        return f"the image has no {torch}; choose another --image"
     if not missing:
         return ""
     print(f"installing {', '.join(missing)}", flush=True)
-    kept = requirements.with_name("constraints.txt")
+    kept = ROOT / "input/constraints.txt"
     kept.write_text(f"torch=={metadata.version('torch')}\n")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "-r", str(requirements), "-c", str(kept)]
     done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
@@ -84,19 +83,21 @@ def install(requirements: Path) -> str:
     return ""
 
 
-def name_of(requirement: str) -> str:
-    """`torch` of `torch>=2.11,<2.14`."""
-    length = next((i for i, letter in enumerate(requirement) if not (letter.isalnum() or letter in "-_.")), None)
-    return requirement[:length]
+def lacking(wanted: list[str]) -> list[str]:
+    """Those of the requirements that are not installed, or in another version."""
+    from pip._vendor.packaging.requirements import Requirement
 
-
-def is_there(name: str) -> bool:
-    """Whether a package is installed."""
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    found = []
+    for line in wanted:
+        requirement = Requirement(line)
+        try:
+            version = metadata.version(requirement.name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            found.append(line)
+        else:
+            if not requirement.specifier.contains(version, prereleases=True):
+                found.append(line)
+    return found
 
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:

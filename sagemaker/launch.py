@@ -24,108 +24,29 @@ except ImportError as error:
     print(f"error: {sys.executable} lacks {error.name}; run: pip install -e {repository}", file=sys.stderr)
     sys.exit(2)
 
+from limits import problems
 from machines import machine_named
+from options import IMAGES, build_parser
 from parcel import Parcel, pack
 from report import report
-from request import STAMP, Channel, Job, problems, request_for
+from request import STAMP, Channel, Job, request_for
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.load import nearest
 from titanlike.environment import fail
 from titanlike.start import Arguments
 
 COMMANDS = ("list", "logs", "wait", "stop", "describe", "resume")
-ABOUT = """\
-Sends a recipe to SageMaker. Everything after the recipe that is not an option here is an override, as with ./run_train.sh.
-
-  python sagemaker/launch.py RECIPE.toml --instances 4 --dry-run     what would be sent, what it costs; asks nobody
-  python sagemaker/launch.py RECIPE.toml --instances 2 --simulate    the same job, here: hosts on loopback
-  python sagemaker/launch.py RECIPE.toml --smoke                     a few minutes on one instance, before the expensive one
-  python sagemaker/launch.py RECIPE.toml --instances 4 --wait        send it, and watch it
-  python sagemaker/launch.py list | describe JOB | logs JOB | wait JOB | stop JOB
-  python sagemaker/launch.py resume RUN                              the next job of a run, from its newest checkpoint"""
-
 ACCOUNT = "763104351884"  # of AWS's own images, in these regions
 REGIONS = {
     "ap-northeast-1", "ap-northeast-2", "ap-south-1", "ap-southeast-1", "ap-southeast-2", "ca-central-1", "eu-central-1",
     "eu-north-1", "eu-west-1", "eu-west-2", "eu-west-3", "sa-east-1", "us-east-1", "us-east-2", "us-west-1", "us-west-2",
 }  # fmt: skip
-IMAGES = {
-    "2.11": "2.11-cu130-amzn2023-sagemaker",
-    "2.12": "2.12-cu130-amzn2023-sagemaker",
-    "2.13": "2.13-cu133-amzn2023-sagemaker",
-}
 # Keys that name something on a machine's disk, and what of them a job can be given as a channel.
 PLACES = ("data.path", "data.mixture", "data.validation_path", "tokenizer.encoding", "compile.cache")
 # What a dry run says for what only an account can tell.
 SOMEBODY = "arn:aws:iam::123456789012:role/YOUR-ROLE"
 SOMEWHERE = "your-bucket"
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """All options."""
-    parser = argparse.ArgumentParser(
-        prog="python sagemaker/launch.py",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", help="the recipe")
-    what = parser.add_argument_group("what to do, if not to send the job")
-    what.add_argument("--dry-run", action="store_true", help="print the request, the files, the cost; needs no account")
-    what.add_argument("--simulate", action="store_true", help="run the job here, its hosts on loopback, on the CPU")
-    what.add_argument(
-        "--smoke", action="store_true", help="one instance: driver, EFA, all-reduce, 20 steps of the recipe"
-    )
-    what.add_argument("--json", action="store_true", help="with --dry-run: the request alone")
-    what.add_argument("--wait", action="store_true", help="after sending: show logs until it ends")
-    where = parser.add_argument_group("the machines")
-    where.add_argument("--instances", type=_count, default=1, metavar="N", help="machines (1)")
-    where.add_argument("--instance-type", default="ml.p5.48xlarge", metavar="TYPE", help="their kind (ml.p5.48xlarge)")
-    where.add_argument("--torch", choices=IMAGES, default="2.13", help="AWS's image with this torch (2.13)")
-    where.add_argument("--image", default="", metavar="URI", help="another image")
-    where.add_argument(
-        "--spot", action="store_true", help="spot capacity: cheaper, taken away now and then, and gone on with"
-    )
-    where.add_argument("--max-hours", type=_hours, default=24.0, metavar="H", help="longest time of the job (24)")
-    where.add_argument("--wait-hours", type=_hours, default=24.0, metavar="H", help="besides, for spot capacity (24)")
-    where.add_argument(
-        "--volume-gb", type=_count, default=200, metavar="N", help="disk of a machine that has none (200)"
-    )
-    where.add_argument(
-        "--keep-alive", type=_count, default=0, metavar="MINUTES", help="keep the machines for a next job"
-    )
-    where.add_argument("--training-plan", default="", metavar="ARN", help="reserved capacity")
-    where.add_argument("--retries", type=_count, default=0, metavar="N", help="starts after failures of the service")
-    account = parser.add_argument_group("the account")
-    account.add_argument(
-        "--run", default="", metavar="NAME", help="the run, which several jobs may go on with (RECIPE)"
-    )
-    account.add_argument("--region", default="", help="(AWS_REGION, or as your configuration says)")
-    account.add_argument("--role", default="", metavar="ARN", help="the job's role (SAGEMAKER_ROLE)")
-    account.add_argument("--bucket", default="", help="for code, checkpoints, metrics (sagemaker-REGION-ACCOUNT)")
-    account.add_argument("--prefix", default="titanlike", help="of names in S3 and of jobs (titanlike)")
-    account.add_argument("--subnet", action="append", default=[], metavar="ID", help="of a VPC; several times")
-    account.add_argument("--security-group", action="append", default=[], metavar="ID", help="of a VPC; several times")
-    account.add_argument("--kms-key", default="", metavar="ID", help="encrypts disks and output")
-    account.add_argument("--tag", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="several times")
-    account.add_argument("--env", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="several times")
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--channel", action="append", default=[], type=_pair, metavar="KEY=ADDRESS",
-        help="for a key of the recipe such as data.path: s3://BUCKET/PREFIX, copied before the start (or with ,FastFile at "
-        "its end, read as it goes), or fsx://FILESYSTEM/MOUNT/FOLDER; several times",
-    )  # fmt: skip
-    data.add_argument("--checkpoints", default="", metavar="fsx://...", help="keep checkpoints on FSx instead of S3")
-    cost = parser.add_argument_group("what a dry run reckons with")
-    cost.add_argument("--price", type=_dollars, metavar="DOLLARS", help="of one machine, an hour")
-    cost.add_argument("--tokens-per-second", type=_dollars, metavar="N", help="of one GPU, as you expect")
-    cost.add_argument("--measured", type=Path, metavar="FILE", help="the metrics.jsonl of a former run, for the same")
-    local = parser.add_argument_group("a simulation")
-    local.add_argument(
-        "--folder", type=Path, default=Path("runs/sagemaker"), help="what stands in for S3 (runs/sagemaker)"
-    )
-    local.add_argument("--processes", type=_count, default=1, metavar="N", help="processes of a host (1)")
-    return parser
 
 
 def main() -> None:
@@ -137,9 +58,8 @@ def main() -> None:
 
             sys.exit(command(words))
         options, rest = build_parser().parse_known_args(words)
-        overrides = Arguments(rest).overrides
-        _refuse_unknown(overrides)
-        sys.exit(launch(options, overrides))
+        _refuse_unknown(options.recipe, rest)
+        sys.exit(launch(options, Arguments(rest).overrides))
     except UserError as error:
         fail(error)
 
@@ -290,17 +210,20 @@ def _path_problems(recipe: PretrainRecipe, job: Job) -> list[str]:
     return found
 
 
-def _refuse_unknown(overrides: dict[str, str]) -> None:
+def _refuse_unknown(recipe: str, words: Sequence[str]) -> None:
     """A word without a dot is meant for this command line, not for a recipe."""
-    from titanlike.config.load import nearest
-
-    known = [word for action in build_parser()._actions for word in action.option_strings]
-    for name in overrides:
-        if "." not in name and name != "recipe":
-            near = nearest(f"--{name}", known)
-            raise UserError(
-                f"--{name}: there is no such option; " + (f"did you mean {near}?" if near else "see --help")
-            )
+    if "." not in recipe:
+        near = nearest(recipe, COMMANDS)
+        raise UserError(
+            f"{recipe}: there is no such command, nor such a recipe; "
+            + (f"did you mean {near}?" if near else "see --help")
+        )
+    known = [option for action in build_parser()._actions for option in action.option_strings]
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("--") and "." not in name and name != "--recipe":
+            near = nearest(name, known)
+            raise UserError(f"{name}: there is no such option; " + (f"did you mean {near}?" if near else "see --help"))
 
 
 def _simulate(options: argparse.Namespace, request: dict[str, Any], parcel: Parcel) -> int:
@@ -327,37 +250,6 @@ def _configured() -> str:
     except ImportError:
         return ""
     return botocore.session.Session().get_config_variable("region") or ""
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return int(text)
-
-
-def _hours(text: str) -> float:
-    return _number(text, "hours")
-
-
-def _dollars(text: str) -> float:
-    return _number(text, "units")
-
-
-def _number(text: str, unit: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e12:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of {unit}")
-    return value
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text}: give NAME=VALUE")
-    return name, value
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from limits import model_problems
 from machines import PRICES
 from parcel import Parcel
-from request import Job, model_problems
+from request import Job
 
 from titanlike.config import PretrainRecipe, UserError
 

@@ -198,6 +198,8 @@ class Simulation:
             "NPROC": str(processes),
             "MASTER_PORT": str(_free_port()),
             "CUDA_VISIBLE_DEVICES": "",
+            "SMOKE_GPUS": "0",
+            "SMOKE_EFA": "",
             **share_cores(count * processes),  # each host would take all
         }
         self.hosts: list[Host] = []

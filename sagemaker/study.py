@@ -15,7 +15,8 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the library beside this folder
 
-from launch import SOMEWHERE, build_parser, launch
+from launch import SOMEWHERE, launch
+from options import build_parser
 from report import measured_speed, records
 from service import clients, is_missing, plainly
 from upload import own_bucket

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from limits import model_problems
 from parcel import Parcel
-from request import Job, model_problems
+from request import Job
 from senders import sender
 from service import Clients
 

@@ -193,7 +193,12 @@ def test_resume_is_the_same_request_again_and_again(aws: Aws, capsys: pytest.Cap
     first = json.loads(shown(capsys, "resume", "debug", "--dry-run"))
     assert first["TrainingJobName"].startswith("titanlike-debug-20")
     assert first["TrainingJobName"] != job
-    assert first["Environment"] == {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa", "NAME": "value"}
+    assert first["Environment"] == {
+        "NCCL_DEBUG": "WARN",
+        "FI_PROVIDER": "efa",
+        "FI_EFA_USE_DEVICE_RDMA": "1",
+        "NAME": "value",
+    }
     assert len(names(aws.clients, "titanlike")) == 1
     out = shown(capsys, "resume", job)
     [second, _] = names(aws.clients, "titanlike")

@@ -9,6 +9,7 @@ from typing import Any
 import jobs
 import launch
 import pytest
+from options import build_parser
 from request import Channel, Job, request_for
 
 from tests.cloud.aws import Aws
@@ -47,7 +48,7 @@ def test_commands() -> None:
             jobs.build_parser().parse_args(words)
         else:
             recipe = [] if program == "sagemaker/launch.py" else ["train_configs/debug.toml"]
-            options, rest = launch.build_parser().parse_known_args([*recipe, *words])
+            options, rest = build_parser().parse_known_args([*recipe, *words])
             assert (ROOT / options.recipe).exists() and not Arguments(rest).overrides
             launch._channels(options.channel)
 

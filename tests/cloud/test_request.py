@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entry import exception, fail, place
+from entry import exception, fail, install, lacking, place
+from limits import model_problems, problems
 from machines import MACHINES
-from request import METRICS, Channel, Job, model_problems, problems, request_for
+from request import METRICS, Channel, Job, request_for
 
 from tests.launching import ROOT
 from titanlike.metrics.screen import Screen
@@ -55,7 +56,7 @@ PLAIN: dict[str, Any] = {
     "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 200},
     "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
     "CheckpointConfig": {"S3Uri": "s3://ours/titanlike/runs/llama3_8b/", "LocalPath": "/opt/ml/checkpoints/llama3_8b"},
-    "Environment": {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa"},
+    "Environment": {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
     "Tags": [{"Key": "titanlike:run", "Value": "llama3_8b"}],
 }  # fmt: skip
 
@@ -129,7 +130,7 @@ def test_everything_else() -> None:
     assert request["OutputDataConfig"] == {"S3OutputPath": "s3://ours/lab/output", "KmsKeyId": "key"}
     assert request["RetryStrategy"] == {"MaximumRetryAttempts": 3}
     assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 5400}
-    assert request["Environment"] == {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "efa"}
+    assert request["Environment"] == {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     assert request["Tags"][1:] == [{"Key": "team", "Value": "us"}]
     sources = {
         c["ChannelName"]: (c["DataSource"]["S3DataSource"]["S3Uri"], c["InputMode"]) for c in request["InputDataConfig"]
@@ -266,6 +267,25 @@ def test_the_failure_file_begins_with_the_cause(
     assert exception([]) == ""
 
 
+def test_what_an_image_lacks_is_seen(tmp_path: Path) -> None:
+    assert lacking(["pytest", "pytest>=1", "torch>=2.11,<2.14"]) == []
+    assert lacking(["pytest<1", "no-such-thing>=1", "pytest>=1"]) == ["pytest<1", "no-such-thing>=1"]
+    (tmp_path / "wanted.txt").write_text("pytest>=1\ntorch>=99\n")
+    assert install(tmp_path / "wanted.txt") == "the image has no torch>=99; choose another --image"
+
+
+def test_what_cannot_be_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("entry.ROOT", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (tmp_path / "input").mkdir()
+    (tmp_path / "wanted.txt").write_text("no-such-thing>=1\n")
+    problem = install(tmp_path / "wanted.txt")
+    assert problem.startswith(
+        "the image lacks no-such-thing>=1, and they cannot be installed here; give an --image that has them: "
+    )
+    assert "No matching distribution found" in problem
+
+
 def dry_run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A dry run where nobody can be asked: no credentials, and a socket is an error."""
     code = (
@@ -337,6 +357,8 @@ def test_a_former_run_says_how_fast_it_is(tmp_path: Path) -> None:
         ([BIG, "--dry-run"], "tokenizer.encoding = 'assets/llama3/tokenizer.model': there is no such file here to send along"),
         ([BIG, "--dry-run", "--instance-type=p5.48xlarg"], "not a machine that this toolkit knows; did you mean ml.p5.48xlarge?"),
         ([BIG, "--dry-run", "--instance=4"], "--instance: there is no such option; did you mean --instances?"),
+        ([BIG, "--dry-runn"], "--dry-runn: there is no such option; did you mean --dry-run?"),
+        (["lst"], "lst: there is no such command, nor such a recipe; did you mean list?"),
         ([BIG, "--dry-run", "--parallelism.tensor=16"], "parallelism.tensor = 16 does not divide model.num_kv_heads = 8"),
         ([BIG, "--dry-run", "--training.stps=5"], "training.stps"),
         ([BIG, "--dry-run", "--run.dir=here", *DATA], "--run.dir=here: on SageMaker the job has its own place for this; use --run"),

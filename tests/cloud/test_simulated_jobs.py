@@ -1,10 +1,12 @@
 """A job on loopback: two hosts with nothing in common but the network and what stands for S3, by the real entry and request."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from machines import MACHINES
@@ -15,6 +17,7 @@ from simulate import Simulation
 from tests.launching import ROOT
 from titanlike.checkpoint import read_whole
 
+DEBUG = ROOT / "train_configs/debug.toml"
 STEPS = 60
 TINY = {
     "model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.num_kv_heads": 1, "model.ffn_dim": 96,
@@ -28,12 +31,14 @@ JOB = Job(
 )  # fmt: skip
 
 
-def start(folder: Path, stamp: str, recipe: Path = ROOT / "train_configs/debug.toml", **changes: object) -> Simulation:
+def start(
+    folder: Path, stamp: str, recipe: Path = ROOT / "train_configs/debug.toml", processes: int = 1, **changes: Any
+) -> Simulation:
     """A job of the run `tiny` in this folder, which goes on with the one before it there."""
     keys = TINY | {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
     parcel = pack(recipe, [f"--{key}={value}" for key, value in keys.items()], 2, s3=False)
     job = replace(JOB, stamp=stamp, words=parcel.words, **{k: v for k, v in changes.items() if "__" not in k})
-    return Simulation(request_for(job), parcel, folder)
+    return Simulation(request_for(job), parcel, folder, processes)
 
 
 def finish(simulation: Simulation, *codes: int) -> list[str]:
@@ -79,6 +84,14 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
         assert tensors.keys() == found[kind].keys()
         for name, value in tensors.items():
             assert torch.equal(value, found[kind][name]), name
+
+
+def test_a_smoke_job_measures_and_trains_a_little(tmp_path: Path) -> None:
+    said = finish(start(tmp_path, "20261122-000001", instances=1, smoke=True, processes=2), 0)
+    assert "smoke: no GPU, or no driver of one" in said
+    assert any(re.fullmatch(r"smoke: all-reduce of 16 MiB over 2: [\d.]+ ms, [\d.]+ GB/s", line) for line in said)
+    assert any(line.startswith("step     20/20  loss ") for line in said)
+    assert not (tmp_path / "s3/ours/titanlike/checkpoints").exists()
 
 
 def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path) -> None:

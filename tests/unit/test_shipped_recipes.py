@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlike.check import check
 from titanlike.config import PretrainRecipe, load
+from titanlike.config.load import joined
 from titanlike.distributed import local_part
 from titanlike.models import build_model
 from titanlike.parallelisms.mesh import build_mesh
@@ -81,3 +82,13 @@ def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, override
         assert {part.dtype for part in mine} == {torch.float32}
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_with_what_it_extends_in_it_it_is_the_same(name: str, tmp_path: Path) -> None:
+    whole = joined(FOLDER / f"{name}.toml")
+    assert "extends" not in whole
+    (tmp_path / "one.toml").write_text(whole)
+    # Sizes are not written out: another size on the command line still sets every field.
+    for keys in ({}, {"model.dim": "256"}):
+        assert load(PretrainRecipe, tmp_path / "one.toml", keys) == load(PretrainRecipe, FOLDER / f"{name}.toml", keys)
