@@ -2,12 +2,16 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from machines import MACHINES
 from parcel import pack
@@ -62,6 +66,7 @@ def wait_for(found: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     said = finish(start(whole, "20261122-000001"), 0, 0)
@@ -73,6 +78,8 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
     reached = max(losses(parts))
     assert 5 <= reached < STEPS
     assert any(line.startswith(f"stopped by SIGTERM; to go on from step {reached}: ") for line in said)
+    events = (parts / "s3/ours/titanlike/runs/tiny/tensorboard").iterdir()
+    assert any(event.stat().st_size > 1000 for event in events)
     # The next job of the run has the folder and the checkpoints back, on hosts that have nothing else.
     said = finish(start(parts, "20261122-000002"), 0, 0)
     assert f"resumed at step {reached}" in said
@@ -86,6 +93,22 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
             assert torch.equal(value, found[kind][name]), name
 
 
+@pytest.mark.slow
+def test_ctrl_c_stops_a_simulation_as_the_service_stops_a_job(tmp_path: Path) -> None:
+    keys = [f"--{key}={value}" for key, value in (TINY | {"training.steps": 5000}).items()]
+    words = ["sagemaker/launch.py", "train_configs/debug.toml", "--instances=2", "--simulate", f"--folder={tmp_path}"]
+    command = [sys.executable, *words, "--run=tiny", "--bucket=ours", *keys]
+    job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert job.stdout
+    next(line for line in job.stdout if "step      3/5000" in line)
+    job.send_signal(signal.SIGINT)
+    said, errors = job.communicate(timeout=60)
+    assert errors == "stopping, as SageMaker stops a job: it saves and leaves; again to end it at once\n"
+    assert said.endswith("algo-1: stopped\nalgo-2: stopped\n") and job.returncode == 143
+    assert (tmp_path / f"s3/ours/titanlike/checkpoints/tiny/step-{max(losses(tmp_path)):08}/manifest.json").exists()
+
+
+@pytest.mark.slow
 def test_a_smoke_job_measures_and_trains_a_little(tmp_path: Path) -> None:
     said = finish(start(tmp_path, "20261122-000001", instances=1, smoke=True, processes=2), 0)
     assert "smoke: no GPU, or no driver of one" in said
