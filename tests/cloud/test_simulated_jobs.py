@@ -130,9 +130,8 @@ def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path) -> No
     recipe.write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nrecipe = "burning"\n')
     job = start(tmp_path / "job", "20261122-000001", recipe)
     wait_for(lambda: any(f"step      2/{STEPS}" in line for line in job.hosts[0].said))
-    begun = time.monotonic()
+    wait_for((job.hosts[1].root / "output/failure").exists, seconds=15)  # the step, the launcher's look, the file
     other, burnt = job.wait()
-    assert time.monotonic() - begun < 20
     assert burnt.failure.splitlines()[0] == (
         "127.0.0.2: RuntimeError: the disk is on fire; process 1 ended with exit code 1; its own words are above"
     )
