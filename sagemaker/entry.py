@@ -36,6 +36,8 @@ SHOWN = 1024  # characters of the failure file that SageMaker shows
 
 def main(words: list[str]) -> int:
     """Run the job's share of this host. Returns the exit code."""
+    # The first process of a container hears no signal that it has no ear for.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     smoke = words[:1] == ["--smoke"]
     host, variables = place(json.loads((ROOT / "input/config/resourceconfig.json").read_text()))
     environment = {**variables, **os.environ, "PYTHONPATH": str(CODE), "PYTHONUNBUFFERED": "1"}
