@@ -163,7 +163,9 @@ def test_scales_by_rows_are_found_where_the_rows_are(ranks: Ranks, tmp_path: Pat
     [
         pytest.param(dict(tensor=2, shard=2), ALL_GATHER, id="TP-FSDP", marks=slow),
         pytest.param(dict(pipeline=2, shard=2), ALL_GATHER, id="PP-FSDP", marks=slow),
-        pytest.param(dict(pipeline=2, pipeline_schedule="zbv", tensor=2), ALL_GATHER, id="PPzbv-TP", marks=slow),
+        pytest.param(
+            dict(pipeline=2, pipeline_schedule="zbv", tensor=2), ALL_GATHER, id="PPzbv-TP", marks=pytest.mark.every
+        ),
     ],
 )
 def test_a_run_is_that_of_one_process_and_resumes_bit_for_bit(

@@ -140,8 +140,9 @@ def test_every_layout_writes_the_sample_of_one_process(ranks: Ranks, tmp_path: P
         assert ranks(4).run(_sample, recipe_for(tmp_path, layout, model, layout)) == [alone] * 4, layout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gpt", marks=pytest.mark.every)]
+)
 def test_what_one_layout_saves_others_load(ranks: Ranks, tmp_path: Path, model: str) -> None:
     options: dict[str, Any] = dict(training=dict(steps=2), checkpoint=dict(interval=1))
     recipes = {layout: recipe_for(tmp_path, layout, model, layout, **options) for layout in LAYOUTS}
@@ -167,8 +168,13 @@ def test_what_one_layout_saves_others_load(ranks: Ranks, tmp_path: Path, model: 
                     assert torch.equal(value, moved[kind][name]), f"{saver} to {loader}: {name}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("saver", "loader"), [("TP-FSDP", "PPzbv-TP"), ("PPzbv-TP", "CP-FSDP")])
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        pytest.param("TP-FSDP", "PPzbv-TP", marks=pytest.mark.every),
+        pytest.param("PPzbv-TP", "CP-FSDP", marks=pytest.mark.slow),
+    ],
+)
 def test_another_layout_trains_on(ranks: Ranks, tmp_path: Path, saver: str, loader: str) -> None:
     options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
     whole = train(ranks(4), recipe_for(tmp_path, "run", "gpt", saver, **options))

@@ -112,7 +112,7 @@ def test_a_run_killed_three_times_is_the_run_that_was_not(tmp_path: Path) -> Non
     assert soak.table(found) in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.every  # a benchmark's own test, as long as the benchmark
 def test_what_a_save_costs_is_measured_for_all_ways_to_save(tmp_path: Path) -> None:
     words = f"--model cpu_6m --rounds 1 --ranks 2 --folder {tmp_path} --out {tmp_path / 'found.json'}"
     done = subprocess.run(
