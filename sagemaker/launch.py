@@ -4,6 +4,7 @@ python sagemaker/launch.py train_configs/llama3_8b_float8.toml --instances 4 --d
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -16,12 +17,10 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the library beside this folder
 
-try:
-    import pydantic  # noqa: F401
-    import tomli  # noqa: F401
-except ImportError as error:
+missing = [name for name in ("pydantic", "tomli") if importlib.util.find_spec(name) is None]
+if missing:
     repository = Path(__file__).resolve().parents[1]
-    print(f"error: {sys.executable} lacks {error.name}; run: pip install -e {repository}", file=sys.stderr)
+    print(f"error: {sys.executable} lacks {', '.join(missing)}; run: pip install -e {repository}", file=sys.stderr)
     sys.exit(2)
 
 from limits import problems

@@ -66,7 +66,9 @@ def pack(path: Path, overrides: Sequence[str], num_processes: int, *, s3: bool =
     words = [RECIPE, *(word for word in overrides if not word.startswith("--recipe="))]
     tokenizer = Path(recipe.tokenizer.encoding)
     if tokenizer.is_file():
-        files[f"tokenizer/{tokenizer.name}"] = tokenizer
+        # A tokenizer.json has what it lacks in a file beside it.
+        beside = tokenizer.with_name("tokenizer_config.json")
+        files |= {f"tokenizer/{file.name}": file for file in (tokenizer, beside) if file.is_file()}
         words = [word for word in words if not word.startswith("--tokenizer.encoding=")]
         words.append(f"--tokenizer.encoding=tokenizer/{tokenizer.name}")
     texts = {RECIPE: joined(path, recipe=name), "requirements.txt": requirements(recipe, s3=s3)}

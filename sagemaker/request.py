@@ -19,6 +19,7 @@ from machines import Machine
 OPT = "/opt/ml"  # where SageMaker puts things in a container
 CODE = "code"  # the channel of the job's own files
 ENTRY = ["python3", f"{OPT}/input/data/{CODE}/sagemaker/entry.py"]
+ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".gz", ".zst", ".model", ".tiktoken")
 STAMP = "%Y%m%d-%H%M%S"
 SAFE = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-"
 
@@ -53,8 +54,8 @@ class Channel:
 
     @property
     def is_file(self) -> bool:
-        """S3 does not say: a name with an ending is taken for a file."""
-        return self.address.startswith("s3://") and "." in self.address.rsplit("/", 1)[1]
+        """S3 does not say: a name with an ending that text or a tokenizer has is taken for a file."""
+        return self.address.startswith("s3://") and self.address.endswith(ENDINGS)
 
     @property
     def path(self) -> str:
@@ -168,7 +169,7 @@ def request_for(job: Job) -> dict[str, Any]:
 
 
 def arguments(job: Job) -> list[str]:
-    """The recipe and its overrides: where a run lies on SageMaker, then the user's own words unchanged, then the channels."""
+    """The recipe, where a run and its channels lie on SageMaker, and then the user's own words unchanged."""
     recipe, *overrides = job.words
     mode = ["--smoke"] if job.smoke else []
     kept = job.checkpoints.path if job.checkpoints else f"{job.root}/checkpoints"
@@ -181,10 +182,19 @@ def arguments(job: Job) -> list[str]:
     several: dict[str, list[str]] = {}
     for channel in job.channels:
         several.setdefault(channel.key, []).append(channel.path)
-    for key, paths in several.items():
-        places[key] = f"[{', '.join(repr(path) for path in paths)}]" if key.endswith("mixture") else paths[0]
-    given = {word.partition("=")[0].removeprefix("--") for word in overrides}
-    return [*mode, recipe, *(f"--{key}={value}" for key, value in places.items() if key not in given), *overrides]
+    laid = {
+        key: f"[{', '.join(repr(path) for path in paths)}]" if key == "data.mixture" else paths[0]
+        for key, paths in several.items()
+    }
+    kept_words = [word for word in overrides if _key(word) not in laid]  # a channel stands in place of what a key names
+    given = {_key(word) for word in kept_words}
+    values = {key: value for key, value in places.items() if key not in given} | laid
+    return [*mode, recipe, *(f"--{key}={value}" for key, value in values.items()), *kept_words]
+
+
+def _key(word: str) -> str:
+    """`run.name` of `--run.name=mine`."""
+    return word.partition("=")[0].removeprefix("--")
 
 
 def environment(job: Job) -> dict[str, str]:

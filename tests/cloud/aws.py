@@ -6,18 +6,22 @@ Jobs complete there at once; `set` gives them another state, and `before` does s
 import contextlib
 import itertools
 import json
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+import pytest
 from botocore.exceptions import EndpointConnectionError
 from machines import MACHINES
 from moto.sagemaker.models import sagemaker_backends
 from moto.sagemaker.responses import SageMakerResponse
 from request import STAMP, Job, request_for
 from service import Clients
+
+from tests.launching import ROOT
 
 REGION, BUCKET = "us-east-1", "a-bucket"
 GROUP = "/aws/sagemaker/TrainingJobs"
@@ -133,6 +137,15 @@ def stop_training_job(response: SageMakerResponse) -> str:
         {"Status": "Stopping", "StartTime": datetime.now(timezone.utc), "StatusMessage": "Stopping the training job"},
     ]
     return "{}"
+
+
+def leaves(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *words: str) -> int:
+    """The exit code of a program that is given this command line, here in this process."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["program.py", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
 
 
 # Steps for `before`.

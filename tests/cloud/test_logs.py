@@ -1,5 +1,6 @@
 """Lines of all hosts of a job: in order, none lost, none twice, and text only."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def test_no_lines_are_told(aws: Aws, job: str) -> None:
 def test_nothing_is_lost_when_aws_fails_in_between(aws: Aws, job: str, capsys: pytest.CaptureFixture[str]) -> None:
     aws.say(job, "algo-1", "a", "c", ago=60)
     aws.say(job, "algo-2", "b", "d", ago=59.5)
-    throttled: Any = lambda: refusal("ThrottlingException", "Rate exceeded")  # noqa: E731
+    throttled = functools.partial(refusal, "ThrottlingException", "Rate exceeded")
     # One page of each host, and then nothing for the second page of the first.
     aws.before("GetLogEvents", one_by_one(nothing, throttled, nothing, throttled, throttled))
     aws.before("DescribeTrainingJob", one_by_one(nothing, nothing, aws.ending(job)))

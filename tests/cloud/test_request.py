@@ -151,6 +151,23 @@ def test_one_machine_needs_no_efa_and_a_smoke_job_looks_for_it() -> None:
     assert smoke["Environment"] == {"NCCL_DEBUG": "WARN", "SMOKE_GPUS": "8", "SMOKE_EFA": "1"}
 
 
+def test_a_channel_stands_in_place_of_what_the_key_names() -> None:
+    job = replace(JOB, words=("recipe.toml", "--data.path=here", "--training.steps=5"), channels=(FSX,), **VPC)
+    words = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
+    assert [word for word in words if "data.path" in word] == ["--data.path=/opt/ml/input/data/data-path"]
+    assert words[-1] == "--training.steps=5"
+
+
+def test_a_folder_may_have_a_point_in_its_name() -> None:
+    folder, file = (Channel("data.path", f"s3://tokens/{name}") for name in ("c4-v1.5", "c4-v1.5.jsonl.gz"))
+    assert (folder.path, file.path) == ("/opt/ml/input/data/data-path", "/opt/ml/input/data/data-path/c4-v1.5.jsonl.gz")
+    sources = [
+        one["DataSource"]["S3DataSource"]["S3Uri"]
+        for one in request_for(replace(JOB, channels=(folder,)))["InputDataConfig"]
+    ]
+    assert sources[1] == "s3://tokens/c4-v1.5/"
+
+
 def test_the_user_wins_over_what_a_job_sets() -> None:
     words = request_for(replace(JOB, words=("recipe.toml", "--checkpoint.grace=60")))["AlgorithmSpecification"][
         "ContainerArguments"

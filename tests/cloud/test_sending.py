@@ -1,7 +1,6 @@
 """A job that is really sent: to moto's server on loopback, which takes it for SageMaker's and S3's."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import launch
 import pytest
 
-from tests.cloud.aws import ACCOUNT, BUCKET, Aws
+from tests.cloud.aws import ACCOUNT, BUCKET, Aws, leaves
 from tests.launching import ROOT
 
 WORDS = ["train_configs/debug.toml", "--instances=2", f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}"]
@@ -29,15 +28,6 @@ def listening(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     aws.clients.session.events.unregister(event, hear)
 
 
-def send(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The command line, given here."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["launch.py", *words])
-    with pytest.raises(SystemExit) as left:
-        launch.main()
-    return int(left.value.code or 0)
-
-
 def files(aws: Aws, prefix: str) -> dict[str, bytes]:
     pages = aws.clients.s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
     keys = [one["Key"] for page in pages for one in page.get("Contents", [])]
@@ -47,7 +37,7 @@ def files(aws: Aws, prefix: str) -> dict[str, bytes]:
 def test_files_and_request_arrive(
     aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert send(monkeypatch, *WORDS, "--training.steps=7") == 0
+    assert leaves(monkeypatch, launch.main, *WORDS, "--training.steps=7") == 0
     (name,) = (one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"])
     said = capsys.readouterr().out
     assert f"sent by boto3: {name}\nto watch it: python sagemaker/launch.py wait {name} --region us-east-1\n" in said
@@ -68,17 +58,17 @@ def test_a_run_has_one_job_at_a_time(
     aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy = aws.running("debug")
-    assert send(monkeypatch, *WORDS) == 2
+    assert leaves(monkeypatch, launch.main, *WORDS) == 2
     assert (
         f"error: the run debug is still trained by {busy}: python sagemaker/launch.py wait {busy}"
         in capsys.readouterr().err
     )
     assert SENT == []
-    assert send(monkeypatch, *WORDS, "--run=other") == 0
+    assert leaves(monkeypatch, launch.main, *WORDS, "--run=other") == 0
 
 
 def test_waiting_for_it(aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert send(monkeypatch, *WORDS, "--wait") == 0
+    assert leaves(monkeypatch, launch.main, *WORDS, "--wait") == 0
     assert "Completed" in capsys.readouterr().out
 
 
@@ -101,21 +91,25 @@ def test_nothing_is_uploaded_when_something_is_wrong(
 ) -> None:
     where = {"LocationConstraint": "eu-west-1"}
     aws.clients.s3.create_bucket(Bucket="over-there", CreateBucketConfiguration=where)
-    assert send(monkeypatch, *WORDS, *words) == 2
+    assert leaves(monkeypatch, launch.main, *WORDS, *words) == 2
     assert problem in capsys.readouterr().err
     assert files(aws, "") == {} and aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"] == []
 
 
 def test_the_accounts_own_bucket_is_the_default(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     aws.clients.s3.create_bucket(Bucket=f"sagemaker-us-east-1-{ACCOUNT}")
-    assert send(monkeypatch, *WORDS[:-1]) == 0
+    assert leaves(monkeypatch, launch.main, *WORDS[:-1]) == 0
     (asked,) = SENT
     assert asked["OutputDataConfig"] == {"S3OutputPath": f"s3://sagemaker-us-east-1-{ACCOUNT}/titanlike/output"}
 
 
 def test_a_file_of_a_tokenizer_goes_along(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "mine.model").write_bytes(b"IQ== 0\n")
-    assert send(monkeypatch, *WORDS, f"--tokenizer.encoding={tmp_path}/mine.model") == 0
+    (tmp_path / "tokenizer_config.json").write_bytes(b"{}")
+    assert leaves(monkeypatch, launch.main, *WORDS, f"--tokenizer.encoding={tmp_path}/mine.model") == 0
     (asked,) = SENT
     assert "--tokenizer.encoding=tokenizer/mine.model" in asked["AlgorithmSpecification"]["ContainerArguments"]
-    assert files(aws, f"titanlike/code/{asked['TrainingJobName']}/")["tokenizer/mine.model"] == b"IQ== 0\n"
+    assert files(aws, f"titanlike/code/{asked['TrainingJobName']}/").items() >= {
+        ("tokenizer/mine.model", b"IQ== 0\n"),
+        ("tokenizer/tokenizer_config.json", b"{}"),
+    }

@@ -2,16 +2,14 @@
 
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import study
 import watching
 
-from tests.cloud.aws import ACCOUNT, BUCKET, Aws
+from tests.cloud.aws import ACCOUNT, BUCKET, Aws, leaves
 from tests.cloud.test_simulated_jobs import TINY
-from tests.launching import ROOT
 
 SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_gather": 8400.0}
 
@@ -27,14 +25,6 @@ def lay(aws: Aws, variant: str, speed: float, steps: int = 500) -> None:
         aws.clients.s3.put_object(Bucket=BUCKET, Key=f"titanlike/runs/study-{variant}/{name}", Body=content.encode())
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["study.py", *words])
-    with pytest.raises(SystemExit) as left:
-        study.main()
-    return int(left.value.code or 0)
-
-
 def test_figures_lie_beside_the_published_ones(
     aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -45,7 +35,7 @@ def test_figures_lie_beside_the_published_ones(
         ["--channel=data.path=s3://t/c", "--channel=tokenizer.encoding=s3://t/t.model"],
     )
     assert (
-        run(monkeypatch, f"--out={tmp_path}", f"--bucket={BUCKET}", role, *channels) == 0
+        leaves(monkeypatch, study.main, f"--out={tmp_path}", f"--bucket={BUCKET}", role, *channels) == 0
     )  # all are done: none is sent
     said = capsys.readouterr().out
     assert "| baseline | 6,000 | +0.0% | 6,475 | +0.0% |\n| compile | 6,600 | +10.0% | 7,166 | +10.7% |" in said
@@ -66,7 +56,9 @@ def test_what_is_not_done_is_sent(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp
         "--channel=data.path=s3://t/c",
         "--instances=4",
     ]
-    assert run(monkeypatch, f"--out={tmp_path}", *words, "--channel=tokenizer.encoding=s3://t/t.model") == 0
+    assert (
+        leaves(monkeypatch, study.main, f"--out={tmp_path}", *words, "--channel=tokenizer.encoding=s3://t/t.model") == 0
+    )
     sent = [one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"]]
     assert sorted(name[:-16] for name in sent) == [
         f"titanlike-study-{name}" for name in ("compile", "float8", "float8-all-gather")
@@ -90,10 +82,10 @@ def test_two_of_its_jobs_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         f"--folder={tmp_path}/sim",
         *(f"--{k}={v}" for k, v in keys.items()),
     ]
-    assert run(monkeypatch, *words) == 0
+    assert leaves(monkeypatch, study.main, *words) == 0
     found = json.loads((tmp_path / "out/study.json").read_text())["variants"]
     assert found["baseline"]["losses"] == pytest.approx(found["compile"]["losses"], rel=1e-5)
     assert [one["steps"] for one in found.values()] == [[1, 2, 3, 4]] * 2
     jobs = len(list((tmp_path / "sim/jobs").iterdir()))
-    assert run(monkeypatch, *words) == 0
+    assert leaves(monkeypatch, study.main, *words) == 0
     assert len(list((tmp_path / "sim/jobs").iterdir())) == jobs == 2
