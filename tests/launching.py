@@ -1,4 +1,7 @@
-"""Run `./run_train.sh` as a user does, in real processes, and read what it leaves behind."""
+"""Run `./run_train.sh` and read what it leaves behind.
+
+Processes are forked (`tests/forkserver.py`) unless a test asks for `real=True`: a shell, a new interpreter and all imports.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.forkserver import ROOT, Forked
 
 # A moment's work, for what is not about the numbers of the debug recipe itself.
 SMALL = {
@@ -20,8 +23,10 @@ SMALL = {
 }  # fmt: skip
 
 
-def command(*words: str, **overrides: str) -> list[str]:
-    return [str(ROOT / "run_train.sh"), *words, *(f"--{key}={value}" for key, value in overrides.items())]
+def command(*words: str, real: bool = False, **overrides: str) -> list[str]:
+    """The command line of a run. The shell script does no more than to run this program."""
+    program = [str(ROOT / "run_train.sh")] if real else [sys.executable, str(ROOT / "titanlike/cli/launch.py")]
+    return [*program, *words, *(f"--{key}={value}" for key, value in overrides.items())]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -37,19 +42,25 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(
-    folder: Path, *words: str, variables: dict[str, str] | None = None, **overrides: str
+    folder: Path, *words: str, variables: dict[str, str] | None = None, real: bool = False, **overrides: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words, **overrides), cwd=folder, env=environment(**variables or {}), capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+    """Run a recipe to its end."""
+    job = start(folder, variables, *words, real=real, **overrides)
+    try:
+        said, errors = job.communicate(timeout=300)
+    except BaseException:
+        job.kill()
+        raise
+    return subprocess.CompletedProcess(job.args, job.returncode, said, errors)
 
 
 def start(
-    folder: Path, variables: dict[str, str] | None = None, *words: str, **overrides: str
+    folder: Path, variables: dict[str, str] | None = None, *words: str, real: bool = False, **overrides: str
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*words, **overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
+    """Start a run in a session of its own."""
+    started = subprocess.Popen if real else Forked
+    return started(
+        command(*words, real=real, **overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 

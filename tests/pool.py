@@ -1,14 +1,15 @@
-"""Processes that join one gloo group and stay: a distributed test is a plain function that every rank runs."""
+"""Processes in one gloo group: a distributed test is a plain function that every rank runs."""
 
-import traceback
+import pickle
+import socket
+import sys
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.forkserver import ROOT, Forked
 
 
 class Pool:
@@ -24,13 +25,13 @@ class Pool:
         if not self.workers:
             self._start()
         for pipe in self.pipes:
-            pipe.send((function, arguments, named))
+            pipe.send_bytes(pickle.dumps((function, arguments, named)))
         results: dict[int, Any] = {}
         while len(results) < self.world_size:
             for pipe in wait([p for rank, p in enumerate(self.pipes) if rank not in results], timeout=300):
                 rank = self.pipes.index(pipe)
                 try:
-                    failed, results[rank] = pipe.recv()
+                    failed, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     failed, results[rank] = True, "the process died"
                 if failed:
@@ -42,35 +43,14 @@ class Pool:
         """End the processes."""
         for worker in self.workers:
             worker.kill()
-            worker.join()
+            worker.wait()
         self.workers, self.pipes = [], []
 
     def _start(self) -> None:
-        spawn = mp.get_context("spawn")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
-            here, there = spawn.Pipe()
-            worker = spawn.Process(target=_serve, args=(there, rank, self.world_size, self.store.port), daemon=True)
-            worker.start()
-            self.workers.append(worker)
-            self.pipes.append(here)
-
-
-def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.TCPStore("127.0.0.1", port),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
-    while True:
-        try:
-            function, arguments, named = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((False, function(*arguments, **named)))
-        except BaseException:  # noqa: BLE001  whatever it is, the test must see it
-            pipe.send((True, traceback.format_exc()))
+            here, there = socket.socketpair()
+            words = [str(rank), str(self.world_size), str(self.store.port), *sys.path]  # where tests are imported from
+            with there:
+                self.workers.append(Forked([sys.executable, "-m", "tests.pool_worker", *words], cwd=ROOT, stdin=there))
+            self.pipes.append(Connection(here.detach()))

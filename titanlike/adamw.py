@@ -9,11 +9,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlike.config.layout import BLOCK
 from titanlike.distributed import local_part
+from titanlike.dtensor import is_dtensor
 from titanlike.noise import seed_of, spread
 from titanlike.quietly import quietly
 
@@ -172,8 +171,10 @@ def _scales(parameter: Tensor) -> Tensor:
     """A scale for each block, cut over the ranks as the parameter is."""
     rows, columns = parameter.shape
     shape = (rows, columns // BLOCK)
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return torch.zeros(shape, device=parameter.device)
+    from torch.distributed.tensor import DTensor
+
     local = local_part(parameter)
     mine = torch.zeros(local.shape[0], local.shape[1] // BLOCK, device=local.device)
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -184,7 +185,9 @@ def _bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor:
     """16 random bits for each of so many numbers of this rank's part: a function of the seed and of the place in the whole."""
     local = local_part(parameter)
     offset: tuple[int, ...] = (0,) * parameter.dim()
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     rest = torch.arange(first, first + count, device=local.device)
     places, stride = torch.zeros_like(rest), 1

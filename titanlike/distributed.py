@@ -14,10 +14,10 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
-from torch.distributed.tensor import DTensor
 
 from titanlike import environment
 from titanlike.config import UserError
+from titanlike.dtensor import is_dtensor
 
 T = TypeVar("T")
 
@@ -192,13 +192,13 @@ def named_group(name: str) -> dist.ProcessGroup:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, as plain memory."""
-    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    mine = tensor.to_local() if is_dtensor(tensor) else tensor
     return getattr(mine, "stored", mine)  # of a shard that FSDP gathers in float8
 
 
 def sharers(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups of ranks that have other parts of the tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())

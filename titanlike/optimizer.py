@@ -1,6 +1,8 @@
 """From gradients to new weights: AdamW, the learning rate, clipping, and the stop before a bad step, or the way past it."""
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -26,12 +28,49 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     ]
     usual: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state == "full" and not section.stochastic_rounding:
-        return torch.optim.AdamW(groups, **usual, fused=section.fused)
+        return AdamW(groups, **usual, fused=section.fused)
     copies: dict[str, str] = getattr(model, "copies", {})  # rounded as their originals are, and so equal for ever
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:
         seeds = {p: seed_of(seed, f"rounding of {copies.get(name, name)}") for name, p in model.named_parameters()}
     return LowMemoryAdamW(groups, **usual, state=section.state, seeds=seeds)
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` without the import of `torch._dynamo`, which takes a second and is of no use where nothing is compiled.
+
+    torch imports it when an optimizer is made and when it takes a step, to keep both out of compiled code.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """The arguments of `torch.optim.AdamW`."""
+        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+            method: Any = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+            if method is not None and not hasattr(method, _EXCLUDED):
+                setattr(method, _EXCLUDED, _excluded_once_imported(method))
+        super().__init__(*arguments, **named)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        return _ADAMW_STEP(self, closure)
+
+
+_EXCLUDED = "__dynamo_disable"  # where torch keeps the method as it is called outside of compiled code
+_ADAMW_STEP: Any = inspect.unwrap(torch.optim.AdamW.step)
+
+
+def _excluded_once_imported(method: Any) -> Callable[..., Any]:
+    """Calls a method of `Optimizer`, and excludes it from compiled code if something has imported `torch._dynamo`."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return method(*arguments, **named)
+        excluded = torch._dynamo.disable(method, wrapping=False)
+        setattr(method, _EXCLUDED, excluded)
+        return excluded(*arguments, **named)
+
+    return call
 
 
 def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> float:

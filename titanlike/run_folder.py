@@ -125,7 +125,6 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, data:
         "tensor": f"shares of a matrix, {model.num_heads // layout['tensor']} heads each",
     }
     return [
-        f"run     {Path(recipe.run.dir, recipe.run.name)}",
         f"model   {model.name} {model.size}: {model.num_parameters():,} parameters, "
         f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP a token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",

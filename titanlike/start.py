@@ -105,6 +105,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         environment.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":
         environment.set_variables(environment.trust_compiler())
+    if ranks.rank == 0:
+        print(f"run     {Path(placed.dir, placed.name)}", flush=True)  # on the screen while torch is imported
     program = Path(sys.argv[0]).resolve()
     if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # so that the resolved recipe finds its program again

@@ -18,7 +18,6 @@ from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelisms.precision import apply_compute_dtype
-from titanlike.parallelisms.tensor import apply_tensor, overlap_tensor
 
 
 def transform(
@@ -61,12 +60,16 @@ def transform(
             tensor=mesh.tensor.size(),
         )
         parts = list(model.parts.values())
-    for part in parts:
-        apply_tensor(part, plan, mesh.tensor)
-        if in_float8:
+    if mesh.tensor.size() > 1:
+        from titanlike.parallelisms.tensor import apply_tensor, overlap_tensor
+
+        for part in parts:
+            apply_tensor(part, plan, mesh.tensor)
+        if parallelism.async_tensor:
+            overlap_tensor(mesh.tensor)
+    if in_float8:
+        for part in parts:
             share_scales(part, mesh.tensor.get_group(), mesh.context.get_group())
-    if parallelism.async_tensor:
-        overlap_tensor(mesh.tensor)
     layers = blocks(model)
     apply_context(layers, mesh.context)
     apply_activation_checkpoint(

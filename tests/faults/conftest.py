@@ -10,11 +10,9 @@ from tests.faults.undisturbed import Trained, trained
 
 
 @pytest.fixture(scope="session")
-def starter() -> Iterator[Starter]:
+def starter() -> Starter:
     """What starts ranks."""
-    starter = Starter()
-    yield starter
-    starter.close()
+    return Starter()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ FLOORS = [
     {"models", "loss"},
     {"signals"},
     {"distributed", "lock", "noise", "quietly", "readback", "rng", "roll_call", "watch"},
-    {"environment"},
+    {"dtensor", "environment"},
     {"config"},
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))

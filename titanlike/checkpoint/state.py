@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlike.checkpoint.shards import Damaged, Entry, Place, Reader, Sum, write_tensors
 from titanlike.config import UserError
 from titanlike.distributed import local_part
+from titanlike.dtensor import is_dtensor
 
 
 def tensors(
@@ -34,8 +33,10 @@ def tensors(
 
 def place_of(tensor: Tensor) -> Place:
     """Where this rank's part of a tensor lies in the whole."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Place(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(shape) == tuple(local_part(tensor).shape), "a rank has one box of a tensor"
     return Place(tuple(tensor.shape), tuple(offset), tuple(shape))

@@ -51,6 +51,7 @@ def main() -> NoReturn:
         environment.fail(error)
     environment.set_variables(environment.share_cores(job.processes))
     environment.stamp_what_is_started()
+    print(f"launch  {job.processes} process{'es' if job.processes > 1 else ''}", flush=True)  # while torch is imported
     from titanlike.cli.torchrun import torchrun  # imports torch
 
     sys.exit(torchrun(job, [str(program), *words], grace_seconds(arguments)))

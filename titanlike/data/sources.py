@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -202,5 +203,8 @@ def stdlib_files() -> list[File]:
     """The source of Python's own library."""
     root = Path(sysconfig.get_path("stdlib"))
     apart = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    paths = sorted(path for path in root.rglob("*.py") if not apart & set(path.relative_to(root).parts))
-    return [local_file(path) for path in paths]
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in apart]  # site-packages may have a hundred thousand files
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [local_file(path) for path in sorted(paths)]

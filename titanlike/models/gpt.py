@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import models as shapes
-from titanlike.models.layers import CausalAttention, Dropout, TiedHead
+from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedHead
 
 # How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
 TENSOR_PLAN = {
@@ -41,8 +41,8 @@ class GPT(nn.Module):
     def __init__(self, shape: shapes.GPT) -> None:
         super().__init__()
         self.shape = shape
-        self.tok_embeddings: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
-        self.pos_embeddings: nn.Embedding | None = nn.Embedding(shape.max_seq_len, shape.dim)
+        self.tok_embeddings: nn.Embedding | None = Embedding(shape.vocab_size, shape.dim)
+        self.pos_embeddings: nn.Embedding | None = Embedding(shape.max_seq_len, shape.dim)
         self.dropout = Dropout(shape.dropout, site=0)
         # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
         self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.num_layers)})

@@ -54,6 +54,15 @@ def attention_by(kernel: str) -> AbstractContextManager[Any]:
     return sdpa_kernel([KERNELS[name] for name in names], set_priority=True)
 
 
+class Embedding(nn.Embedding):
+    """torch's own, but that on the meta device, where there are no values, it draws none: that imports the compiler."""
+
+    def reset_parameters(self) -> None:
+        """Draw values, where there is memory for them."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Head(nn.Linear):
     """The last matrix. Given labels, it gives their summed loss in place of logits, which then need never be there at once."""
 

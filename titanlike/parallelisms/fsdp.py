@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from titanlike.config import UserError
 
@@ -28,6 +27,9 @@ def apply_fsdp(
     A mesh of two dimensions replicates over the first and shards over the second. Gradients are summed, not averaged:
     the loss is already divided by the tokens of the whole batch.
     """
+    # Takes most of a second, which a run in one process does not need.
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     if cpu_offload and mesh.device_type == "cpu":
         raise UserError(
             "parallelism.cpu_offload = true moves weights from a GPU to the host, but there is no GPU; set it false"

@@ -1,9 +1,12 @@
 """The ranks as a named grid: which of them share which part of the work."""
 
 from dataclasses import dataclass
+from typing import cast
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import DIMENSIONS
 
@@ -38,22 +41,34 @@ class Mesh:
 def build_mesh(
     device_type: str, *, pipeline: int = 1, replicate: int = 1, shard: int = 1, context: int = 1, tensor: int = 1
 ) -> Mesh:
-    """The grid of these sizes over all ranks, which are as many as their product."""
-    weights = init_device_mesh(
-        device_type,
-        (pipeline, replicate, shard * context, tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
-    )
-    shared = init_device_mesh(
-        device_type,
-        (pipeline * replicate * shard, context, tensor),
-        mesh_dim_names=("others", "context", "tensor"),
-    )
+    """The grid of these sizes over all ranks, which are as many as their product.
+
+    `init_device_mesh` would make a process group for every dimension. A group costs memory, time at the start and, with gloo,
+    three threads that poll, so dimensions of size 1 share one here.
+    """
+    names = ("pipeline", "replicate", "shard", "tensor")
+    grid = torch.arange(dist.get_world_size()).view(pipeline, replicate, shard * context, tensor)
+    alone = dist.group.WORLD if grid.numel() == 1 else None
+
+    def group_of(grid: Tensor, dimension: int) -> dist.ProcessGroup:
+        """The ranks on this rank's line along a dimension of the grid."""
+        nonlocal alone
+        lines = grid.movedim(dimension, -1).flatten(0, -2).tolist()
+        if len(lines) == 1:
+            return cast(dist.ProcessGroup, dist.group.WORLD)
+        if len(lines[0]) > 1:
+            return dist.new_subgroups_by_enumeration(lines)[0]
+        alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return alone
+
+    groups = [group_of(grid, dimension) for dimension in range(grid.ndim)]
+    weights = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
+    sharers = group_of(grid.view(-1, context, tensor), 1)
     return Mesh(
         sizes=dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True)),
         weights=weights["replicate", "shard"] if replicate > 1 else weights["shard"],
         tensor=weights["tensor"],
-        context=shared["context"],
+        context=DeviceMesh.from_group(sharers, device_type, mesh_dim_names=("context",)),
         pipeline=weights["pipeline"],
         data_rank=weights["replicate"].get_local_rank() * shard + weights["shard"].get_local_rank() // context,
         data_ranks=replicate * shard,

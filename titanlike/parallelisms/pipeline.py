@@ -7,7 +7,6 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
@@ -159,6 +158,8 @@ class Pipeline(nn.Module):
         return torch.empty(tokens.shape[0], length, width, dtype=self.dtype, device=tokens.device)
 
     def _build_schedule(self, labels: Tensor, num_microbatches: int) -> Any:
+        from torch.distributed import pipelining  # imports the compiler, which takes a second
+
         if self.kind.splits_backward:
             # Parts of the graph are walked twice, so compiled code may not reuse the memory of what it has read.
             torch._functorch.config.donated_buffer = False

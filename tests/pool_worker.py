@@ -1,0 +1,40 @@
+"""One rank of a pool: runs the functions that tests send."""
+
+import os
+import pickle
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+
+def serve(rank: int, world_size: int, port: int) -> None:
+    """Run what the test sends, until it closes the connection. It is standard input."""
+    pipe = Connection(os.dup(0))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", port),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    while True:
+        try:
+            received = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, arguments, named = pickle.loads(received)
+            answer = (False, function(*arguments, **named))
+        except BaseException:  # noqa: BLE001  whatever it is, the test must see it
+            answer = (True, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))  # not `send`: it would share the memory of tensors
+
+
+if __name__ == "__main__":
+    sys.path[:] = sys.argv[4:]
+    serve(*map(int, sys.argv[1:4]))
