@@ -45,7 +45,19 @@ def run(
     folder: Path, *words: str, variables: dict[str, str] | None = None, real: bool = False, **overrides: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a recipe to its end."""
-    job = start(folder, variables, *words, real=real, **overrides)
+    return _end(start(folder, variables, *words, real=real, **overrides))
+
+
+def python(folder: Path, *words: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a script, or with `-m` a module, in a forked process to its end."""
+    started = Forked(
+        [sys.executable, *words], cwd=folder, env=environment(**variables or {}), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return _end(started)
+
+
+def _end(job: "subprocess.Popen[str]") -> subprocess.CompletedProcess[str]:
     try:
         said, errors = job.communicate(timeout=300)
     except BaseException:

@@ -13,12 +13,17 @@ from tests.forkserver import ROOT, Forked
 
 
 class Pool:
-    """So many ranks, started at the first use and shared by all tests that need as many."""
+    """So many ranks, started at the first use and ended with the test, or when they have twice the threads of their first run.
+
+    Process groups cannot be destroyed between runs, for caches of torch hold the meshes that refer to them, and with gloo each
+    has three threads that poll. Fresh processes cost a tenth of a second.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.workers: list[Any] = []
+        self.workers: list[Forked] = []
         self.pipes: list[Any] = []
+        self.threads: list[int] = []  # the most that a rank had after each run
 
     def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
         """What the function returns on each rank. If one fails, the others are ended, and its trace is raised."""
@@ -27,16 +32,23 @@ class Pool:
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, arguments, named)))
         results: dict[int, Any] = {}
+        threads = [0]
         while len(results) < self.world_size:
-            for pipe in wait([p for rank, p in enumerate(self.pipes) if rank not in results], timeout=300):
+            ready = wait([p for rank, p in enumerate(self.pipes) if rank not in results], timeout=300)
+            assert ready, f"no rank of {self.world_size} answered in 300 s"
+            for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
-                    failed, results[rank] = pickle.loads(pipe.recv_bytes())
+                    failed, results[rank], count = pickle.loads(pipe.recv_bytes())
+                    threads.append(count)
                 except EOFError:
                     failed, results[rank] = True, "the process died"
                 if failed:
                     self.close()
                     raise AssertionError(f"rank {rank} of {self.world_size}: {results[rank]}")
+        self.threads.append(max(threads))
+        if self.threads[-1] > 2 * self.threads[0]:
+            self.close()  # the next run has fresh processes
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -44,7 +56,9 @@ class Pool:
         for worker in self.workers:
             worker.kill()
             worker.wait()
-        self.workers, self.pipes = [], []
+        for pipe in self.pipes:
+            pipe.close()
+        self.workers, self.pipes, self.threads = [], [], []
 
     def _start(self) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -100,8 +100,7 @@ class RollCall:
 
     def _talk(self) -> None:
         store: distributed.Store | None = None
-        left = False
-        while not left:
+        while True:
             left = self._stop.is_set()
             try:
                 store = store or distributed.store_of_its_own()
@@ -110,6 +109,8 @@ class RollCall:
                 store = None
                 self.told |= self.alarm and not self.is_reporter
                 self._stop.wait(RECONNECT)
+            if left:
+                return
             self._wake.wait(0.1 if self.alarm else self.interval)
             self._wake.clear()
 

@@ -18,6 +18,8 @@ from titanlike.verify import Result, differences
 Ranks = Callable[[int], Pool]
 Alone = Callable[[str, float], Result]
 
+STEPS = 2  # the loss of the second sees the weights, and so the gradients and the update, of the first
+
 
 def model_of(name: str, dropout: float = 0.0) -> Any:
     # Four blocks, so that two ranks can have two stages each.
@@ -35,7 +37,7 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
                 tmp_path_factory.mktemp("alone"),
                 "run",
                 model=model_of(model, dropout),
-                training=dict(local_batch_size=8),
+                training=dict(steps=STEPS, local_batch_size=8),
             )
             found[model, dropout] = train(ranks(1), recipe)
         return found[model, dropout]
@@ -76,7 +78,7 @@ def test_a_layout_gives_the_numbers_of_one_process(
     sections = {
         "model": model_of(model, case.dropout),
         "parallelism": Parallelism(**case.layout),
-        "training": dict(local_batch_size=case.local),
+        "training": dict(steps=STEPS, local_batch_size=case.local),
     }
     found, expected = (
         train(ranks(case.processes), tiny(tmp_path, "run", **sections, **case.sections)),

@@ -31,7 +31,11 @@ FAST = "aot_eager_decomp_partition"
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("plain")
-    return {name: train(ranks(1), tiny(folder, name, model=model)) for name, model in MODELS.items()}
+    return {name: train(ranks(1), two_steps(folder, name, model=model)) for name, model in MODELS.items()}
+
+
+def two_steps(folder: Path, name: str = "run", **sections: Any) -> PretrainRecipe:
+    return tiny(folder, name, **sections | {"training": dict(steps=2) | sections.get("training", {})})
 
 
 CHECKPOINTING = [
@@ -47,7 +51,7 @@ CHECKPOINTING = [
 def test_recomputing_gives_the_same_numbers(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, options: dict[str, Any], processes: int
 ) -> None:
-    recipe = tiny(tmp_path, "run", model=MODELS[model], activation_checkpoint=ActivationCheckpoint(**options))
+    recipe = two_steps(tmp_path, model=MODELS[model], activation_checkpoint=ActivationCheckpoint(**options))
     assert_same(train(ranks(processes), recipe), plain[model])
 
 
@@ -57,7 +61,7 @@ def test_recomputing_gives_the_same_numbers(
 def test_compiling_gives_the_same_numbers(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, mode: Any, processes: int
 ) -> None:
-    recipe = tiny(tmp_path, "run", model=MODELS[model], compile=Compile(mode=mode, backend=FAST))
+    recipe = two_steps(tmp_path, model=MODELS[model], compile=Compile(mode=mode, backend=FAST))
     assert_same(train(ranks(processes), recipe), plain[model])
 
 
@@ -65,8 +69,8 @@ def test_compiling_gives_the_same_numbers(
 def test_compiling_what_recomputes_gives_the_same_numbers(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    recipe = tiny(
-        tmp_path, "run", compile=Compile(backend=FAST), activation_checkpoint=ActivationCheckpoint(**options),
+    recipe = two_steps(
+        tmp_path, compile=Compile(backend=FAST), activation_checkpoint=ActivationCheckpoint(**options),
         parallelism=Parallelism(reshard_after_forward="always"),
     )  # fmt: skip
     try:
@@ -92,8 +96,8 @@ def _reset_memory_budget() -> None:
 def test_the_real_compiler_gives_the_same_numbers(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, mode: Any, layout: dict[str, Any]
 ) -> None:
-    recipe = tiny(
-        tmp_path, "run", compile=Compile(mode=mode, backend="inductor"), parallelism=Parallelism(**layout),
+    recipe = two_steps(
+        tmp_path, compile=Compile(mode=mode, backend="inductor"), parallelism=Parallelism(**layout),
         training=dict(local_batch_size=4),
     )  # fmt: skip
     assert_same(train(ranks(2 if layout else 1), recipe), plain["llama"])
@@ -101,7 +105,7 @@ def test_the_real_compiler_gives_the_same_numbers(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str) -> None:
-    recipe = tiny(tmp_path, "run", model=MODELS[model], training=dict(compute_dtype="bfloat16"))
+    recipe = two_steps(tmp_path, model=MODELS[model], training=dict(compute_dtype="bfloat16"))
     found = train(ranks(1), recipe)
     # 8 bits of mantissa: 0.4% an operation, less on the average over tokens
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain[model].losses), rtol=5e-3, atol=0)

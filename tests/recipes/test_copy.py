@@ -1,10 +1,8 @@
 """Copy the program and a recipe elsewhere, add a section and a line: no change to the library."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.launching import ROOT, SMALL, environment, losses, run
+from tests.launching import ROOT, SMALL, losses, python, run
 
 SECTION = '''
 from titanlike.config import section
@@ -73,8 +71,4 @@ def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
     assert "[noise]\nscale = 0.01" in resolved
     # The resolved recipe finds the copied program again, and the copy runs by itself as well.
     assert "resumed at step 6" in run(tmp_path, "runs/loud/recipe.toml").stdout
-    alone = subprocess.run(
-        [sys.executable, "noisy.py", "runs/loud/recipe.toml"], cwd=tmp_path, env=environment(), capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    assert "resumed at step 6" in alone.stdout
+    assert "resumed at step 6" in python(tmp_path, "noisy.py", "runs/loud/recipe.toml").stdout

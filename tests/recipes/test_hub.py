@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, python
 
 
 def jsonl(name: str) -> bytes:
@@ -100,10 +99,8 @@ def hub() -> Iterator[str]:
 
 def inspect(hub: str, folder: Path, *words: str) -> str:
     variables = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlike.cli.main", "data", "inspect", *words, "--tokenizer.encoding=bytes"],
-        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    command = ("-m", "titanlike.cli.main", "data", "inspect", *words, "--tokenizer.encoding=bytes")
+    done = python(ROOT, *command, variables=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -73,7 +73,7 @@ def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, 
     times = []
     for _ in range(3):
         begun = time.monotonic()
-        done = run(tmp_path, *words, variables={"PYTHONPROFILEIMPORTTIME": "1"} if not times else {})
+        done = run(tmp_path, *words, real=True, variables={"PYTHONPROFILEIMPORTTIME": "1"} if not times else {})
         times.append(time.monotonic() - begun)
         assert not re.search(r"\|\s+torch$", done.stderr, flags=re.MULTILINE)
         assert bool(times) or re.search(r"\|\s+pydantic$", done.stderr, flags=re.MULTILINE)  # the look-out works
@@ -82,7 +82,7 @@ def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, 
 
 def test_a_python_without_the_install_is_told_what_to_run(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
-    done = run(tmp_path, variables={"PATH": f"{tmp_path / 'bare' / 'bin'}:/usr/bin:/bin"})
+    done = run(tmp_path, real=True, variables={"PATH": f"{tmp_path / 'bare' / 'bin'}:/usr/bin:/bin"})
     assert done.returncode == 2
     assert "bare/bin/python lacks torch, pydantic, tiktoken, tomli; run: pip install -e " in done.stderr
     assert len(done.stderr.splitlines()) == 1

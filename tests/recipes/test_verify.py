@@ -2,12 +2,11 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, environment
+from tests.launching import ROOT, python
 from tests.recipes.test_copy import edited
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import read
@@ -15,10 +14,7 @@ from titanlike.verify import Result, _parse, differences, shrink
 
 
 def verify(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "titanlike.cli.main", "verify", *words], cwd=folder, capture_output=True, text=True,
-        env=environment(PYTHONPATH=str(ROOT)), timeout=300, check=False,
-    )  # fmt: skip
+    return python(folder, "-m", "titanlike.cli.main", "verify", *words)
 
 
 def copied(folder: Path, old: str, new: str) -> str:

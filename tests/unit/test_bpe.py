@@ -4,13 +4,12 @@ import base64
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, environment
+from tests.launching import python
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.bpe import SPECIAL, train
@@ -121,10 +120,7 @@ def test_what_cannot_be_trained_is_told(corpus: Path, tmp_path: Path) -> None:
 
 def test_the_command_says_what_to_do_next(corpus: Path, tmp_path: Path) -> None:
     words = [str(corpus / "json.txt"), "--out", "my.model", "--vocab-size", "5000"]
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlike.cli.main", "data", "train-tokenizer", *words], cwd=tmp_path, capture_output=True,
-        env=environment(PYTHONPATH=str(ROOT)), text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = python(tmp_path, "-m", "titanlike.cli.main", "data", "train-tokenizer", *words)
     assert re.match(
         r"my\.model: \d,?\d{3} tokens, from \d+\.\d KB of text in \d+\.\d s; \d\.\d\d bytes of text a token\n"
         r"  fewer than 5,000: no other pair is there twice; give more text for more tokens\n",
