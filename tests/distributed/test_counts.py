@@ -28,7 +28,7 @@ from titanlike.verify import _toml, shrink
 Ranks = Callable[[int], Pool]
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-PASSES = 4  # in a step, under any layout
+PASSES = 2  # in a step, under any layout
 WARM = 3  # the first step that nothing is excused in
 STEPS = 4
 

@@ -80,7 +80,9 @@ def _batches_seen(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("layout", ["HSDP", "CP-FSDP", "PPzbv-TP"])
 def test_every_token_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    options: dict[str, Any] = dict(checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1)
+    options: dict[str, Any] = dict(
+        training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1
+    )
     alone = ranks(1).run(_batches_seen, recipe_for(tmp_path, "one", "llama", None, **options))[0]
     found = ranks(4).run(_batches_seen, recipe_for(tmp_path, "four", "llama", layout, **options))
     for step, everything in enumerate(alone):
@@ -125,8 +127,8 @@ def _sample(recipe: PretrainRecipe) -> str:
         mesh,
         tokenizer,
         "def ",
-        num_tokens=12,
-        window=11,
+        num_tokens=8,
+        window=7,
         temperature=0.7,
         seed=0,
         device=torch.device("cpu"),

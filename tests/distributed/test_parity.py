@@ -57,11 +57,12 @@ def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]
 
 
 def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
-    """Cases of the second tier take turns with the models there; the other model is for when all are asked for."""
-    if not case.tier:
+    """Where a case runs with one model, cases take turns with the models."""
+    of_its_kind = [other for other in CASES if other.tier == case.tier]
+    is_turn = of_its_kind.index(case) % 2 == list(MODELS).index(model)
+    if case.tier == "both" or (case.tier == "one" and is_turn):
         return []
-    turn = [other for other in CASES if other.tier == "slow"].index(case) % 2 if case.tier == "slow" else None
-    return [pytest.mark.slow if turn == list(MODELS).index(model) else pytest.mark.every]
+    return [pytest.mark.slow if case.tier == "one" or (case.tier == "slow" and is_turn) else pytest.mark.every]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_a_layout_gives_the_numbers_of_one_process(
     sections = {
         "model": model_of(model, case.dropout),
         "parallelism": Parallelism(**case.layout),
-        "training": dict(steps=STEPS, local_batch_size=case.local),
+        "training": dict(steps=STEPS, local_batch_size=case.local_batch_size),
     }
     found, expected = (
         train(ranks(case.processes), tiny(tmp_path, "run", **sections, **case.sections)),

@@ -163,8 +163,16 @@ def _graphs(layout: dict[str, int], mode: Any) -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], len(counters["graph_break"])
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("layout", [dict(tensor=2), dict(context=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        (dict(tensor=2), "none"),
+        (dict(context=2), "full"),
+        pytest.param(dict(tensor=2), "full", marks=pytest.mark.slow),
+        pytest.param(dict(context=2), "none", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_one_compiled_block_serves_all(ranks: Ranks, layout: dict[str, int], mode: str) -> None:
     assert ranks(2).run(_graphs, layout, mode) == [(1, 0)] * 2
 

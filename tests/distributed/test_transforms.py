@@ -55,17 +55,36 @@ def test_recomputing_gives_the_same_numbers(
     assert_same(train(ranks(processes), recipe), plain[model])
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mode", ["block", "model"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("processes", "mode", "model"),
+    [
+        (1, "block", "llama"),
+        (1, "model", "gpt"),
+        (2, "block", "gpt"),
+        (2, "model", "llama"),
+        pytest.param(1, "block", "gpt", marks=pytest.mark.slow),
+        pytest.param(1, "model", "llama", marks=pytest.mark.slow),
+        pytest.param(2, "block", "llama", marks=pytest.mark.slow),
+        pytest.param(2, "model", "gpt", marks=pytest.mark.slow),
+    ],
+)
 def test_compiling_gives_the_same_numbers(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, mode: Any, processes: int
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, processes: int, mode: Any, model: str
 ) -> None:
     recipe = two_steps(tmp_path, model=MODELS[model], compile=Compile(mode=mode, backend=FAST))
     assert_same(train(ranks(processes), recipe), plain[model])
 
 
-@pytest.mark.parametrize("options", [*CHECKPOINTING, dict(mode="memory_budget", memory_budget=0.2)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mode="selective"),
+        dict(mode="memory_budget", memory_budget=0.2),
+        pytest.param(dict(mode="every_n", every_n=2), marks=pytest.mark.slow),
+        pytest.param(dict(mode="full"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_compiling_what_recomputes_gives_the_same_numbers(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]
 ) -> None:
