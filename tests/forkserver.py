@@ -158,9 +158,9 @@ def become(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
     kept = sorted({0, 1, 2, *request["pass_fds"]})
     for low, high in zip(kept, [*kept[1:], 2**16], strict=True):
         os.closerange(low + 1, high)
-    sys.stdin = open(0, closefd=False)  # noqa: PTH123, SIM115
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("SIGTERM", "SIGUSR1", "SIGALRM", "SIGCHLD", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -177,12 +177,13 @@ def _run(program: list[str]) -> int:
     try:
         if program[0] == "-m":
             sys.argv = program[1:]
-            sys.path[0] = os.getcwd()
+            sys.path[0] = str(Path.cwd())
+            sys.modules.pop(program[1], None)  # it may be among the preloaded ones
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = program
             sys.path[0] = str(Path(program[0]).resolve().parent)
-            runpy.run_path(program[0], run_name="__main__")
+            runpy.run_path(str(Path(program[0]).absolute()), run_name="__main__")
     except SystemExit as left:
         if left.code is None or isinstance(left.code, int):
             return (left.code or 0) & 0xFF

@@ -5,6 +5,7 @@ Processes are forked (`tests/forkserver.py`) unless a test asks for `real=True`:
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -97,6 +98,12 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"
         time.sleep(0.02)
+
+
+def cpu_seconds() -> float:
+    """What processes that were started here, and have ended, took of the processor."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def descendants(parent: int) -> list[int]:

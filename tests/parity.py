@@ -63,7 +63,10 @@ CASES = [
     Case("TP x HSDP", dict(tensor=2, replicate=2, shard=2), tier="slow"),
     *(
         Case(
-            f"PP {name} x FSDP", dict(pipeline=2, pipeline_schedule=name, shard=2), local, tier=WITH_FSDP.get(name, "one")
+            f"PP {name} x FSDP",
+            dict(pipeline=2, pipeline_schedule=name, shard=2),
+            local,
+            tier=WITH_FSDP.get(name, "one"),
         )
         for name, local in SCHEDULES.items()
     ),

@@ -6,6 +6,7 @@ import sys
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def serve(rank: int, world_size: int, port: int) -> None:
             failed, result = False, function(*arguments, **named)
         except BaseException:  # noqa: BLE001  whatever it is, the test must see it
             failed, result = True, traceback.format_exc()
-        threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
+        threads = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else 0
         pipe.send_bytes(pickle.dumps((failed, result, threads)))  # not `send`: it would share the memory of tensors
 
 

@@ -124,7 +124,12 @@ class Aws:
         """Forget everything."""
         for client, event, do in self._hooks:
             client.meta.events.unregister(event, do)
-        request = urllib.request.Request(f"{self.address}/moto-api/reset", method="POST")
+        self.forget(self.address)
+
+    @staticmethod
+    def forget(address: str) -> None:
+        """Empty the account."""
+        request = urllib.request.Request(f"{address}/moto-api/reset", method="POST")
         urllib.request.urlopen(request, timeout=10).close()
 
 

@@ -63,6 +63,7 @@ def account(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def aws(server: str, account: None, session_clients: Clients, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
     """AWS, and clients of it."""
     monkeypatch.setattr(SageMakerResponse, "stop_training_job", stop_training_job, raising=False)
+    Aws.forget(server)  # what tests without this fixture have sent
     there = Aws(server, session_clients)
     yield there
     there.reset()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from parcel import pack
 from request import Job, request_for
 from simulate import Simulation
 
-from tests.launching import ROOT
+from tests.forkserver import ROOT, Forked
 from titanlike.checkpoint import read_whole
 
 DEBUG = ROOT / "train_configs/debug.toml"
@@ -117,7 +118,9 @@ def test_a_smoke_job_measures_and_trains_a_little(tmp_path: Path) -> None:
     assert not (tmp_path / "s3/ours/titanlike/checkpoints").exists()
 
 
-def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path) -> None:
+def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr("simulate.subprocess", forked)
     program = (ROOT / "recipes/pretrain.py").read_text()
     crash = (
         "            if step == 3 and distributed.dist.get_rank() == 1:\n"
@@ -130,7 +133,7 @@ def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path) -> No
     recipe.write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nrecipe = "burning"\n')
     job = start(tmp_path / "job", "20261122-000001", recipe)
     wait_for(lambda: any(f"step      2/{STEPS}" in line for line in job.hosts[0].said))
-    wait_for((job.hosts[1].root / "output/failure").exists, seconds=15)  # the step, the launcher's look, the file
+    wait_for((job.hosts[1].root / "output/failure").exists)
     other, burnt = job.wait()
     assert burnt.failure.splitlines()[0] == (
         "127.0.0.2: RuntimeError: the disk is on fire; process 1 ended with exit code 1; its own words are above"

@@ -30,10 +30,10 @@ def drop_last(folder: Path) -> None:
     shutil.rmtree(saved_steps(folder)[-1])
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_run_bit_for_bit(ranks: Ranks, tmp_path: Path, processes: int) -> None:
     recipe = tiny(
-        tmp_path, "run", parallelism=LAYOUTS[processes], training=dict(steps=6), checkpoint=dict(interval=3),
+        tmp_path, "run", parallelism=LAYOUTS[processes], training=dict(steps=4), checkpoint=dict(interval=2),
         validation=dict(interval=2),
     )  # fmt: skip
     whole = train(ranks(processes), recipe)

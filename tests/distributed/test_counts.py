@@ -148,9 +148,15 @@ def _compiled(recipe: PretrainRecipe) -> tuple[int, int, int]:
     return graphs[WARM], counters["stats"]["unique_graphs"] - graphs[WARM], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [case for case in CASES if case.values[0] not in ("debug", "study/baseline")]
-)
+# Compiling takes longest: fewer of the quick ones here.
+COMPILED = [
+    pytest.param(*case, marks=[] if case in (("llama3_8b_float8", "TP"), ("gpt2_124m", "FSDP")) else [pytest.mark.slow])
+    for case in QUICK + MORE
+    if case[0] not in ("debug", "study/baseline")
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), COMPILED)
 def test_nothing_is_compiled_again_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
     recipe = small(tmp_path, name, layout)
     for first, later, breaks in ranks(LAYOUTS[layout][0]).run(_compiled, recipe):

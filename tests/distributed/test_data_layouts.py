@@ -45,17 +45,19 @@ def data(source: str, corpus: Path, **keys: Any) -> dict[str, Any]:
 def test_documents_are_apart_under_any_layout(
     ranks: Ranks, tmp_path: Path, corpus: Path, layout: str, model: str
 ) -> None:
-    apart = data("text", corpus, document_masks=True)
+    apart = data("text", corpus, document_masks=True) | {"training": dict(steps=2)}
     alone = train(ranks(1), recipe_for(tmp_path, "one", model, None, **apart))
     assert_same(train(ranks(4), recipe_for(tmp_path, "four", model, layout, **apart)), alone)
-    together = train(ranks(1), recipe_for(tmp_path, "seen", model, None, **data("text", corpus)))
+    together = train(
+        ranks(1), recipe_for(tmp_path, "seen", model, None, training=dict(steps=2), **data("text", corpus))
+    )
     assert abs(together.losses[0] - alone.losses[0]) > 1e-4  # it does make a difference
 
 
 @pytest.mark.parametrize("layout", ["HSDP", pytest.param("CP-FSDP", marks=pytest.mark.slow)])
 def test_a_stream_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path: Path, corpus: Path, layout: str) -> None:
     options: dict[str, Any] = dict(
-        checkpoint=dict(enabled=False), validation=dict(interval=0), **data("stream", corpus)
+        training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), **data("stream", corpus)
     )
     alone = ranks(1).run(_batches_seen, recipe_for(tmp_path, "one", "llama", None, **options))[0]
     for rank in ranks(4).run(_batches_seen, recipe_for(tmp_path, "four", "llama", layout, **options)):
@@ -69,7 +71,7 @@ def test_a_stream_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path: Pa
 def test_a_stream_is_resumed_bit_for_bit_and_elsewhere_with_the_same_text(
     ranks: Ranks, tmp_path: Path, corpus: Path, layout: str
 ) -> None:
-    options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3), **data("stream", corpus))
+    options: dict[str, Any] = dict(training=dict(steps=4), checkpoint=dict(interval=2), **data("stream", corpus))
     recipe = recipe_for(tmp_path, "run", "llama", layout, **options)
     whole = train(ranks(4), recipe)
     seen = ranks(1).run(_batches_seen, recipe_for(tmp_path, "seen", "llama", None, **options))[0]
@@ -81,8 +83,8 @@ def test_a_stream_is_resumed_bit_for_bit_and_elsewhere_with_the_same_text(
     drop_last(tmp_path / "run")
     elsewhere = recipe_for(tmp_path, "run", "llama", None, **options)
     later = ranks(1).run(_batches_seen, elsewhere)[0]
-    assert len(later) == 3
-    for ours, theirs in zip(later, seen[3:], strict=True):
+    assert len(later) == 2
+    for ours, theirs in zip(later, seen[2:], strict=True):
         assert torch.equal(ours["tokens"], theirs["tokens"])
     assert result(elsewhere).losses == pytest.approx(whole.losses, rel=1e-5)
 

@@ -59,10 +59,10 @@ def test_recomputing_gives_the_same_numbers(
     ("processes", "mode", "model"),
     [
         (1, "block", "llama"),
-        (1, "model", "gpt"),
         (2, "block", "gpt"),
         (2, "model", "llama"),
         pytest.param(1, "block", "gpt", marks=pytest.mark.slow),
+        pytest.param(1, "model", "gpt", marks=pytest.mark.slow),
         pytest.param(1, "model", "llama", marks=pytest.mark.slow),
         pytest.param(2, "block", "llama", marks=pytest.mark.slow),
         pytest.param(2, "model", "gpt", marks=pytest.mark.slow),

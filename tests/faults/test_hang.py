@@ -62,14 +62,12 @@ def own_program(folder: Path, line: str, planted: str) -> None:
 
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_process_is_named_and_does_not_survive(tmp_path: Path, stopped: int) -> None:
-    launcher = start(tmp_path, {"NPROC": "2"}, **ENDLESS)
+    launcher = start(tmp_path, {"NPROC": "2"}, **ENDLESS | {"checkpoint.grace": "600"})
     try:
         wait_for_steps(tmp_path / "runs/r")
         ranks = workers(launcher.pid)
         os.kill(ranks[stopped], signal.SIGSTOP)
-        began = time.monotonic()
-        _, errors = launcher.communicate(timeout=60)
-        assert time.monotonic() - began < 28  # torchrun alone would wait 30 seconds for the stopped one
+        _, errors = launcher.communicate(timeout=300)  # the launcher alone would wait for the stopped one longer
     finally:
         end_all(launcher)
     live = 1 - stopped
@@ -82,9 +80,7 @@ def test_a_stopped_process_is_named_and_does_not_survive(tmp_path: Path, stopped
     ), errors
     assert errors.count("error: the run hangs: ") == 1
     assert f"error: rank {live} waits in " in errors
-    assert (
-        "forward" in errors or "main (recipes/pretrain.py" in errors
-    )  # of the program, or of the model, which gathers weights
+    assert re.search(rf"^error: rank {live} waits in .*(titanlike|recipes|models)/\w+\.py:\d+\)", errors, re.MULTILINE), errors
     assert "ended with exit code" not in errors
     assert "Traceback" not in errors
     assert "Timed out" not in errors

@@ -131,7 +131,9 @@ def test_the_whole_group_is_killed(
 def test_a_rank_that_is_stopped(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """What is told of it is tested with the watch."""
     options = {"checkpoint.mode": "sync", "run.hang_seconds": "2"}
-    fault = Fault("titanlike.optimizer.AdamW.step", "after", 1, step=5, do="sleep 0.5, SIGSTOP")  # it has told where it is
+    fault = Fault(
+        "titanlike.optimizer.AdamW.step", "after", 1, step=5, do="sleep 0.5, SIGSTOP"
+    )  # it has told where it is
     job = starter.start(tmp_path, fault, **options)
     codes = job.wait()
     assert codes == [3, -9], job.said

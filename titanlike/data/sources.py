@@ -134,8 +134,8 @@ def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Call
 
 
 def _synthetic(tokenizer: Tokenizer) -> InMemory:
-    drawn = np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS)
-    return InMemory(drawn.astype(tokenizer.dtype))
+    drawn = np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS, dtype=tokenizer.dtype)
+    return InMemory(drawn)
 
 
 def _has_manifest(place: str) -> bool:
