@@ -1,6 +1,6 @@
 """The layouts that are held against one process, as data, and the README's table made from what the tests measured.
 
-pytest -m "every or not every" tests/distributed/test_parity.py --record docs/parity.json
+pytest -n 0 -m "every or not every" tests/distributed/test_parity.py --record docs/parity.json
 python -m tests.parity docs/parity.json
 """
 

@@ -13,10 +13,11 @@ from tests.forkserver import ROOT, Forked
 
 
 class Pool:
-    """So many ranks, started at the first use and ended with the test, or when they have twice the threads of their first run.
+    """So many ranks, started at the first use and shared by the tests, until they have twice the threads of their first run.
 
     Process groups cannot be destroyed between runs, for caches of torch hold the meshes that refer to them, and with gloo each
-    has three threads that poll. Fresh processes cost a tenth of a second.
+    has three threads that poll: after many layouts, idle ranks would take the processor from those that work. Fresh processes
+    cost a tenth of a second.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -48,7 +49,7 @@ class Pool:
                     raise AssertionError(f"rank {rank} of {self.world_size}: {results[rank]}")
         self.threads.append(max(threads))
         if self.threads[-1] > 2 * self.threads[0]:
-            self.close()  # the next run has fresh processes
+            self.close()  # the next run starts fresh processes
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:

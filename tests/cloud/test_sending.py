@@ -1,5 +1,6 @@
 """A job that is really sent: to moto's server on loopback, which takes it for SageMaker's and S3's."""
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import launch
 import pytest
+import watching
 
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, leaves
 from tests.launching import ROOT
@@ -68,6 +70,7 @@ def test_a_run_has_one_job_at_a_time(
 
 
 def test_waiting_for_it(aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("watching.wait", functools.partial(watching.wait, interval=0.05))
     assert leaves(monkeypatch, launch.main, *WORDS, "--wait") == 0
     assert "Completed" in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ from tests.training import mesh_of
 from titanlike import distributed
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
+from titanlike.parallelisms.mesh import build_mesh
 
 Ranks = Callable[[int], Pool]
 
@@ -73,3 +74,29 @@ def test_the_mesh_knows_who_reads_what_and_who_shards_what(
             assert group == grid[tuple(line)].flatten().tolist()
         # Each token counts once: over ranks that hold other sequences or other pieces of them.
         assert summed == grid[place[0], :, :, :, place[4]].flatten().tolist()
+
+
+def _groups_made(**sizes: int) -> int:
+    before = len(dist.distributed_c10d._world.pg_map)
+    build_mesh("cpu", **sizes)
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    for group in list(dist.distributed_c10d._world.pg_map)[before:]:
+        dist.destroy_process_group(group)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        (dict(), 0),
+        (dict(shard=4), 1),  # one of this rank alone, for all dimensions of size 1
+        (dict(replicate=2, shard=2), 3),
+        (dict(shard=2, tensor=2), 3),
+        (dict(shard=2, context=2), 2),
+        (dict(pipeline=2, tensor=2), 3),
+    ],
+    ids=str,
+)
+def test_no_group_is_made_twice(ranks: Ranks, sizes: dict[str, int], count: int) -> None:
+    world_size = 4 if sizes else 1
+    assert ranks(world_size).run(_groups_made, **sizes) == [count] * world_size

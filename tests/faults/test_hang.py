@@ -80,7 +80,9 @@ def test_a_stopped_process_is_named_and_does_not_survive(tmp_path: Path, stopped
     ), errors
     assert errors.count("error: the run hangs: ") == 1
     assert f"error: rank {live} waits in " in errors
-    assert re.search(rf"^error: rank {live} waits in .*(titanlike|recipes|models)/\w+\.py:\d+\)", errors, re.MULTILINE), errors
+    assert re.search(
+        rf"^error: rank {live} waits in .*(titanlike|recipes|models)/\w+\.py:\d+\)", errors, re.MULTILINE
+    ), errors
     assert "ended with exit code" not in errors
     assert "Traceback" not in errors
     assert "Timed out" not in errors

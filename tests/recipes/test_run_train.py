@@ -10,25 +10,34 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.launching import ROOT, SMALL, command, descendants, environment, losses, records, run, start, wait_for
 
 
+class Debug(NamedTuple):
+    """The debug recipe as it is but for its length, in one process."""
+
+    folder: Path
+    said: str
+    imported: set[str]
+
+
 @pytest.fixture(scope="module")
-def debug(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The debug recipe as it is but for its length, in one process: its run folder and what it printed."""
+def debug(tmp_path_factory: pytest.TempPathFactory) -> Debug:
     folder = tmp_path_factory.mktemp("debug")
     overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
-    done = run(folder, real=True, **overrides)
+    done = run(folder, real=True, variables={"PYTHONPROFILEIMPORTTIME": "1"}, **overrides)
     assert done.returncode == 0, done.stderr
     (made,) = (folder / "runs").iterdir()
-    return made, done.stdout
+    lines = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return Debug(made, done.stdout, set(lines))
 
 
-def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: tuple[Path, str]) -> None:
-    folder, said = debug
+def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: Debug) -> None:
+    folder, said, _ = debug
     found = losses(folder)
     assert list(found) == list(range(1, 21))
     assert found[20] < found[1] - 2.0  # from ln(320) = 5.8 to below 3.8
@@ -46,7 +55,31 @@ def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: tuple[P
     assert said.splitlines()[-1] == f"done: runs/{folder.name}"
 
 
-def test_two_processes_give_the_losses_of_one(debug: tuple[Path, str], tmp_path: Path) -> None:
+def test_one_process_imports_only_what_it_uses(debug: Debug) -> None:
+    assert {"torch", "pydantic", "torch.utils.tensorboard"} <= debug.imported
+    for costly in (
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "sympy",
+        "torchao",
+    ):
+        assert costly not in debug.imported
+
+
+def test_the_first_line_is_there_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    words = [sys.executable, "-c", f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = sys.argv[1:]; "
+             "runpy.run_path(sys.argv[0], run_name='__main__')", str(ROOT / "recipes/pretrain.py")]  # fmt: skip
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 7
+    assert re.fullmatch(r"run     runs/debug-\d{8}-\d{6}-\w{4}\n", done.stdout)
+
+
+def test_two_processes_give_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
     overrides = {"training.steps": "5", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "8"}
     done = run(tmp_path, variables={"NPROC": "2"}, real=True, **overrides)
     assert done.returncode == 0, done.stderr
@@ -54,16 +87,14 @@ def test_two_processes_give_the_losses_of_one(debug: tuple[Path, str], tmp_path:
     assert "ranks   2 on cpu;" in done.stdout
     assert "          shard        2  shares of weights, gradients and optimizer state\n" in done.stdout
     assert done.stdout.count("step      5/5  loss") == 1  # one of them speaks
-    first = {step: loss for step, loss in losses(debug[0]).items() if step <= 5}  # the learning rate still rises
+    first = {step: loss for step, loss in losses(debug.folder).items() if step <= 5}  # the learning rate still rises
     assert losses(made) == pytest.approx(first, rel=1e-4)
 
 
-def test_the_resolved_recipe_finds_its_folder_again_and_that_it_is_done(
-    debug: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_the_resolved_recipe_finds_its_folder_again_and_that_it_is_done(debug: Debug, tmp_path: Path) -> None:
     """From another working directory, after the folder was moved and renamed."""
     moved = tmp_path / "elsewhere" / "renamed"
-    shutil.copytree(debug[0], moved)
+    shutil.copytree(debug.folder, moved)
     (tmp_path / "here").mkdir()
     before = losses(moved)
     done = run(tmp_path / "here", "../elsewhere/renamed/recipe.toml")

@@ -1,0 +1,121 @@
+"""Show that the default tests find errors: plant one in each subsystem, run the tests of its folder, and expect a failure.
+
+    python -m tests.planted_errors             # all of them, ten minutes
+    python -m tests.planted_errors loss check  # some
+
+The errors are planted in a copy of the repository. Ends with 1 if an error is not found.
+"""
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """An error: `old` becomes `new` in a file, and these tests of the default tier have to notice."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+ERRORS = {
+    "sharding": Planted(
+        "titanlike/parallelisms/fsdp.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(2.0)",
+        "tests/distributed/test_parity.py",
+    ),
+    "loss": Planted(
+        "titanlike/loss.py",
+        "for first in range(0, x.shape[0], chunk):",
+        "for first in range(0, max(chunk, x.shape[0] - chunk + 1), chunk):",
+        "tests/unit/test_loss.py",
+    ),
+    "resume": Planted(
+        "titanlike/checkpoint/saving.py",
+        'restore_generators(next(reader.headers()).notes["generators"])',
+        "pass",
+        "tests/faults",
+    ),
+    "commit": Planted(
+        "titanlike/checkpoint/store.py",
+        "        self._partial(step).rename(self.path / name_of(step))\n        _sync(self.path)",
+        "        shutil.copytree(self._partial(step), self.path / name_of(step))\n        shutil.rmtree(self._partial(step))",
+        "tests/faults tests/distributed/test_saving.py",
+    ),
+    "data order": Planted(
+        "titanlike/data/order.py",
+        'seed_of(seed, f"epoch {epoch}")',
+        'seed_of(seed, "epoch")',
+        "tests/unit",
+    ),
+    "float8 scale": Planted(
+        "titanlike/float8/tensor_parallel.py",
+        "module.weight_groups, module.batch_groups = weight_groups, batch_groups",
+        "module.weight_groups, module.batch_groups = (), batch_groups",
+        "tests/distributed/test_float8_layouts.py",
+    ),
+    "check": Planted(
+        "titanlike/check.py",
+        'shared |= {"num_kv_heads": model.num_kv_heads, "ffn_dim": model.ffn_dim}',
+        'shared |= {"ffn_dim": model.ffn_dim}',
+        "tests/unit tests/recipes/test_mistakes.py",
+    ),
+    "launcher": Planted(
+        "titanlike/cli/torchrun.py",
+        "return failure.exitcode if failure.exitcode > 0 else 1",
+        "return 0 if failure.exitcode < 0 else failure.exitcode",
+        "tests/recipes/test_run_train.py",
+    ),
+    "SageMaker request": Planted(
+        "sagemaker/request.py",
+        "round((job.max_hours + job.wait_hours) * 3600)",
+        "round(job.wait_hours * 3600)",
+        "tests/cloud/test_request.py",
+    ),
+    "watchdog": Planted(
+        "titanlike/watch.py",
+        "limit = max(self.seconds, PATIENCE) if someone_is_patient else self.seconds",
+        "limit = max(self.seconds, PATIENCE)",
+        "tests/unit/test_watch.py tests/faults/test_hang.py",
+    ),
+}
+
+
+def found_by(error: Planted, folder: Path) -> str:
+    """The first test that fails with the error in place; empty if none does."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    for changed in subprocess.run(
+        ["git", "diff", "--name-only", "--diff-filter=AM", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines():
+        (folder / changed).write_bytes((ROOT / changed).read_bytes())
+    file = folder / error.file
+    text = file.read_text()
+    assert text.count(error.old) == 1, f"{error.file} no longer has one {error.old!r}"
+    file.write_text(text.replace(error.old, error.new))
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *error.tests.split()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if done.returncode == 1 and failed else ""
+
+
+def main() -> int:
+    """Plant one after another. Returns the exit code."""
+    missed = 0
+    for name in sys.argv[1:] or ERRORS:
+        with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+            found = found_by(ERRORS[name], Path(folder, "repository"))
+        print(f"{name:<18} {found or 'NOT FOUND'}", flush=True)
+        missed += not found
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
