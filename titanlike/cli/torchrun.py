@@ -95,9 +95,12 @@ def _agent(grace: int) -> type[LocalElasticAgent]:
 
 
 def _cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
-    """The failure that the others followed from: one who has met a mistake, else the first."""
+    """The failure that the others followed from: a process that has met a mistake, else one that was killed (the others fail
+    because they lose the connection to it, and may be seen to have ended first), else the first."""
     ordered = sorted(failures, key=lambda failure: failure.timestamp)
-    return next((failure for failure in ordered if failure.exitcode == MISTAKE), ordered[0])
+    mistaken = [failure for failure in ordered if failure.exitcode == MISTAKE]
+    killed = [failure for failure in ordered if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
+    return (mistaken or killed or ordered)[0]
 
 
 def _how(rank: int, code: int) -> str:
