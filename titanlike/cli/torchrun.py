@@ -95,12 +95,12 @@ def _agent(grace: int) -> type[LocalElasticAgent]:
 
 
 def _cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
-    """The failure that the others followed from: a process that has met a mistake, else one that was killed (the others fail
-    because they lose the connection to it, and may be seen to have ended first), else the first."""
+    """The failure that the others followed from: a process that has reported its cause, else one that was killed (the others
+    fail because they lose the connection to it, and may be seen to have ended first), else the first."""
     ordered = sorted(failures, key=lambda failure: failure.timestamp)
-    mistaken = [failure for failure in ordered if failure.exitcode == MISTAKE]
+    reported = [failure for failure in ordered if failure.exitcode in (MISTAKE, RANK_IS_MISSING)]
     killed = [failure for failure in ordered if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
-    return (mistaken or killed or ordered)[0]
+    return (reported or killed or ordered)[0]
 
 
 def _how(rank: int, code: int) -> str:
