@@ -15,7 +15,7 @@ ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 @pytest.mark.parametrize("options", [{"compile.mode": "none"}, {"compile.mode": "block"}], ids=str)
 def test_a_gpu_trains_and_knows_its_peak(tmp_path: Path, options: dict[str, str]) -> None:
     data = {"data.source": "python_stdlib", "training.steps": "40", "training.compute_dtype": "bfloat16"}
-    done = run(tmp_path, variables=ON_GPU, **SMALL | data | options | {"run.name": "r"})
+    done = run(tmp_path, variables=ON_GPU, real=True, **SMALL | data | options | {"run.name": "r"})
     assert done.returncode == 0, done.stderr
     found = losses(tmp_path / "runs/r")
     assert found[40] < found[1] - 1.0
@@ -42,7 +42,10 @@ def test_the_last_queries_of_a_sequence_see_what_they_should(kv_heads: int, widt
 def test_offloading_to_the_host_gives_the_same_numbers(tmp_path: Path) -> None:
     for offload in ("false", "true"):
         done = run(
-            tmp_path, variables=ON_GPU, **SMALL | {"parallelism.cpu_offload": offload, "run.name": f"offload-{offload}"}
+            tmp_path,
+            variables=ON_GPU,
+            real=True,
+            **SMALL | {"parallelism.cpu_offload": offload, "run.name": f"offload-{offload}"},
         )
         assert done.returncode == 0, done.stderr
     kept, offloaded = (losses(tmp_path / f"runs/offload-{offload}") for offload in ("false", "true"))
