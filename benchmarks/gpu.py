@@ -33,7 +33,7 @@ STAGES = {
         f"limits_{model}": f"benchmarks.limits --device cuda --model {model}"
         for model in ("llama3_1b", "llama3_8b_8layers", "gpt2_124m")
     },
-    "tests": {"float8_kernels": "pytest tests/gpu -p no:cacheprovider --record"},
+    "tests": {"float8_kernels": "pytest tests/gpu -o addopts= -p no:cacheprovider --record"},
     "ladder": {
         "ladder_8b": run("llama3_8b_8layers", "bfloat16", "titanlike", "baseline,compile,float8,float8_all_gather", steps="30"),
     },

@@ -16,6 +16,7 @@ from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.models import Llama
 from titanlike.config.sections import Parallelism
+from titanlike.optimizer import AdamW
 
 Ranks = Callable[[int], Pool]
 
@@ -72,6 +73,29 @@ def _step_of_a_part(placement: Any) -> tuple[bool, bool]:
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_a_cut_weight_takes_the_steps_of_the_whole_one(ranks: Ranks, placement: Any) -> None:
     assert ranks(2).run(_step_of_a_part, placement) == [(True, True)] * 2
+
+
+def _steps_of_a_part(placement: Any, kind: type[torch.optim.AdamW]) -> list[torch.Tensor]:
+    """The weight and its moments after some steps, whole."""
+    mesh = mesh_of("cpu", shard=2).weights
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(
+        distribute_tensor(torch.randn(6, 8, generator=generator), mesh, [placement], src_data_rank=None)
+    )
+    optimizer = kind([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for _ in range(3):
+        gradient = torch.randn(6, 8, generator=generator)
+        parameter.grad = distribute_tensor(gradient, mesh, [placement], src_data_rank=None)
+        optimizer.step()
+    found = (parameter, *(optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")))
+    return [tensor.full_tensor().detach() for tensor in found]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_local_parts_take_the_steps_of_dtensors(ranks: Ranks, placement: Any) -> None:
+    ours, theirs = (ranks(2).run(_steps_of_a_part, placement, kind) for kind in (AdamW, torch.optim.AdamW))
+    for rank, expected in zip(ours, theirs, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(rank, expected, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["FSDP", pytest.param("TP-FSDP", marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ from titanlike.config.models import GPT, Llama
 from titanlike.config.sections import Optimizer, Schedule
 from titanlike.loss import IGNORE, cross_entropy_sum, num_valid
 from titanlike.models import build_model
-from titanlike.optimizer import Guard, Norms, build_optimizer, clip_gradients, gradient_norms, learning_rate
+from titanlike.optimizer import AdamW, Guard, Norms, build_optimizer, clip_gradients, gradient_norms, learning_rate
 
 
 def test_the_loss_is_a_sum_over_valid_tokens() -> None:
@@ -70,6 +70,27 @@ def test_fused_and_plain_adamw_agree() -> None:
         return model.weight
 
     torch.testing.assert_close(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_is_torchs_own_to_the_bit(fused: bool) -> None:
+    def trained(kind: type[torch.optim.AdamW]) -> dict[str, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
+        optimizer = kind(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+        for step in range(5):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            model(torch.randn(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [optimizer.state[p] for p in model.parameters()]
+        moments = {key: [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")}
+        return moments | {"parameters": [p.detach() for p in model.parameters()]}
+
+    ours, theirs = trained(AdamW), trained(torch.optim.AdamW)
+    for key, values in theirs.items():
+        assert all(torch.equal(one, other) for one, other in zip(ours[key], values, strict=True)), key
 
 
 def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
