@@ -36,7 +36,10 @@ class RollCall:
     def __init__(self, rank: int, world_size: int, sign: Callable[[], Sign], interval: float, hearing: float) -> None:
         self.rank, self.world_size, self.interval, self.hearing = rank, world_size, interval, hearing
         self.alarm = self.is_reporter = self.told = False
-        self.num_patient = 0
+        self.listening_since: float | None = (
+            None  # set while this rank is stuck and others have said that they take longer
+        )
+        self._num_patient = 0
         self._sign = sign
         self._wanted = self._telling = self._was_patient = False
         self._count = self._run = 0
@@ -84,6 +87,20 @@ class RollCall:
         missing = [rank for rank, sign in signs.items() if silent(rank) and not (sign and (sign.dumped or sign.left))]
         return signs, missing
 
+    def listen(self, on: bool) -> None:
+        """Follow what each rank says, or no longer."""
+        self.listening_since = (self.listening_since or time.monotonic()) if on else None
+
+    @property
+    def num_patient(self) -> int:
+        """How many ranks do what may take longer than a step. A rank that was stopped in the midst of it cannot take that back:
+        it counts until it has been silent for as long as this rank has listened."""
+        now = time.monotonic()
+        if self.listening_since is None or now - self.listening_since <= self.hearing:
+            return self._num_patient
+        heard = [self._last(rank) for rank, (_, since) in list(self._heard.items()) if now - since <= self.hearing]
+        return sum(1 for sign in heard if sign and sign.patient and not sign.left)
+
     @staticmethod
     def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
         """Whether it came true within so many seconds."""
@@ -122,7 +139,7 @@ class RollCall:
         self._count += 1
         store.set(f"{here}/{self.rank}", json.dumps([self._count, dataclasses.asdict(sign)]))
         patient = sign.patient and not left
-        self.num_patient = store.add(f"{here}/patient", int(patient) - int(self._was_patient))
+        self._num_patient = store.add(f"{here}/patient", int(patient) - int(self._was_patient))
         self._was_patient = patient
         if self._wanted and not self.alarm:
             self.is_reporter = store.add(f"{here}/alarm", 1) == 1
@@ -132,7 +149,7 @@ class RollCall:
         if self._telling:
             store.set(f"{here}/told", "")
             self.told = True
-        elif self.is_reporter:
+        elif self.is_reporter or (self.listening_since is not None and not self.alarm):
             self._listen(store, here)
         elif self.alarm:
             self.told = store.check([f"{here}/told"])

@@ -112,6 +112,7 @@ class Watch:
                 seen, stuck = self._beats, 0.0
             someone_is_patient = self._is_patient or self._roll_call.num_patient > 0
             limit = max(self.seconds, PATIENCE) if someone_is_patient else self.seconds
+            self._roll_call.listen(self.seconds < stuck < limit and not self._is_patient)
             if stuck > limit or self._roll_call.alarm:
                 self._end(stuck)
 

@@ -143,6 +143,15 @@ def test_a_rank_that_is_stopped(starter: Starter, undisturbed: Trained, tmp_path
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_may_take_longer(starter: Starter, tmp_path: Path) -> None:
+    """It has said that it validates, for which ten minutes are allowed, and cannot take that back."""
+    fault = Fault("titanlike.metrics.Monitor.validation", "after", 1, step=3, do="sleep 1, SIGSTOP")
+    job = starter.start(tmp_path, fault, **{"run.hang_seconds": "2"})
+    assert job.wait() == [3, -9], job.said
+    assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_not_a_number_on_one_rank(
     starter: Starter, undisturbed: Trained, tmp_path: Path, rank: int
