@@ -62,7 +62,7 @@ def main() -> None:
                 "first_line": statistics.median(lines), "first_step": statistics.median(steps), "all": times,
             }  # fmt: skip
     facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    command = f"python -m benchmarks.startup --out {options.out}"
+    command = f"python -m benchmarks.startup --repeats {options.repeats} --out {options.out}"
     options.out.write_text(json.dumps({"command": command, **facts, "processes": found}, indent=1) + "\n")
     print(table(json.loads(options.out.read_text())))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import data_batches, data_prepare, figures, float8_quality, optimizers, save_stall, soak
+from benchmarks import data_batches, data_prepare, figures, float8_quality, optimizers, save_stall, soak, startup
 from tests.launching import ROOT
 from tests.parity import CASES, table
 from titanlike.check import check
@@ -132,6 +132,13 @@ def test_the_tables_of_speed_are_what_was_measured(path: Path) -> None:
     assert figures.table([measured]).strip() in (ROOT / "docs/speed.md").read_text()
     assert measured["command"].endswith(f"--out benchmarks/results/{path.name}")
     assert all(one.get("losses_agree") for one in measured["rows"].values() if "failed" not in one)
+
+
+def test_the_table_of_starts_is_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/startup_cpu.json").read_text())
+    page = (ROOT / "docs/speed.md").read_text()
+    assert f"\n\n{startup.table(measured)}\n\n" in page
+    assert f"\n{measured['command']}\n" in page
 
 
 def test_the_tables_of_checkpoints_are_what_was_measured() -> None:
