@@ -103,7 +103,7 @@ def found_by(error: Planted, folder: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *error.tests.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0] if done.returncode == 1 and failed else ""
+    return failed[0] if done.returncode and failed else ""
 
 
 def main() -> int:
