@@ -36,9 +36,8 @@ class RollCall:
     def __init__(self, rank: int, world_size: int, sign: Callable[[], Sign], interval: float, hearing: float) -> None:
         self.rank, self.world_size, self.interval, self.hearing = rank, world_size, interval, hearing
         self.alarm = self.is_reporter = self.told = False
-        self.listening_since: float | None = (
-            None  # set while this rank is stuck and others have said that they take longer
-        )
+        # Set while this rank is stuck and others have said that they take longer.
+        self.listening_since: float | None = None
         self._num_patient = 0
         self._sign = sign
         self._wanted = self._telling = self._was_patient = False
