@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from titanlike.data.loader import Batches
-from titanlike.data.shards import Manifest, Shards, ShardWriter
-from titanlike.data.tokenizer import Separator
-from titanlike.data.windows import Shuffled, Windows
+from titanlike.data.token_shards import Manifest, Shards, ShardWriter
+from titanlike.data.text.tokenizer import Separator
+from titanlike.data.packed_dataset import Shuffled, Windows
 
 VOCABULARY, DOCUMENT = 50_257, 800  # tokens, about as in web text
 SHARD = 2**26  # tokens

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.loss import head_loss
+from titanlike.models.loss import head_loss
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # Tokens, width, words.

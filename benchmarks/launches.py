@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titanlike import environment
+from titanlike.distributed import environment
 
 ROOT = Path(__file__).parents[1]
 MARK = "TITANLIKE_BENCHMARK"  # a variable that all processes of a start have, and no other

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.models import MODELS, Model, shape_of
-from titanlike.config.models import GPT, Llama
+from titanlike.config.model_configs import GPT, Llama
 from titanlike.metrics.hardware import device_name, peak_flops
 from titanlike.models.layers import KERNELS, attention_by
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from titanlike.config.models import GPT, Llama
+from titanlike.config.model_configs import GPT, Llama
 
 
 @dataclass(frozen=True)

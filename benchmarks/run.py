@@ -123,9 +123,9 @@ def prepare(model: Model, task: Task) -> None:
     import torch
 
     from titanlike.data.loader import Batches
-    from titanlike.data.windows import InMemory, Shuffled, Windows
+    from titanlike.data.packed_dataset import InMemory, Shuffled, Windows
     from titanlike.models import build_model
-    from titanlike.models.initialize import initialize
+    from titanlike.models.init import initialize
 
     shape = shape_of(model)
     with torch.device("meta"):

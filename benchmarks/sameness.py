@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from titanlike.checkpoint import read_whole
-from titanlike.checkpoint.shards import Damaged, check
+from titanlike.checkpoint.format import Damaged, check
 from titanlike.checkpoint.store import Folder, name_of, read_manifest
 
 

@@ -36,8 +36,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.figures import cpu_name, spread
 from benchmarks.models import MODELS, shape_of
-from titanlike import distributed
-from titanlike.checkpoint import Checkpoints, Saved, state
+from titanlike.distributed import process_group
+from titanlike.checkpoint import Checkpoints
+from titanlike.checkpoint import Saved
+from titanlike.checkpoint import loader
 from titanlike.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
@@ -48,11 +50,11 @@ from titanlike.config.sections import (
     Training,
 )
 from titanlike.models import build_model
-from titanlike.models.initialize import initialize
-from titanlike.optimizer import build_optimizer
+from titanlike.models.init import initialize
+from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.run_folder import versions
-from titanlike.transform import transform
+from titanlike.run.run_dir import versions
+from titanlike.parallelize import transform
 
 ROOT = Path(__file__).parents[1]
 ROWS = ("titanlike async", "titanlike sync", "dcp async", "dcp async, kept memory", "dcp async, process", "dcp sync")

@@ -34,7 +34,7 @@ from benchmarks.figures import cpu_name
 from benchmarks.launches import Start, newest_record
 from benchmarks.sameness import Unsound, differences, half_done, hashes, look, recorded
 from titanlike.checkpoint.store import name_of
-from titanlike.run_folder import versions
+from titanlike.run.run_dir import versions
 
 KEEP = 2
 RECIPE = {

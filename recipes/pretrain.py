@@ -6,7 +6,7 @@ To change it, copy it: give the recipe a section of your own, and the loop a lin
 """
 
 from titanlike.config import PretrainRecipe
-from titanlike.start import start
+from titanlike.run.start import start
 
 if __name__ == "__main__":
     recipe = start(PretrainRecipe)  # before torch is imported: a wrong recipe is refused within a second
@@ -17,20 +17,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from titanlike import distributed
+from titanlike.distributed import process_group
 from titanlike.checkpoint import Checkpoints, Saved
 from titanlike.data.loader import Batch, Batches
 from titanlike.data.sources import open_sources
-from titanlike.data.tokenizer import build_tokenizer
-from titanlike.data.windows import Feed
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.packed_dataset import Feed
 from titanlike.generate import generate
-from titanlike.loss import num_valid
+from titanlike.models.loss import num_valid
 from titanlike.metrics import Monitor
 from titanlike.metrics.hardware import device_name
 from titanlike.models import build_model
-from titanlike.models.initialize import initialize
+from titanlike.models.init import initialize
 from titanlike.models.layers import attention_by
-from titanlike.optimizer import (
+from titanlike.optim.optimizer import (
     Guard,
     build_optimizer,
     clip_gradients,
@@ -41,12 +41,12 @@ from titanlike.optimizer import (
 from titanlike.parallelisms.context import context_places
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
-from titanlike.resume import as_json, check_resume
-from titanlike.rng import seed_generators
-from titanlike.run_folder import RunFolder, headlines, machine_facts, versions
-from titanlike.signals import Stop
-from titanlike.transform import transform
-from titanlike.watch import Watch, group_timeout
+from titanlike.run.resume import as_json, check_resume
+from titanlike.utils.rng import seed_generators
+from titanlike.run.run_dir import RunFolder, headlines, machine_facts, versions
+from titanlike.distributed.graceful_shutdown import Stop
+from titanlike.parallelize import transform
+from titanlike.distributed.watchdog import Watch, group_timeout
 
 
 def main(recipe: PretrainRecipe, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from request import STAMP, base_name
 from sent import PREFIX, PROGRAM, SentJob, clock, described, find, line, names, resume_request, stop
 from service import Clients, clients, plainly
 
-from titanlike import environment
+from titanlike.distributed import environment
 
 ABOUT = {
     "list": "jobs whose names begin with --prefix, newest first",

@@ -32,8 +32,8 @@ from request import STAMP, Channel, Job, request_for
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.load import nearest
-from titanlike.environment import fail
-from titanlike.start import Arguments
+from titanlike.distributed.environment import fail
+from titanlike.run.start import Arguments
 
 COMMANDS = ("list", "logs", "wait", "stop", "describe", "resume")
 ACCOUNT = "763104351884"  # of AWS's own images, in these regions

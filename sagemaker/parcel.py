@@ -9,11 +9,11 @@ from pathlib import Path
 
 import tomli
 
-from titanlike import environment
-from titanlike.check import check
+from titanlike.distributed import environment
+from titanlike.run.preflight import check
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import joined
-from titanlike.start import REPOSITORY, program_of
+from titanlike.run.start import REPOSITORY, program_of
 
 RECIPE = "recipe.toml"
 LIBRARY = ("titanlike/**/*.py", "recipes/*.py", "sagemaker/entry.py", "sagemaker/smoke.py")

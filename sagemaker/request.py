@@ -23,7 +23,7 @@ ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".gz", ".zst", ".model", ".tik
 STAMP = "%Y%m%d-%H%M%S"
 SAFE = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-"
 
-# What CloudWatch reads off the log lines that `titanlike/metrics/screen.py` writes where there is no terminal.
+# What CloudWatch reads off the log lines that `titanlike/metrics/terminal.py` writes where there is no terminal.
 NUMBER = r"([0-9.e+-]+)"
 METRICS = {
     "loss": rf"step +\d+/\d+  loss {NUMBER}",

@@ -22,8 +22,8 @@ from service import clients, is_missing, plainly
 from upload import own_bucket
 
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.environment import fail
-from titanlike.start import REPOSITORY, Arguments
+from titanlike.distributed.environment import fail
+from titanlike.run.start import REPOSITORY, Arguments
 
 # Tokens a second of one H100, 32 of them on 4 p5.48xlarge, batch 1 a GPU, 8,192 tokens.
 PUBLISHED = {"baseline": 6475, "compile": 7166, "float8": 8624, "float8_all_gather": 8950}

@@ -33,13 +33,13 @@ ERRORS = {
         "tests/distributed/test_parity.py",
     ),
     "loss": Planted(
-        "titanlike/loss.py",
+        "titanlike/models/loss.py",
         "for first in range(0, x.shape[0], chunk):",
         "for first in range(0, max(chunk, x.shape[0] - chunk + 1), chunk):",
         "tests/unit/test_loss.py",
     ),
     "resume": Planted(
-        "titanlike/checkpoint/saving.py",
+        "titanlike/checkpoint/saver.py",
         'restore_generators(next(reader.headers()).notes["generators"])',
         "pass",
         "tests/faults",
@@ -51,7 +51,7 @@ ERRORS = {
         "tests/faults tests/distributed/test_saving.py",
     ),
     "data order": Planted(
-        "titanlike/data/order.py",
+        "titanlike/data/shuffle.py",
         'seed_of(seed, f"epoch {epoch}")',
         'seed_of(seed, "epoch")',
         "tests/unit",
@@ -63,7 +63,7 @@ ERRORS = {
         "tests/distributed/test_float8_layouts.py",
     ),
     "check": Planted(
-        "titanlike/check.py",
+        "titanlike/run/preflight.py",
         'shared |= {"num_kv_heads": model.num_kv_heads, "ffn_dim": model.ffn_dim}',
         'shared |= {"ffn_dim": model.ffn_dim}',
         "tests/unit tests/recipes/test_mistakes.py",
@@ -81,7 +81,7 @@ ERRORS = {
         "tests/cloud/test_request.py",
     ),
     "watchdog": Planted(
-        "titanlike/watch.py",
+        "titanlike/distributed/watchdog.py",
         "limit = max(self.seconds, PATIENCE) if someone_is_patient else self.seconds",
         "limit = max(self.seconds, PATIENCE)",
         "tests/unit/test_watch.py tests/faults/test_hang.py",

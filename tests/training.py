@@ -17,12 +17,12 @@ from recipes import pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import Saved
 from titanlike.config import PretrainRecipe
-from titanlike.config.models import GPT, Llama
+from titanlike.config.model_configs import GPT, Llama
 from titanlike.models import build_model
-from titanlike.models.initialize import initialize
+from titanlike.models.init import initialize
 from titanlike.parallelisms.mesh import Mesh, build_mesh
-from titanlike.resume import as_json, check_resume
-from titanlike.transform import transform
+from titanlike.run.resume import as_json, check_resume
+from titanlike.parallelize import transform
 from titanlike.verify import Result, differences
 
 mesh_of = functools.cache(build_mesh)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from titanlike.data.tokenizer import Tokenizer
-from titanlike.distributed import gather_along
-from titanlike.noise import seed_of
+from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.distributed.process_group import gather_along
+from titanlike.utils.counter_rng import seed_of
 from titanlike.parallelisms.context import context_places, gather_sequence
 from titanlike.parallelisms.mesh import Mesh
 

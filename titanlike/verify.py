@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 import tomli
 
-from titanlike import environment
+from titanlike.distributed import environment
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.sections import Data, Parallelism, Tokenizer
-from titanlike.start import REPOSITORY
+from titanlike.run.start import REPOSITORY
 
 # Relative. Sums of float32 in another order; Adam makes more of it than a plain sum would.
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}

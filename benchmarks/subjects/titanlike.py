@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.protocol import Clock, Task
 from titanlike.config import PretrainRecipe
-from titanlike.start import start
+from titanlike.run.start import start
 
 # What a row changes from the recipe's defaults.
 FLOAT8 = {"float8.scaling": "tensorwise"}
@@ -62,9 +62,9 @@ def main() -> None:
 def train(task: Task, recipe: PretrainRecipe) -> None:
     """The shipped program, all of it but where its tokens come from."""
     from recipes import pretrain
-    from titanlike import distributed
+    from titanlike.distributed import process_group
     from titanlike.data import sources
-    from titanlike.data.windows import InMemory
+    from titanlike.data.packed_dataset import InMemory
 
     clock = Clock(task, ("titanlike", "torchao"))
 

@@ -15,7 +15,7 @@ from request import Channel, Job, request_for
 from tests.cloud.aws import Aws
 from tests.cloud.test_request import JOB
 from tests.launching import ROOT
-from titanlike.start import Arguments
+from titanlike.run.start import Arguments
 
 PAGE = (ROOT / "docs/sagemaker.md").read_text()
 POLICIES: list[dict[str, Any]] = [

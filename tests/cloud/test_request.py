@@ -11,7 +11,7 @@ from limits import model_problems, problems
 from machines import MACHINES
 from request import METRICS, Channel, Job, request_for
 
-from titanlike.metrics.screen import Screen
+from titanlike.metrics.terminal import Screen
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 JOB = Job(

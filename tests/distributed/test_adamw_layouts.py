@@ -11,12 +11,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.pool import Pool
 from tests.training import LLAMA, mesh_of, tiny, train
-from titanlike.adamw import BLOCK, LowMemoryAdamW, _bits
+from titanlike.optim.low_precision_adamw import BLOCK, LowMemoryAdamW, _bits
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
-from titanlike.config.models import Llama
+from titanlike.config.model_configs import Llama
 from titanlike.config.sections import Parallelism
-from titanlike.optimizer import AdamW
+from titanlike.optim.optimizer import AdamW
 
 Ranks = Callable[[int], Pool]
 

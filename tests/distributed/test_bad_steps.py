@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
-from titanlike import distributed
+from titanlike.distributed import process_group
 from titanlike.config import UserError
-from titanlike.optimizer import Guard, gradient_norms
+from titanlike.optim.optimizer import Guard, gradient_norms
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
 

@@ -15,7 +15,7 @@ from tests.training import GPT_, assert_same, build, result, resume, tiny, train
 from titanlike.checkpoint import Checkpoints, Saved
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
-from titanlike.run_folder import RunFolder
+from titanlike.run.run_dir import RunFolder
 
 Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
@@ -68,8 +68,8 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path, saver: int, loa
 
 
 def load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
-    from titanlike import distributed
-    from titanlike.optimizer import build_optimizer
+    from titanlike.distributed import process_group
+    from titanlike.optim.optimizer import build_optimizer
 
     other = dataclasses.replace(recipe.run, seed=99)  # other values than the saved ones
     model, _ = build(dataclasses.replace(recipe, run=other))
@@ -116,7 +116,7 @@ MACHINE = {"device": "cpu", "torch": "2.13.0"}
 
 
 def saved_by(recipe: Any) -> Saved:
-    from titanlike.resume import as_json
+    from titanlike.run.resume import as_json
 
     return Saved(step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE)
 

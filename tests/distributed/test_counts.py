@@ -19,7 +19,7 @@ from recipes import pretrain
 from tests.pool import Pool
 from tests.training import Operations, train_here
 from titanlike.config import PretrainRecipe, load, to_toml
-from titanlike.config import models as shapes
+from titanlike.config import model_configs as shapes
 from titanlike.models import blocks
 from titanlike.models.llama import Llama
 from titanlike.parallelisms.compile import apply_compile

@@ -18,14 +18,14 @@ from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.parity import FAST
 from tests.pool import Pool
 from tests.training import assert_same, build, tiny, train, whole
-from titanlike import distributed
+from titanlike.distributed import process_group
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
-from titanlike.config.models import GPT, Llama
+from titanlike.config.model_configs import GPT, Llama
 from titanlike.config.sections import Parallelism
 from titanlike.float8.all_gather import Shard
-from titanlike.loss import cross_entropy_sum
-from titanlike.optimizer import build_optimizer
+from titanlike.models.loss import cross_entropy_sum
+from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_places
 
 Ranks = Callable[[int], Pool]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import mesh_of
-from titanlike import distributed
+from titanlike.distributed import process_group
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.parallelisms.mesh import build_mesh

@@ -15,7 +15,7 @@ from tests.pool import Pool
 from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism
-from titanlike.loss import IGNORE, cross_entropy_sum
+from titanlike.models.loss import IGNORE, cross_entropy_sum
 from titanlike.models import build_model
 from titanlike.models.layers import CausalAttention, Dropout
 from titanlike.parallelisms.context import attend_last, attend_over, context_places, gather_sequence

@@ -13,9 +13,9 @@ from tests.training import MODELS, tiny, train
 from titanlike.config import PretrainRecipe
 from titanlike.data.loader import Batches
 from titanlike.data.sources import open_sources
-from titanlike.data.tokenizer import build_tokenizer
+from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.models import build_model
-from titanlike.models.initialize import initialize
+from titanlike.models.init import initialize
 
 Ranks = Callable[[int], Pool]
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from tests.pool import Pool
 from tests.training import build, tiny, train
 from titanlike.checkpoint import Checkpoints, Saved, consolidate, read_whole
-from titanlike.checkpoint.shards import read_header
+from titanlike.checkpoint.format import read_header
 from titanlike.checkpoint.store import Folder
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Checkpoint, Parallelism
-from titanlike.optimizer import build_optimizer
-from titanlike.rng import seed_generators
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.utils.rng import seed_generators
 
 Ranks = Callable[[int], Pool]
 

@@ -17,8 +17,8 @@ from tests.launching import records
 from tests.pool import Pool
 from tests.training import GPT_, result, tiny, train_here
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.distributed import local_part
-from titanlike.optimizer import build_optimizer, gradient_norms
+from titanlike.distributed.process_group import local_part
+from titanlike.optim.optimizer import build_optimizer, gradient_norms
 
 Ranks = Callable[[int], Pool]
 LOSS, GRADIENT = "loss", "gradient"

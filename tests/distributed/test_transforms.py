@@ -17,7 +17,7 @@ from tests.training import LLAMA, MODELS, assert_same, build, tiny, train
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlike.models import blocks, build_model
-from titanlike.models.initialize import initialize
+from titanlike.models.init import initialize
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.verify import Result

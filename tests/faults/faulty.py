@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 PROGRAM = Path(__file__).resolve()
-WRITING = "titanlike.checkpoint.shards.write_all"
+WRITING = "titanlike.checkpoint.format.write_all"
 SHIPPED = PROGRAM.parents[2] / "recipes" / "pretrain.py"
 Room = namedtuple("Room", "total used free")
 
@@ -62,7 +62,7 @@ class Clock:
         def note(step: int, *_: Any) -> None:
             self.step = step
 
-        wrap("titanlike.optimizer.learning_rate", before=note)
+        wrap("titanlike.optim.optimizer.learning_rate", before=note)
 
     def now(self) -> int:
         """In a thread that saves, the step that is saved."""
@@ -164,7 +164,7 @@ def draw(model: torch.nn.Module, *_: Any) -> None:
 if __name__ == "__main__":
     clock = Clock()
     clock.plant()
-    wrap("titanlike.optimizer.clip_gradients", before=draw)
+    wrap("titanlike.optim.optimizer.clip_gradients", before=draw)
     for said in json.loads(os.environ.get("FAULTS", "[]")):
         plant(Fault(**said), clock)
     sys.path[0] = str(SHIPPED.parent)

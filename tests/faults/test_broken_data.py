@@ -10,7 +10,7 @@ from tests.faults.starting import Starter
 from tests.launching import losses
 from tests.web import Web, web
 from titanlike.config.sections import Tokenizer
-from titanlike.data.prepare import prepare
+from titanlike.data.prepare.prepare import prepare
 
 # Four lanes, two for each rank; each file is read again every some steps.
 STREAM = {"data.source": "stream", "validation.interval": "0", "checkpoint.interval": "0", "training.steps": "30"}

@@ -179,7 +179,7 @@ def test_killed_after_it_was_gone_back(starter: Starter, undisturbed: Trained, t
 
     checkpoints = copied(undisturbed, tmp_path)
     flip(checkpoints / "step-00000006" / MANIFEST)
-    job = starter.start(tmp_path, Fault("titanlike.optimizer.AdamW.step", "after", rank=0, step=5))
+    job = starter.start(tmp_path, Fault("titanlike.optim.optimizer.AdamW.step", "after", rank=0, step=5))
     assert job.wait_for_a_death()[0] == -9
     assert whole_steps(checkpoints) == [2, 4]
     job = resume(starter, tmp_path)

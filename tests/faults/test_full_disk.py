@@ -13,7 +13,7 @@ from tests.faults.test_damage import contents
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, whole_steps
 from tests.launching import losses
 
-TAKE = "titanlike.checkpoint.saving.Stage.take"  # the save before is over by then
+TAKE = "titanlike.checkpoint.saver.Stage.take"  # the save before is over by then
 NOT_SAVED = r"warning: the checkpoint of step (\d) was not saved: (.*); training goes on\n"
 
 
@@ -102,7 +102,7 @@ def test_no_room_for_anything(starter: Starter, undisturbed: Trained, tmp_path: 
 @pytest.mark.slow
 def test_records_that_find_no_room_at_all(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """They are lost, and made again when the run is taken up from before; the checkpoints are not."""
-    nowhere = [Fault("titanlike.metrics.records.Records._write", step=step, do="refuse") for step in (5, 6)]
+    nowhere = [Fault("titanlike.metrics.trackers.Records._write", step=step, do="refuse") for step in (5, 6)]
     job = starter.start(tmp_path, *nowhere)
     assert job.wait() == [0, 0], job.said
     assert "warning: runs/run/metrics.jsonl: No space left on device; its records wait for room\n" in job.said
@@ -138,8 +138,8 @@ def test_a_disk_that_fills_up_and_empties(
 ) -> None:
     job = starter.start(
         tmp_path,
-        Fault("titanlike.optimizer.set_learning_rate", rank=0, step=3, do="mark three, await filled"),
-        Fault("titanlike.optimizer.set_learning_rate", rank=0, step=6, do="mark six, await emptied"),
+        Fault("titanlike.optim.optimizer.set_learning_rate", rank=0, step=3, do="mark three, await filled"),
+        Fault("titanlike.optim.optimizer.set_learning_rate", rank=0, step=6, do="mark six, await emptied"),
         **{"checkpoint.mode": "sync"},
     )
     job.wait_for(tmp_path / "three.mark")

@@ -13,7 +13,7 @@ import pytest
 from tests.faults.starting import Starter
 from tests.faults.test_damage import contents, copied
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
-from titanlike.checkpoint.shards import Damaged
+from titanlike.checkpoint.format import Damaged
 from titanlike.checkpoint.store import Folder, _own_hash, read_manifest, read_state
 
 

@@ -17,8 +17,8 @@ from tests.launching import SMALL, losses, run, start, wait_for
 from tests.pool import Pool
 from tests.training import tiny
 from titanlike.config import UserError
-from titanlike.lock import Held, Lock
-from titanlike.run_folder import RunFolder
+from titanlike.utils.file_lock import Held, Lock
+from titanlike.run.run_dir import RunFolder
 
 pytestmark = pytest.mark.slow  # whole starts, one after the other
 
@@ -105,7 +105,7 @@ def test_a_lock_whose_file_was_taken_away_meanwhile_is_taken_again(
 CHILDREN = """
 import os, subprocess, sys, time
 from pathlib import Path
-from titanlike.lock import Lock
+from titanlike.utils.file_lock import Lock
 lock = Lock(Path("r/lock"))
 if os.fork() == 0:
     time.sleep(60)

@@ -20,7 +20,7 @@ PLANTED = """
 import os, signal, sys, time
 from pathlib import Path
 from titanlike.config import PretrainRecipe
-from titanlike.start import start
+from titanlike.run.start import start
 
 recipe = start(PretrainRecipe)
 count = os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -11,7 +11,7 @@ import torch
 from benchmarks import save_stall, soak
 from benchmarks.sameness import Unsound, differences, half_done, look, recorded
 from tests.launching import ROOT
-from titanlike.checkpoint.shards import Piece, Place, write
+from titanlike.checkpoint.format import Piece, Place, write
 from titanlike.checkpoint.store import Folder, Saved, commit, file_of
 
 WEIGHT = torch.arange(12.0).view(4, 3)

@@ -9,7 +9,9 @@ import torch
 from tests.faults.faulty import Fault
 from tests.faults.starting import Job, Starter
 from tests.launching import losses, records
-from titanlike.checkpoint import read_whole, shards, store
+from titanlike.checkpoint import read_whole
+from titanlike.checkpoint import format
+from titanlike.checkpoint import store
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from titanlike.data.loader import Batches
-from titanlike.data.tokenizer import Separator
-from titanlike.data.windows import InMemory, Shuffled, Windows
+from titanlike.data.text.tokenizer import Separator
+from titanlike.data.packed_dataset import InMemory, Shuffled, Windows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike import distributed
-from titanlike.adamw import LowMemoryAdamW
-from titanlike.config.models import Llama
+from titanlike.distributed import process_group
+from titanlike.optim.low_precision_adamw import LowMemoryAdamW
+from titanlike.config.model_configs import Llama
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.float8.linear import apply_float8
 from titanlike.models import build_model
-from titanlike.models.initialize import initialize
+from titanlike.models.init import initialize
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.transform import transform
+from titanlike.parallelize import transform
 
 HAS_FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not HAS_FLOAT8, reason="needs a CUDA GPU of compute capability 8.9 or later")

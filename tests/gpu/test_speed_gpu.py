@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipes import pretrain
 from tests.distributed.test_counts import STEPS, WARM, small, steps_watched
-from titanlike import distributed
-from titanlike.loss import head_loss
+from titanlike.distributed import process_group
+from titanlike.models.loss import head_loss
 from titanlike.models.layers import attention_by
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

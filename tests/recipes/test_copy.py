@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.launching import ROOT, SMALL, losses, python, run
 
 SECTION = '''
-from titanlike.config import section
+from titanlike.config import base
 
 
 @section
@@ -35,7 +35,7 @@ def edited(text: str, *changes: tuple[str, str]) -> str:
 def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
-        ("from titanlike.start import start\n", "from titanlike.start import start\n" + SECTION),
+        ("from titanlike.run.start import start\n", "from titanlike.run.start import start\n" + SECTION),
         ("    recipe = start(PretrainRecipe)", "    recipe = start(NoisyRecipe)"),
         ("def main(recipe: PretrainRecipe,", "def main(recipe: NoisyRecipe,"),
         (

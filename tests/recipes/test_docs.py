@@ -12,15 +12,15 @@ import pytest
 from benchmarks import data_batches, data_prepare, figures, float8_quality, optimizers, save_stall, soak, startup
 from tests.launching import ROOT
 from tests.parity import CASES, table
-from titanlike.check import check
+from titanlike.run.preflight import check
 from titanlike.cli.main import build_parser
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
-from titanlike.data.prepare import prepare
-from titanlike.data.windows import Feed
-from titanlike.start import DEFAULT_RECIPE, Arguments
+from titanlike.data.prepare.prepare import prepare
+from titanlike.data.packed_dataset import Feed
+from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.verify import TOLERANCES, _parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

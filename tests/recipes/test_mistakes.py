@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, SMALL, cpu_seconds, run
-from titanlike.start import program_of
+from titanlike.run.start import program_of
 
 MISTAKES = [
     (("--training.stepz=3",), {}, "training.stepz = 3: there is no such key; did you mean training.steps?"),

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.preparing import words
-from titanlike.data import units
+from titanlike.data.prepare import work_units
 
 
 @pytest.fixture

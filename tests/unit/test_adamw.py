@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.adamw import BLOCK, LowMemoryAdamW, _levels, _read, _scales, _update, _write
+from titanlike.optim.low_precision_adamw import BLOCK, LowMemoryAdamW, _levels, _read, _scales, _update, _write
 from titanlike.config.sections import Optimizer
-from titanlike.optimizer import build_optimizer
+from titanlike.optim.optimizer import build_optimizer
 
 
 class Learner(nn.Module):
@@ -85,7 +85,7 @@ def test_less_is_kept_and_it_learns_all_the_same(
 def test_pieces_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = dict(state="8bit", stochastic_rounding=True)
     expected, *_ = learn(3, torch.bfloat16, **options)
-    monkeypatch.setattr("titanlike.adamw.PIECE", 3 * BLOCK)
+    monkeypatch.setattr("titanlike.optim.low_precision_adamw.PIECE", 3 * BLOCK)
     found, *_ = learn(3, torch.bfloat16, **options)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -146,7 +146,7 @@ def test_the_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest
         return graph.forward
 
     monkeypatch.setattr(
-        "titanlike.adamw._update", torch.compile(_update, fullgraph=True, dynamic=True, backend=backend)
+        "titanlike.optim.low_precision_adamw._update", torch.compile(_update, fullgraph=True, dynamic=True, backend=backend)
     )
     found, *_ = learn(4, torch.bfloat16, state=state, stochastic_rounding=True)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from titanlike.check import check, check_here
+from titanlike.run.preflight import check, check_here
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import blocks_of, split_blocks, stages_of
-from titanlike.config.models import GPT, Llama
+from titanlike.config.model_configs import GPT, Llama
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
-from titanlike.run_folder import headlines
+from titanlike.run.run_dir import headlines
 
 
 def recipe(**sections: Any) -> PretrainRecipe:

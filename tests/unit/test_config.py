@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
-from titanlike.config.models import GPT, GPT_SIZES, LLAMA_SIZES, Llama
+from titanlike.config import PretrainRecipe
+from titanlike.config import UserError
+from titanlike.config import load
+from titanlike.config import base
+from titanlike.config import to_toml
+from titanlike.config.model_configs import GPT, GPT_SIZES, LLAMA_SIZES, Llama
 
 
 def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
@@ -187,5 +191,5 @@ def test_a_binary_file_is_no_recipe(tmp_path: Path) -> None:
 
 
 def test_reading_and_checking_a_recipe_does_not_import_torch() -> None:
-    code = "import titanlike.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
+    code = "import titanlike.run.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.environment import (
+from titanlike.distributed.environment import (
     Job,
     Ranks,
     Restarts,
@@ -26,7 +26,7 @@ from titanlike.environment import (
     trust_compiler,
     variables,
 )
-from titanlike.start import start
+from titanlike.run.start import start
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -164,7 +164,7 @@ def test_compiled_code_is_kept_where_the_recipe_says(monkeypatch: pytest.MonkeyP
 
 KEEP = """
 import resource, sys, mmap
-from titanlike.environment import keep_freed_memory
+from titanlike.distributed.environment import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE

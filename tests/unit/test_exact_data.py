@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import stream
-from titanlike.data.documents import Fields
-from titanlike.data.files import list_files
+from titanlike.data.text.documents import Fields
+from titanlike.data.text.files import list_files
 from titanlike.data.loader import Batches
-from titanlike.data.shards import Manifest, Shards, ShardWriter
+from titanlike.data.token_shards import Manifest, Shards, ShardWriter
 from titanlike.data.stream import Stream
-from titanlike.data.tokenizer import build_tokenizer
-from titanlike.data.windows import Feed, Shuffled, Windows
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.packed_dataset import Feed, Shuffled, Windows
 
 BYTES = build_tokenizer(Section())
 STEPS = 8

@@ -11,8 +11,8 @@ import zstandard
 
 from tests.web import Web, web
 from titanlike.config import UserError
-from titanlike.data import files
-from titanlike.data.files import File, list_files, open_file, open_folder
+from titanlike.data.text import files
+from titanlike.data.text.files import File, list_files, open_file, open_folder
 
 
 @pytest.fixture

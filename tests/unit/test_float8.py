@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.training import resume
-from titanlike.check import check, check_here
+from titanlike.run.preflight import check, check_here
 from titanlike.checkpoint import Saved
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.models import GPT, Llama
+from titanlike.config.model_configs import GPT, Llama
 from titanlike.config.sections import Float8
-from titanlike.float8.check import hardware_problems
+from titanlike.float8.validation import hardware_problems
 from titanlike.float8.linear import Float8Linear, apply_float8, refuse_hardware
 from titanlike.float8.selection import headlines, names, select
 from titanlike.models import build_model
-from titanlike.resume import as_json
+from titanlike.run.resume import as_json
 
 LARGE = Llama(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")

@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training import Operations
-from titanlike.loss import IGNORE, compiled, cross_entropy_sum, head_loss, loss_in_place
+from titanlike.models.loss import IGNORE, compiled, cross_entropy_sum, head_loss, loss_in_place
 
 TOKENS, WIDTH, WORDS = 24, 16, 40
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.models import GPT, GPT_SIZES, LLAMA_SIZES, Llama
+from titanlike.config.model_configs import GPT, GPT_SIZES, LLAMA_SIZES, Llama
 from titanlike.models import build_model
-from titanlike.models.initialize import initialize
+from titanlike.models.init import initialize
 from titanlike.models.layers import TiedHead
 from titanlike.models.llama import rotary_angles, stretch
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.models import GPT, Llama
+from titanlike.config.model_configs import GPT, Llama
 from titanlike.config.sections import Optimizer, Schedule
-from titanlike.loss import IGNORE, cross_entropy_sum, num_valid
+from titanlike.models.loss import IGNORE, cross_entropy_sum, num_valid
 from titanlike.models import build_model
-from titanlike.optimizer import AdamW, Guard, Norms, build_optimizer, clip_gradients, gradient_norms, learning_rate
+from titanlike.optim.optimizer import AdamW, Guard, Norms, build_optimizer, clip_gradients, gradient_norms, learning_rate
 
 
 def test_the_loss_is_a_sum_over_valid_tokens() -> None:

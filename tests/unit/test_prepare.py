@@ -13,13 +13,13 @@ import tomli
 from tests.unit.preparing import BYTES, MANY, content, documents_of, words
 from titanlike.cli.data import recipe_lines
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data import units
-from titanlike.data.documents import PIECE, BadRecord, Fields, read_documents
-from titanlike.data.files import File, list_files
-from titanlike.data.prepare import Progress, prepare
-from titanlike.data.shards import TRAIN, VALIDATION, Shards
-from titanlike.data.tokenizer import build_tokenizer
-from titanlike.data.units import cut_units, split_of
+from titanlike.data.prepare import work_units
+from titanlike.data.text.documents import PIECE, BadRecord, Fields, read_documents
+from titanlike.data.text.files import File, list_files
+from titanlike.data.prepare.prepare import Progress, prepare
+from titanlike.data.token_shards import TRAIN, VALIDATION, Shards
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.prepare.work_units import cut_units, split_of
 
 
 def test_the_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path: Path, small_units: None) -> None:

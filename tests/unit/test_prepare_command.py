@@ -19,7 +19,7 @@ import tomli
 from tests.launching import ROOT, descendants, environment
 from tests.unit.preparing import content, words
 from titanlike.cli.data import line
-from titanlike.data.prepare import Progress
+from titanlike.data.prepare.prepare import Progress
 
 
 def test_a_line_of_progress() -> None:
@@ -182,7 +182,7 @@ def test_a_full_disk_is_one_sentence(large: Path, tmp_path: Path) -> None:
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, titanlike.cli.data, titanlike.data.prepare, titanlike.data.bpe, titanlike.data.workers; "
+        "import sys, titanlike.cli.data, titanlike.data.prepare.prepare, titanlike.data.text.train_tokenizer, titanlike.data.prepare.workers; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(PYTHONPATH=str(ROOT)), check=True)
@@ -216,7 +216,7 @@ def test_a_terminal_has_one_live_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the most memory that a process had")
 def test_memory_does_not_grow_with_a_text_file(tmp_path: Path) -> None:
     code = (
-        "import re, sys; from pathlib import Path; from titanlike.data.prepare import prepare; "
+        "import re, sys; from pathlib import Path; from titanlike.data.prepare.prepare import prepare; "
         "from titanlike.config.sections import Tokenizer; "
         "prepare([sys.argv[1]], Path(sys.argv[1] + '.out'), Tokenizer(), workers=0); "
         # Not getrusage: what it says of a process that was just started is its parent's.

@@ -13,13 +13,14 @@ from tests.unit.preparing import BYTES, content, documents_of
 from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data import files, units
-from titanlike.data import prepare as module
-from titanlike.data.documents import BadRecord, Fields
-from titanlike.data.files import list_files
-from titanlike.data.prepare import Progress, prepare
-from titanlike.data.shards import TRAIN, Manifest
-from titanlike.lock import Lock
+from titanlike.data.text import files
+from titanlike.data.prepare import work_units
+from titanlike.data.prepare import prepare as module
+from titanlike.data.text.documents import BadRecord, Fields
+from titanlike.data.text.files import list_files
+from titanlike.data.prepare.prepare import Progress, prepare
+from titanlike.data.token_shards import TRAIN, Manifest
+from titanlike.utils.file_lock import Lock
 
 
 class Stop(Exception):

@@ -8,8 +8,8 @@ import torch
 
 from tests.unit.test_metrics import monitor, records
 from titanlike.config import UserError
-from titanlike.optimizer import Guard, Norms
-from titanlike.readback import Readback
+from titanlike.optim.optimizer import Guard, Norms
+from titanlike.utils.async_d2h import Readback
 
 
 @pytest.fixture

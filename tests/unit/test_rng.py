@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from titanlike.rng import generator_states, restore_generators, seed_generators
+from titanlike.utils.rng import generator_states, restore_generators, seed_generators
 
 
 def draws() -> list[float]:

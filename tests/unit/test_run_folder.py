@@ -6,7 +6,7 @@ import pytest
 
 from tests.training import tiny
 from titanlike.config import UserError
-from titanlike.run_folder import RunFolder
+from titanlike.run.run_dir import RunFolder
 
 
 @pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])

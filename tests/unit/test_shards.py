@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanlike.checkpoint.shards import DTYPES, Damaged, Piece, Place, Reader, Sum, check, read_header, write
+from titanlike.checkpoint.format import DTYPES, Damaged, Piece, Place, Reader, Sum, check, read_header, write
 from titanlike.config import UserError
 
 

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlike.check import check
+from titanlike.run.preflight import check
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.load import joined
-from titanlike.distributed import local_part
+from titanlike.distributed.process_group import local_part
 from titanlike.models import build_model
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.start import program_of
-from titanlike.transform import transform
+from titanlike.run.start import program_of
+from titanlike.parallelize import transform
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 

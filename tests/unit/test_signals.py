@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.pool import Pool
-from titanlike.signals import SIGNALS, Stop, name_of
+from titanlike.distributed.graceful_shutdown import SIGNALS, Stop, name_of
 
 Ranks = Callable[[int], Pool]
 

@@ -12,12 +12,12 @@ from titanlike.config import UserError
 from titanlike.config.sections import Data
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import sources
-from titanlike.data.documents import Fields
-from titanlike.data.prepare import prepare
+from titanlike.data.text.documents import Fields
+from titanlike.data.prepare.prepare import prepare
 from titanlike.data.sources import Sources, open_sources
 from titanlike.data.stream import Stream
-from titanlike.data.tokenizer import build_tokenizer
-from titanlike.data.windows import Shuffled
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.packed_dataset import Shuffled
 
 BYTES = build_tokenizer(Section())
 

@@ -12,10 +12,10 @@ import pytest
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import stream
-from titanlike.data.documents import Fields
-from titanlike.data.files import File, list_files
+from titanlike.data.text.documents import Fields
+from titanlike.data.text.files import File, list_files
 from titanlike.data.stream import Stream
-from titanlike.data.tokenizer import build_tokenizer
+from titanlike.data.text.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(Section())
 END = 256

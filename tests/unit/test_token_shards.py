@@ -10,8 +10,8 @@ import pytest
 
 from tests.web import Web, web
 from titanlike.config import UserError
-from titanlike.data import files
-from titanlike.data.shards import TRAIN, Manifest, Shards, ShardWriter, read_manifest
+from titanlike.data.text import files
+from titanlike.data.token_shards import TRAIN, Manifest, Shards, ShardWriter, read_manifest
 
 LENGTHS = [[5, 3, 4], [1], [7, 2]]  # of documents, shard by shard
 GIVEN = [[2, 0, 4], [0], [0, 1]]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.pool import Pool
-from titanlike.roll_call import Sign, ranges, who_is_missing
-from titanlike.watch import PATIENCE, Watch, flight_records, group_timeout, place
+from titanlike.distributed.heartbeat import Sign, ranges, who_is_missing
+from titanlike.distributed.watchdog import PATIENCE, Watch, flight_records, group_timeout, place
 
 
 def sign(step: int, place: str = "all_reduce (x.py:1)", **other: object) -> Sign:

@@ -9,10 +9,10 @@ import torch
 
 from titanlike.config import UserError
 from titanlike.data.loader import Batches
-from titanlike.data.order import CYCLE, Mixture, shuffled
-from titanlike.data.tokenizer import Separator
-from titanlike.data.windows import Feed, InMemory, Rows, Shuffled, Windows, documents_of
-from titanlike.loss import IGNORE
+from titanlike.data.shuffle import CYCLE, Mixture, shuffled
+from titanlike.data.text.tokenizer import Separator
+from titanlike.data.packed_dataset import Feed, InMemory, Rows, Shuffled, Windows, documents_of
+from titanlike.models.loss import IGNORE
 
 
 def batches(

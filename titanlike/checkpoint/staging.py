@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike import distributed
-from titanlike.checkpoint.shards import Piece, Place
-from titanlike.checkpoint.state import place_of
-from titanlike.distributed import local_part
+from titanlike.distributed import process_group
+from titanlike.checkpoint.format import Piece, Place
+from titanlike.checkpoint.loader import place_of
+from titanlike.distributed.process_group import local_part
 
 
 class Stage:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from titanlike.checkpoint.shards import Damaged, Sum, write_all
+from titanlike.checkpoint.format import Damaged, Sum, write_all
 from titanlike.config import UserError
 
 STEP = re.compile(r"step-(\d{8,})")

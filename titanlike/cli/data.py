@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from titanlike import environment
-from titanlike.cli import data_inspect
+from titanlike.distributed import environment
+from titanlike.cli import inspect
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 
 if TYPE_CHECKING:
-    from titanlike.data.documents import Fields
-    from titanlike.data.prepare import Progress
-    from titanlike.data.shards import Manifest
+    from titanlike.data.text.documents import Fields
+    from titanlike.data.prepare.prepare import Progress
+    from titanlike.data.token_shards import Manifest
 
 QUIET = 10.0  # seconds between two lines, where there is no terminal
 LIVE = 0.5  # seconds between two looks of a terminal's one line
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     if arguments.data_command == "inspect":
         data_inspect.run(arguments, overrides)
         return
-    from titanlike.data.documents import BadRecord, Fields
+    from titanlike.data.text.documents import BadRecord, Fields
 
     fields = Fields(arguments.text_field, getattr(arguments, "prompt_field", ""), "--text-field")
     try:
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _prepare(arguments: argparse.Namespace, fields: "Fields") -> None:
-    from titanlike.data.prepare import prepare
+    from titanlike.data.prepare.prepare import prepare
 
     section = Section(arguments.tokenizer, arguments.special, arguments.eos, arguments.bos)
     screen = Screen()
@@ -146,7 +146,7 @@ def _stopped(out: Path) -> NoReturn:
 
 def _sum_up(out: Path, manifest: "Manifest", last: "Progress | None") -> None:
     """What there is now, and what to write into a recipe."""
-    from titanlike.data.shards import totals
+    from titanlike.data.token_shards import totals
 
     counts = {split: totals(shards) for split, shards in manifest.splits.items()}
     tokens = sum(number for number, _ in counts.values())
@@ -188,7 +188,7 @@ def recipe_lines(out: Path, manifest: "Manifest") -> str:
 
 
 def _train(arguments: argparse.Namespace, fields: "Fields") -> None:
-    from titanlike.data.bpe import train
+    from titanlike.data.text.train_tokenizer import train
 
     started = time.monotonic()
     trained = train(

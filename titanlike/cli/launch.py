@@ -18,9 +18,9 @@ import runpy
 import subprocess
 from typing import NoReturn
 
-from titanlike import environment
+from titanlike.distributed import environment
 from titanlike.config import UserError
-from titanlike.start import Arguments, grace_seconds, program_of
+from titanlike.run.start import Arguments, grace_seconds, program_of
 
 
 def main() -> NoReturn:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from titanlike import environment
+from titanlike.distributed import environment
 from titanlike.cli import data
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.schema import editor_schema

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from titanlike.environment import RANK_IS_MISSING, Job
+from titanlike.distributed.environment import RANK_IS_MISSING, Job
 
 MISTAKE = 2  # said in one sentence by the process itself, and the same after a restart
 STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]  # as it was told

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlike.config.section import UserError, one_of
+from titanlike.config.base import UserError, one_of
 
 # From the outermost to the innermost: neighbours in the last dimension talk most, so they sit on one machine.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")

@@ -17,7 +17,7 @@ import tomli
 from pydantic import TypeAdapter, ValidationError
 
 from titanlike.config.schema import describe
-from titanlike.config.section import UserError
+from titanlike.config.base import UserError
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"

@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, num_microbatches, ranks_left, split_blocks
-from titanlike.config.models import GPT, Llama
-from titanlike.config.section import (
+from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.base import (
     Fraction,
     Name,
     NonNegative,

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titanlike import distributed
-from titanlike.data.tokenizer import Separator
-from titanlike.data.windows import Feed, Rows, Shuffled, documents_of
-from titanlike.loss import IGNORE
-from titanlike.noise import seed_of
+from titanlike.distributed import process_group
+from titanlike.data.text.tokenizer import Separator
+from titanlike.data.packed_dataset import Feed, Rows, Shuffled, documents_of
+from titanlike.models.loss import IGNORE
+from titanlike.utils.counter_rng import seed_of
 
 
 @dataclass(frozen=True)

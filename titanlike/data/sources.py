@@ -14,15 +14,15 @@ import numpy as np
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Data
-from titanlike.data.documents import Fields
-from titanlike.data.files import File, is_address, list_files, local_file
-from titanlike.data.prepare import prepare
-from titanlike.data.shards import MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
+from titanlike.data.text.documents import Fields
+from titanlike.data.text.files import File, is_address, list_files, local_file
+from titanlike.data.prepare.prepare import prepare
+from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
 from titanlike.data.stream import Stream
-from titanlike.data.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.windows import Feed, InMemory, Shuffled, TokenRow, Windows
-from titanlike.environment import cache_folder
-from titanlike.lock import Held, Lock
+from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.packed_dataset import Feed, InMemory, Shuffled, TokenRow, Windows
+from titanlike.distributed.environment import cache_folder
+from titanlike.utils.file_lock import Held, Lock
 
 SYNTHETIC_TOKENS = 4_000_000  # enough that batches differ, made in a moment
 MUCH_TEXT = 200_000_000  # bytes that one process makes into tokens in a minute or so

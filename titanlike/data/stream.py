@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titanlike.config import UserError
-from titanlike.data.documents import BadRecord, Document, Fields, read_documents
-from titanlike.data.files import File
-from titanlike.data.order import Mixture, Numbers, shuffled
-from titanlike.data.tokenizer import Tokenizer
-from titanlike.data.windows import Flags, Rows
-from titanlike.noise import seed_of
+from titanlike.data.text.documents import BadRecord, Document, Fields, read_documents
+from titanlike.data.text.files import File
+from titanlike.data.shuffle import Mixture, Numbers, shuffled
+from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.data.packed_dataset import Flags, Rows
+from titanlike.utils.counter_rng import seed_of
 
 BLOCK = 256  # records that are shuffled among each other: what is read again, at most, to go on from a position
 MOST_LANES = 64

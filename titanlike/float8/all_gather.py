@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from titanlike.distributed import sharers
+from titanlike.distributed.process_group import sharers
 from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, dtype_of, scale_of, to_float8
 
 aten = torch.ops.aten

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
-from titanlike.distributed import named_group
-from titanlike.float8.check import hardware_problems
+from titanlike.distributed.process_group import named_group
+from titanlike.float8.validation import hardware_problems
 from titanlike.float8.selection import select
-from titanlike.loss import head_loss
+from titanlike.models.loss import head_loss
 from titanlike.models.layers import LossOf
-from titanlike.quietly import quietly
+from titanlike.utils.suppress_warnings import quietly
 
 with quietly():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

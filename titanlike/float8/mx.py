@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.quietly import quietly
+from titanlike.utils.suppress_warnings import quietly
 
 try:
     with quietly():

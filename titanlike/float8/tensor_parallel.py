@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.distributed import gather_plain, named_group, scatter_sum_plain
+from titanlike.distributed.process_group import gather_plain, named_group, scatter_sum_plain
 from titanlike.float8.linear import GRADIENT, INPUT, Float8Linear, Float8TrainingTensor, dtype_of, to_float8
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from titanlike.checkpoint import Outcome
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
-from titanlike.metrics.records import Records
-from titanlike.metrics.screen import Screen
-from titanlike.readback import Readback
+from titanlike.metrics.trackers import Records
+from titanlike.metrics.terminal import Screen
+from titanlike.utils.async_d2h import Readback
 
 
 class Monitor:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from titanlike.config import models as shapes
+from titanlike.config import model_configs as shapes
 from titanlike.models.gpt import GPT
 from titanlike.models.llama import Llama
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config import models as shapes
+from titanlike.config import model_configs as shapes
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedHead
 
 # How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlike.loss import head_loss
-from titanlike.noise import spread
+from titanlike.models.loss import head_loss
+from titanlike.utils.counter_rng import spread
 
 # Of attention, the fastest first.
 KERNELS = {

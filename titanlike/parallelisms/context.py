@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlike.distributed import gather_along
+from titanlike.distributed.process_group import gather_along
 from titanlike.models.layers import visible
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
-from titanlike.distributed import local_part
+from titanlike.distributed.process_group import local_part
 from titanlike.models.layers import Head, TiedHead
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"

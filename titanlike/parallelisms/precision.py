@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.parallelisms.seeing import seeing
+from titanlike.parallelisms.param_override import seeing
 
 
 def apply_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:

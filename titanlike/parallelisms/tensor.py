@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlike.config import UserError
-from titanlike.distributed import gather_along, scatter_sum_along
+from titanlike.distributed.process_group import gather_along, scatter_sum_along
 from titanlike.models import blocks
-from titanlike.parallelisms.seeing import seeing
+from titanlike.parallelisms.param_override import seeing
 
 TOKENS = 1  # the dimension of a stream (B, T, D) that is shared between the matrices
 WHOLE, OUT, IN = (

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
-from titanlike import distributed
-from titanlike.adamw import LowMemoryAdamW
+from titanlike.distributed import process_group
+from titanlike.optim.low_precision_adamw import LowMemoryAdamW
 from titanlike.config import UserError
 from titanlike.config.sections import Optimizer, Schedule
-from titanlike.noise import seed_of
-from titanlike.readback import Readback
+from titanlike.utils.counter_rng import seed_of
+from titanlike.utils.async_d2h import Readback
 
 
 def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torch.optim.Optimizer:

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from titanlike.checkpoint.shards import Damaged, Entry, Place, Reader, Sum, write_tensors
+from titanlike.checkpoint.format import Damaged, Entry, Place, Reader, Sum, write_tensors
 from titanlike.config import UserError
-from titanlike.distributed import local_part
-from titanlike.dtensor import is_dtensor
+from titanlike.distributed.process_group import local_part
+from titanlike.utils.dtensor import is_dtensor
 
 
 def tensors(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlike import environment
+from titanlike.distributed import environment
 from titanlike.config import PretrainRecipe, UserError, load
 
 INSPECT = """\
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Show it, or say what is wrong."""
     from rich.console import Console
 
-    from titanlike.data.show import inspect_recipe, inspect_shards
+    from titanlike.data.inspect import inspect_recipe, inspect_shards
 
     console = Console(highlight=False, soft_wrap=True)
     try:

@@ -6,7 +6,7 @@ No torch here: a recipe is checked, priced and refused from these numbers alone.
 
 from typing import Any, ClassVar, Literal
 
-from titanlike.config.section import Positive, PositiveFloat, Share, section
+from titanlike.config.base import Positive, PositiveFloat, Share, section
 
 # What each size changes from the defaults below.
 LLAMA_SIZES: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from titanlike.dtensor import is_dtensor
-from titanlike.noise import seed_of
+from titanlike.utils.dtensor import is_dtensor
+from titanlike.utils.counter_rng import seed_of
 
 # What a model offers: fill one whole parameter in place, given its name and a seeded generator.
 Initialize = Callable[[str, Tensor, torch.Generator], None]

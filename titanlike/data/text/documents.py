@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.files import BLOCK, Decompressed, File, needed, open_file
+from titanlike.data.text.files import BLOCK, Decompressed, File, needed, open_file
 
 T = TypeVar("T")
 

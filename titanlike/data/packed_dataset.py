@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlike.config import UserError
-from titanlike.data.order import Mixture, Numbers, epochs
-from titanlike.data.tokenizer import Separator
+from titanlike.data.shuffle import Mixture, Numbers, epochs
+from titanlike.data.text.tokenizer import Separator
 
 Flags = npt.NDArray[np.bool_]
 

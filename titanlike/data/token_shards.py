@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlike.config import UserError
-from titanlike.data.files import Folder, open_folder
+from titanlike.data.text.files import Folder, open_folder
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from titanlike import environment
-from titanlike.check import check, check_here
+from titanlike.distributed import environment
+from titanlike.run.preflight import check, check_here
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.load import nearest, parse_value, read
 from titanlike.config.schema import describe, help_text

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 import titanlike
-from titanlike import distributed, environment, signals
+from titanlike.distributed import process_group
+from titanlike.distributed import environment
+from titanlike.distributed import graceful_shutdown
 from titanlike.checkpoint import Saved
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.float8.selection import headlines as float8_headlines
-from titanlike.lock import Held, Lock
+from titanlike.utils.file_lock import Held, Lock
 
 
 class RunFolder:

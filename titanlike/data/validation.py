@@ -83,7 +83,7 @@ def _missing_tokenizer(encoding: str) -> list[str]:
             f"tokenizer.encoding = {encoding!r}: there is no such file; put the tokenizer's rank file or tokenizer.json there, "
             "or give the name of a tiktoken encoding such as 'gpt2', or 'bytes'"
         ]
-    from titanlike.data.tokenizer import check_name  # only here: most recipes do without what it imports
+    from titanlike.data.text.tokenizer import check_name  # only here: most recipes do without what it imports
 
     try:
         check_name(encoding)

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike import distributed
-from titanlike.checkpoint import shards, state, store
-from titanlike.checkpoint.shards import Damaged, Piece, Reader, Sum
+from titanlike.distributed import process_group
+from titanlike.checkpoint import format
+from titanlike.checkpoint import loader
+from titanlike.checkpoint import store
+from titanlike.checkpoint.format import Damaged, Piece, Reader, Sum
 from titanlike.checkpoint.staging import Stage
 from titanlike.checkpoint.store import Saved, Store, file_of, name_of, open_store
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint
-from titanlike.rng import generator_states, restore_generators
+from titanlike.utils.rng import generator_states, restore_generators
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from titanlike.config.layout import BLOCK
-from titanlike.distributed import local_part
-from titanlike.dtensor import is_dtensor
-from titanlike.noise import seed_of, spread
-from titanlike.quietly import quietly
+from titanlike.distributed.process_group import local_part
+from titanlike.utils.dtensor import is_dtensor
+from titanlike.utils.counter_rng import seed_of, spread
+from titanlike.utils.suppress_warnings import quietly
 
 PIECE = 1 << 22  # numbers that are updated at once
 AVERAGES = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares

@@ -7,12 +7,12 @@ from pathlib import Path
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import BLOCK, SCHEDULES, SPLIT_BY_INPUTS
 from titanlike.config.load import nearest
-from titanlike.config.models import Llama
+from titanlike.config.model_configs import Llama
 from titanlike.config.schema import describe
-from titanlike.config.section import one_of
-from titanlike.data.check import data_problems, missing_data
-from titanlike.environment import num_gpus
-from titanlike.float8.check import float8_problems, hardware_problems, token_problems
+from titanlike.config.base import one_of
+from titanlike.data.validation import data_problems, missing_data
+from titanlike.distributed.environment import num_gpus
+from titanlike.float8.validation import float8_problems, hardware_problems, token_problems
 
 
 def check(recipe: PretrainRecipe, world_size: int) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
-from titanlike import environment
+from titanlike.distributed import environment
 from titanlike.config import UserError
-from titanlike.dtensor import is_dtensor
+from titanlike.utils.dtensor import is_dtensor
 
 T = TypeVar("T")
 

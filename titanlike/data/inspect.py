@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.data.shards import Shards, read_manifest, totals
+from titanlike.data.token_shards import Shards, read_manifest, totals
 from titanlike.data.sources import open_sources
-from titanlike.data.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.windows import Rows, documents_of
+from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.packed_dataset import Rows, documents_of
 
 DOCUMENTS = ("default", "cyan")  # colours, in turn
 GIVEN, SEPARATOR = "dim", "bold black on yellow"

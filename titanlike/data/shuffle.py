@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from titanlike.noise import seed_of
+from titanlike.utils.counter_rng import seed_of
 
 Numbers = npt.NDArray[np.int64]
 

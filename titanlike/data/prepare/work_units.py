@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents import (
+from titanlike.data.text.documents import (
     LINES,
     PARQUET,
     BadRecord,
@@ -24,9 +24,9 @@ from titanlike.data.documents import (
     read_pieces,
     row_groups,
 )
-from titanlike.data.files import File, is_address, open_file
-from titanlike.data.shards import TRAIN, VALIDATION, Shard, ShardWriter
-from titanlike.data.tokenizer import Tokenizer
+from titanlike.data.text.files import File, is_address, open_file
+from titanlike.data.token_shards import TRAIN, VALIDATION, Shard, ShardWriter
+from titanlike.data.text.tokenizer import Tokenizer
 
 SMALLEST, LARGEST = 4 * 2**20, 256 * 2**20  # bytes of a unit
 MANY = 256  # units of a text that makes neither the smallest nor the largest ones

@@ -16,13 +16,13 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 
-from titanlike import environment
+from titanlike.distributed import environment
 from titanlike.config import UserError
-from titanlike.data.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.units import Done, Options, Seen, Unit, make
+from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.prepare.work_units import Done, Options, Seen, Unit, make
 
 TICK = 0.2  # seconds between two looks at how far they are
-PROGRAM = "import sys; sys.path = {path!r}; from titanlike.data.workers import serve; serve({pipe}, {parent})"
+PROGRAM = "import sys; sys.path = {path!r}; from titanlike.data.prepare.workers import serve; serve({pipe}, {parent})"
 
 
 class Workers:

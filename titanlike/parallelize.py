@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlike.loss import head_loss
+from titanlike.models.loss import head_loss
 from titanlike.models import blocks
 from titanlike.models.layers import TiedHead
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from titanlike import distributed
+from titanlike.distributed import process_group
 
 AT_MOST = 8  # lines about ranks, or groups of ranks
 RECONNECT = 60.0  # seconds

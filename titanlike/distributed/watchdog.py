@@ -21,8 +21,9 @@ from typing import NoReturn
 
 import torch
 
-from titanlike import distributed, environment
-from titanlike.roll_call import RollCall, Sign, who_is_missing
+from titanlike.distributed import process_group
+from titanlike.distributed import environment
+from titanlike.distributed.heartbeat import RollCall, Sign, who_is_missing
 
 PATIENCE = 600.0  # seconds, at least: for a first step that compiles, for validating and saving
 

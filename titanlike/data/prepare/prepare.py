@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titanlike import environment
+from titanlike.distributed import environment
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents import LINES, PARQUET, Fields
-from titanlike.data.files import File, list_files
-from titanlike.data.shards import MANIFEST, TRAIN, VALIDATION, Manifest, read_manifest
-from titanlike.data.tokenizer import Tokenizer, build_tokenizer, files_of
-from titanlike.data.units import SHOWN, Done, Options, Part, Unit, cut_units, make, sync, write_whole, writing
-from titanlike.data.workers import TICK, Workers
-from titanlike.lock import Held, Lock
+from titanlike.data.text.documents import LINES, PARQUET, Fields
+from titanlike.data.text.files import File, list_files
+from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, read_manifest
+from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer, files_of
+from titanlike.data.prepare.work_units import SHOWN, Done, Options, Part, Unit, cut_units, make, sync, write_whole, writing
+from titanlike.data.prepare.workers import TICK, Workers
+from titanlike.utils.file_lock import Held, Lock
 
 PLAN = "plan.json"
 FORMAT = 1

@@ -1,0 +1,1 @@
+"""Tokenizing text into token shards."""

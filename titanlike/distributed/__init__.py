@@ -1,0 +1,1 @@
+"""The processes of a run: who they are, how they communicate, how they stop."""

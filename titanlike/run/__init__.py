@@ -1,0 +1,1 @@
+"""Starting, checking and resuming a run."""
