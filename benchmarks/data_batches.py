@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from titanlike.data.loader import Batches
-from titanlike.data.token_shards import Manifest, Shards, ShardWriter
+from titanlike.data.packed_dataset import PackedDataset, ShuffledMixture
 from titanlike.data.text.tokenizer import Separator
-from titanlike.data.packed_dataset import Shuffled, Windows
+from titanlike.data.token_shards import Manifest, Shards, ShardWriter
 
 VOCABULARY, DOCUMENT = 50_257, 800  # tokens, about as in web text
 SHARD = 2**26  # tokens
@@ -43,8 +43,8 @@ def write(folder: Path, num_shards: int) -> str:
 
 def make(places: list[str], seq_len: int, batch: int, *, apart: bool = False) -> Batches:
     """Batches of one data rank of eight."""
-    windows = [Windows(Shards(place), seq_len) for place in places]
-    feed = Shuffled(windows, [1.0] * len(windows), seed=0, global_batch_size=8 * batch)
+    windows = [PackedDataset(Shards(place), seq_len) for place in places]
+    feed = ShuffledMixture(windows, [1.0] * len(windows), seed=0, global_batch_size=8 * batch)
     return Batches(
         feed, global_batch_size=8 * batch, local_batch_size=batch, data_rank=3, data_ranks=8, seed=0,
         device=torch.device("cpu"), apart=Separator(VOCABULARY - 1, closes=True) if apart else None,

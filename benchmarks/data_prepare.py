@@ -34,9 +34,9 @@ from typing import Any
 
 from benchmarks.figures import cpu_name
 from titanlike.config.sections import Tokenizer as Section
+from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.data.text.train_tokenizer import train
 from titanlike.data.token_shards import read_manifest, totals
-from titanlike.data.text.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 BATCH = 512  # records that a library is given at once

@@ -1,6 +1,6 @@
 """The head and its loss in pieces of different sizes, against torch's own of all logits at once, forward and backward.
 
-python -m benchmarks.head_loss --device cpu --out benchmarks/results/head_loss_cpu.json
+python -m benchmarks.chunked_linear_cross_entropy --device cpu --out benchmarks/results/head_loss_cpu.json
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.models.loss import head_loss
+from titanlike.models.loss import chunked_linear_cross_entropy
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # Tokens, width, words.
@@ -38,7 +38,9 @@ def measure(device: str, backend: str) -> list[dict[str, Any]]:
             ways: dict[str, Any] = {"torch": by_torch if not backend else torch.compile(by_torch, backend=backend)}
             for chunk in CHUNKS:
                 if chunk <= tokens:
-                    ways[str(chunk)] = lambda *inputs, chunk=chunk: head_loss(*inputs, chunk=chunk, backend=backend)
+                    ways[str(chunk)] = lambda *inputs, chunk=chunk: chunked_linear_cross_entropy(
+                        *inputs, chunk=chunk, backend=backend
+                    )
             times: dict[str, list[float]] = {name: [] for name in ways}
             for _ in range(ROUNDS + 1):
                 for name, way in ways.items():

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.models import MODELS, Model, shape_of
-from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.metrics.hardware import device_name, peak_flops
-from titanlike.models.layers import KERNELS, attention_by
+from titanlike.models.layers import KERNELS, attention_backend
 
 
 def seconds(work: Callable[[], Any], device: str, times: int = 7) -> float:
@@ -63,7 +63,9 @@ def product(tokens: int, outputs: int, inputs: int, kind: str, device: str) -> f
     return sum(seconds(call, device) for call in plain)
 
 
-def attention(shape: Llama | GPT, batch: int, length: int, kind: str, device: str) -> dict[str, float | None]:
+def attention(
+    shape: LlamaConfig | GPTConfig, batch: int, length: int, kind: str, device: str
+) -> dict[str, float | None]:
     """Seconds of one layer's attention, forward and backward, by kernel; None where the kernel cannot."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     kv_heads = getattr(shape, "num_kv_heads", shape.num_heads)
@@ -81,7 +83,7 @@ def attention(shape: Llama | GPT, batch: int, length: int, kind: str, device: st
         if name == "math" and length > 2048:
             continue  # it holds all pairs of tokens
         try:
-            with attention_by(name):
+            with attention_backend(name):
                 found[name] = seconds(both, device)
         except RuntimeError:
             found[name] = None

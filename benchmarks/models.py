@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def shape_of(model: Model) -> Llama | GPT:
+def shape_of(model: Model) -> LlamaConfig | GPTConfig:
     """The model as titanlike's recipes have it, which knows its matrices and what they cost."""
-    return (Llama if model.shape["name"] == "llama" else GPT)(**model.shape)
+    return (LlamaConfig if model.shape["name"] == "llama" else GPTConfig)(**model.shape)

@@ -18,11 +18,11 @@ BF16 = {"training.master_dtype": "bfloat16"}
 CHANCE = BF16 | {"optimizer.stochastic_rounding": "true"}
 VARIANTS = {
     "float32 weights": {},
-    "float32 weights, bfloat16 averages": {"optimizer.state": "bfloat16"},
-    "float32 weights, 8-bit averages": {"optimizer.state": "8bit"},
+    "float32 weights, bfloat16 averages": {"optimizer.state_dtype": "bfloat16"},
+    "float32 weights, 8-bit averages": {"optimizer.state_dtype": "8bit"},
     "bfloat16 weights, rounded to the nearest": BF16,
     "bfloat16 weights, rounded by chance": CHANCE,
-    "bfloat16 weights, rounded by chance, 8-bit averages": CHANCE | {"optimizer.state": "8bit"},
+    "bfloat16 weights, rounded by chance, 8-bit averages": CHANCE | {"optimizer.state_dtype": "8bit"},
 }
 
 

@@ -123,7 +123,7 @@ def prepare(model: Model, task: Task) -> None:
     import torch
 
     from titanlike.data.loader import Batches
-    from titanlike.data.packed_dataset import InMemory, Shuffled, Windows
+    from titanlike.data.packed_dataset import InMemoryTokens, PackedDataset, ShuffledMixture
     from titanlike.models import build_model
     from titanlike.models.init import initialize
 
@@ -136,7 +136,7 @@ def prepare(model: Model, task: Task) -> None:
     tokens = tokens_like_text(steps * task.batch_size * task.seq_len + 1, shape.vocab_size)
     np.save(task.tokens_file, tokens)
     batches = Batches(
-        Shuffled([Windows(InMemory(tokens), task.seq_len)], seed=task.seed, global_batch_size=task.batch_size),
+        ShuffledMixture([PackedDataset(InMemoryTokens(tokens), task.seq_len)], seed=task.seed, global_batch_size=task.batch_size),
         global_batch_size=task.batch_size, local_batch_size=task.batch_size,
         data_rank=0, data_ranks=1, seed=task.seed, device=torch.device("cpu"),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from titanlike.checkpoint import read_whole
-from titanlike.checkpoint.format import Damaged, check
+from titanlike.checkpoint.format import CheckpointCorrupt, check
 from titanlike.checkpoint.store import Folder, name_of, read_manifest
 
 
@@ -28,7 +28,7 @@ def look(folder: Path, before: list[int], keep: int) -> list[int]:
         try:
             for name, total in read_manifest(store, step).items():
                 check(store.fetch(step, name), total, content=True)
-        except Damaged as damage:
+        except CheckpointCorrupt as damage:
             raise Unsound(str(damage)) from None
     for step in before:
         newer = [other for other in steps if other > step]

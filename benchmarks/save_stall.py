@@ -36,10 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.figures import cpu_name, spread
 from benchmarks.models import MODELS, shape_of
-from titanlike.distributed import process_group
-from titanlike.checkpoint import Checkpoints
-from titanlike.checkpoint import Saved
-from titanlike.checkpoint import loader
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, loader
 from titanlike.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
@@ -49,12 +46,13 @@ from titanlike.config.sections import (
     Parallelism,
     Training,
 )
+from titanlike.distributed import process_group
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.parallelize import parallelize
 from titanlike.run.run_dir import versions
-from titanlike.parallelize import transform
 
 ROOT = Path(__file__).parents[1]
 ROWS = ("titanlike async", "titanlike sync", "dcp async", "dcp async, kept memory", "dcp async, process", "dcp sync")
@@ -74,7 +72,7 @@ class Bench:
         )
         with torch.device("meta"):
             model = build_model(shape)
-        self.model = transform(
+        self.model = parallelize(
             model, build_mesh("cpu", **parallelism.dimensions()), split=parallelism.split(shape), training=training,
             parallelism=parallelism, float8=Float8(), activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="none"),
         )  # fmt: skip
@@ -84,7 +82,7 @@ class Bench:
         self.positions = torch.arange(length).expand(sequences, length)
         self.folder = folder
         self.group = dist.new_group(backend="gloo")
-        self.checkpoints = Checkpoints(str(folder), Checkpoint(keep=1000, tries=1))
+        self.checkpoints = CheckpointManager(str(folder), Checkpoint(keep=1000, tries=1))
         self.future: Future[Any] | None = None
         self.kept = DefaultStager(StagingOptions(*[False] * 4))
         self.shared = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=True, **NO_DEVICE))
@@ -111,11 +109,11 @@ class Bench:
     def save(self, row: str) -> Callable[[], float | None]:
         """Begin a save. Returns what tells in how many seconds all came to be on the disk, or None as long as it is not."""
         if row.startswith("titanlike"):
-            saved = Saved(self.num_steps, {}, "", {}, {}, versions=versions())
+            saved = CheckpointMetadata(self.num_steps, {}, "", {}, {}, versions=versions())
             self.checkpoints.save(self.model, self.optimizer, saved, wait=row == "titanlike sync")
             return self._ours_took
         began, took = time.perf_counter(), []
-        named = dict(state.tensors(self.model, self.optimizer, {}))
+        named = dict(loader.tensors(self.model, self.optimizer, {}))
         place = {"checkpoint_id": str(self.folder / f"dcp-{self.num_steps}"), "process_group": self.group}
         if row == "dcp sync":
             dcp.save(named, **place)
@@ -128,21 +126,21 @@ class Bench:
         return lambda: took[0] if took else None
 
     def _ours_took(self) -> float | None:
-        for outcome in self.checkpoints.news():
+        for outcome in self.checkpoints.poll():
             assert not outcome.error, outcome.error
             return outcome.seconds
         return None
 
     def measure(self, row: str) -> dict[str, float]:
         """One save, steps before it and steps beside it. Of all ranks, the longest counts."""
-        distributed.barrier()
+        process_group.barrier()
         alone = [self.step() for _ in range(STEPS_ALONE)]
-        distributed.barrier()
+        process_group.barrier()
         began = time.perf_counter()
         ended = self.save(row)
         stall = time.perf_counter() - began
         took, beside = ended(), list[float]()
-        while None in distributed.gather(took):
+        while None in process_group.all_gather_object(took):
             beside.append(self.step())
             took = ended() if took is None else took
         if self.future:
@@ -153,9 +151,9 @@ class Bench:
             "stall": stall, "seconds": took, "step": statistics.median(alone), "steps_beside": len(beside),
             "step_beside": statistics.median(beside or alone), "bytes": sum(f.stat().st_size for f in self.folder.rglob("*.*")),
         }  # fmt: skip
-        found = {name: max(said[name] for said in distributed.gather(found)) for name in found}
-        distributed.barrier()
-        if distributed.is_main():
+        found = {name: max(said[name] for said in process_group.all_gather_object(found)) for name in found}
+        process_group.barrier()
+        if process_group.is_main():
             for path in self.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         return found
@@ -170,7 +168,7 @@ class Bench:
 def work(arguments: argparse.Namespace) -> None:
     """What each rank does: all rows in each round, in another order each time. Rank 0 writes what came of it."""
     rows = arguments.rows
-    with distributed.session("cpu"):
+    with process_group.session("cpu"):
         bench = Bench(arguments.model, arguments.folder, arguments.sequences, arguments.length)
         found: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
         for number in range(arguments.rounds + 1):
@@ -178,11 +176,11 @@ def work(arguments: argparse.Namespace) -> None:
                 one = bench.measure(row)
                 if number:
                     found[row].append(one)
-                if distributed.is_main():
+                if process_group.is_main():
                     print(f"round {number}  {row:<24} stall {one['stall']:.3f} s, on disk after {one['seconds']:.2f} s, "
                           f"steps {one['step_beside'] / one['step']:.2f}", flush=True)  # fmt: skip
         bench.close()
-        if distributed.is_main():
+        if process_group.is_main():
             arguments.worker.write_text(json.dumps(found))
 
 

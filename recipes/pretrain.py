@@ -17,46 +17,42 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from titanlike.distributed import process_group
-from titanlike.checkpoint import Checkpoints, Saved
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.data.loader import Batch, Batches
+from titanlike.data.packed_dataset import BatchSource
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.packed_dataset import Feed
+from titanlike.distributed import collectives, process_group
+from titanlike.distributed.graceful_shutdown import GracefulShutdown
+from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.generate import generate
-from titanlike.models.loss import num_valid
 from titanlike.metrics import Monitor
 from titanlike.metrics.hardware import device_name
 from titanlike.models import build_model
 from titanlike.models.init import initialize
-from titanlike.models.layers import attention_by
-from titanlike.optim.optimizer import (
-    Guard,
-    build_optimizer,
-    clip_gradients,
-    gradient_norms,
-    learning_rate,
-    set_learning_rate,
-)
-from titanlike.parallelisms.context import context_places
+from titanlike.models.layers import attention_backend
+from titanlike.models.loss import num_valid
+from titanlike.optim.clipping import clip_gradients, gradient_norms
+from titanlike.optim.non_finite import NonFiniteGuard
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.schedule import learning_rate, set_learning_rate
+from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.parallelize import parallelize
 from titanlike.run.resume import as_json, check_resume
+from titanlike.run.run_dir import RunDirectory, headlines, machine_facts, versions
 from titanlike.utils.rng import seed_generators
-from titanlike.run.run_dir import RunFolder, headlines, machine_facts, versions
-from titanlike.distributed.graceful_shutdown import Stop
-from titanlike.parallelize import transform
-from titanlike.distributed.watchdog import Watch, group_timeout
 
 
 def main(recipe: PretrainRecipe, device: torch.device) -> None:
     """Train as the recipe says, from the run's last checkpoint if it has one."""
-    recipe = distributed.agree(recipe)
+    recipe = process_group.broadcast_object(recipe)
     training = recipe.training
     torch.set_float32_matmul_precision(training.matmul_precision)
 
     # Ranks: how many share what.
-    parallelism = recipe.parallelism.resolve(distributed.world_size())
+    parallelism = recipe.parallelism.resolve(process_group.world_size())
     mesh = build_mesh(device.type, **parallelism.dimensions())
 
     # Data: text to tokens, tokens to batches that depend on the seed and the step alone.
@@ -69,16 +65,16 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         seed=recipe.run.seed,
         validate=recipe.validation.interval > 0,
     )
-    data_id = distributed.same_everywhere("the data", data.fingerprint)
+    data_id = process_group.assert_equal_across_ranks("the data", data.fingerprint)
 
-    def batches(feed: Feed, *, noise: bool = False) -> Batches:
+    def batches(feed: BatchSource, *, noise: bool = False) -> Batches:
         return Batches(
             feed,
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
             data_rank=mesh.data_rank,
             data_ranks=mesh.data_ranks,
-            places=context_places(training.seq_len, mesh.context),
+            places=context_position_ids(training.seq_len, mesh.context),
             seed=recipe.run.seed,
             device=device,
             apart=tokenizer.separator if recipe.data.document_masks else None,
@@ -89,8 +85,8 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     validation_batches = batches(data.validation) if data.validation else None
 
     # Resume or not: decided before anything is built or written.
-    run = RunFolder(recipe)
-    here = Saved(
+    run = RunDirectory(recipe)
+    here = CheckpointMetadata(
         step=0,
         recipe=as_json(recipe),
         data=data_id,
@@ -99,16 +95,16 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         machine=machine_facts(device),
         versions=versions(),
     )
-    checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint)
+    checkpoints = CheckpointManager(run.checkpoints, recipe.checkpoint, shutdown_timeout=recipe.run.shutdown_timeout)
     saved = checkpoints.find(recipe.checkpoint.resume_from)
     inexact = check_resume(saved, here, recipe) if saved else []
     first_step = saved.step + 1 if saved else 1
-    beginning = run.beginning(saved, inexact)
+    beginning = run.resume_message(saved, inexact)
 
     # Model: plain on the meta device, then made this rank's part of a parallel one, then given memory and values.
     with torch.device("meta"):
         model: nn.Module = build_model(recipe.model)
-    model = transform(
+    model = parallelize(
         model,
         mesh,
         split=parallelism.split(recipe.model),
@@ -125,13 +121,13 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         checkpoints.load(model, optimizer, saved)
         data.training.begin(saved.position)
 
-    if distributed.is_main():
-        run.open(recipe, device_name(device), distributed.world_size(), resumed_step=first_step - 1)
-    checkpoints.set_aside_after(first_step - 1)
+    if process_group.is_main():
+        run.open(recipe, device_name(device), process_group.world_size(), resumed_step=first_step - 1)
+    checkpoints.archive_after(first_step - 1)
     monitor = Monitor(
-        folder=run.path if distributed.is_main() else None,
+        folder=run.path if process_group.is_main() else None,
         device=device,
-        num_devices=distributed.world_size(),
+        num_devices=process_group.world_size(),
         first_step=first_step,
         num_steps=training.steps,
         tokens_per_step=training.global_batch_size * training.seq_len,
@@ -139,7 +135,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         interval=recipe.metrics.interval,
         tensorboard=recipe.metrics.tensorboard,
     )
-    guard = Guard(
+    guard = NonFiniteGuard(
         training.non_finite,
         limit=training.skip_limit,
         window=training.skip_window,
@@ -152,10 +148,10 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     with (
         monitor,
         checkpoints,
-        Watch(recipe.run.hang_seconds, run.path) as watch,
-        Stop() as stop,
-        attention_by(training.attention),
-        train_batches.ahead(recipe.data.ahead, first_step, training.steps),
+        Watchdog(recipe.run.hang_timeout, run.path) as watchdog,
+        GracefulShutdown() as shutdown,
+        attention_backend(training.attention),
+        train_batches.ahead(recipe.data.prefetch, first_step, training.steps),
     ):
         for line in headlines(recipe, mesh.sizes, device_name(device), data.training.describe(training.steps)):
             monitor.note(line)
@@ -163,50 +159,50 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
             monitor.note(beginning)
 
         for step in range(first_step, training.steps + 1):
-            watch.beat(step)
+            watchdog.step(step)
             with monitor.waiting_for_data():
                 microbatches = train_batches.microbatches(step)
 
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             loss, local_loss = forward_backward(model, microbatches, mesh)
-            stop.ask(checkpoints.given_up)
+            shutdown.begin_sync(checkpoints.has_failed)
             norms = gradient_norms(model, mesh.pipeline)
-            if guard.allows(step, loss, local_loss, norms):
+            if guard.should_step(step, loss, local_loss, norms):
                 clip_gradients(model, norms.total, training.max_norm)
                 optimizer.step()
             optimizer.zero_grad()
 
             monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
 
-            stopping = stop.answer()  # the number of a signal, as a rule 0
+            stopping = shutdown.result()  # the number of a signal, as a rule 0
             if validation_batches and not stopping and due(step, recipe.validation.interval, training.steps):
-                with monitor.not_training(), watch.patient():
+                with monitor.not_training(), watchdog.pause():
                     monitor.validation(step, validate(model, validation_batches, recipe.validation.batches, mesh))
             if recipe.checkpoint.enabled and (stopping or due(step, recipe.checkpoint.interval, training.steps)):
-                with monitor.not_training(), watch.patient():
+                with monitor.not_training(), watchdog.pause():
                     guard.catch_up()
                     seen = step * training.global_batch_size * training.seq_len
                     here = replace(
                         here, step=step, tokens=seen, skipped=guard.skipped, position=train_batches.position()
                     )
                     checkpoints.save(model, optimizer, here, wait=stopping > 0)
-            monitor.saved(checkpoints.news())
+            monitor.saved(checkpoints.poll())
             if stopping:
-                monitor.note(run.farewell(stopping))
+                monitor.note(run.shutdown_message(stopping))
                 break
             if step == first_step:
                 gc.collect()  # what compiling has left behind
             elif due(step, training.gc_interval, training.steps):
                 gc.collect(1)
 
-        with watch.patient():
+        with watchdog.pause():
             guard.catch_up()
-            checkpoints.settle(last=True)
-        monitor.saved(checkpoints.news())
+            checkpoints.wait(last=True)
+        monitor.saved(checkpoints.poll())
 
-    if stop.agreed:
-        distributed.leave(128 + stop.agreed)
-    if recipe.checkpoint.weights != "none" and distributed.is_main():
+    if shutdown.agreed:
+        process_group.barrier_and_exit(128 + shutdown.agreed)
+    if recipe.checkpoint.weights != "none" and process_group.is_main():
         checkpoints.write_weights(run.path / "weights.safetensors", recipe.checkpoint.weights)
     if recipe.sample.tokens:
         text = generate(
@@ -228,7 +224,7 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) ->
     """Gradients of the loss over the global batch. Returns that loss, and this rank's part of it."""
     # Every token weighs the same, on whatever rank and in whatever micro-batch: count them all, then divide each sum.
     counts = [num_valid(batch.labels) for batch in microbatches]
-    num_tokens = distributed.sum_over(torch.stack(counts).sum(), mesh.tokens)
+    num_tokens = collectives.all_reduce_sum(torch.stack(counts).sum(), mesh.tokens)
 
     if isinstance(model, Pipeline):
         local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
@@ -238,7 +234,7 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) ->
             loss = model(**batch.inputs, labels=batch.labels) / num_tokens
             loss.backward()
             local_loss += loss.detach()
-    return distributed.sum_over(local_loss.clone(), [*mesh.tokens, mesh.pipeline.get_group()]), local_loss
+    return collectives.all_reduce_sum(local_loss.clone(), [*mesh.tokens, mesh.pipeline.get_group()]), local_loss
 
 
 @torch.no_grad()
@@ -252,8 +248,8 @@ def validate(model: nn.Module, batches: Batches, num_batches: int, mesh: Mesh) -
         else:
             total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
-    distributed.sum_over(total, [*mesh.tokens, mesh.pipeline.get_group()])
-    return (total / distributed.sum_over(num_tokens, mesh.tokens)).item()
+    collectives.all_reduce_sum(total, [*mesh.tokens, mesh.pipeline.get_group()])
+    return (total / collectives.all_reduce_sum(num_tokens, mesh.tokens)).item()
 
 
 def due(step: int, interval: int, last: int) -> bool:
@@ -262,13 +258,13 @@ def due(step: int, interval: int, last: int) -> bool:
 
 
 if __name__ == "__main__":
-    run = RunFolder(recipe)
+    run = RunDirectory(recipe)
     with (
-        distributed.session(
+        process_group.session(
             recipe.run.device,
             deterministic=recipe.run.deterministic,
-            timeout=group_timeout(recipe.run.hang_seconds),
-            farewell=run.farewell,
+            timeout=group_timeout(recipe.run.hang_timeout),
+            shutdown_message=run.shutdown_message,
         ) as device,
         run.locked(),
     ):

@@ -15,7 +15,7 @@ from request import STAMP, base_name
 from sent import PREFIX, PROGRAM, SentJob, clock, described, find, line, names, resume_request, stop
 from service import Clients, clients, plainly
 
-from titanlike.distributed import environment
+from titanlike.utils import system
 
 ABOUT = {
     "list": "jobs whose names begin with --prefix, newest first",
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 def command(words: Sequence[str]) -> int:
     """Do what these words say. Returns the exit code."""
     options = build_parser().parse_args(words)
-    environment.end_quietly_on_interrupt()
+    system.exit_on_interrupt()
     try:
         code = _do(options)
         sys.stdout.flush()

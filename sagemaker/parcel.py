@@ -9,10 +9,10 @@ from pathlib import Path
 
 import tomli
 
-from titanlike.distributed import environment
-from titanlike.run.preflight import check
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import joined
+from titanlike.distributed import environment
+from titanlike.run.preflight import check
 from titanlike.run.start import REPOSITORY, program_of
 
 RECIPE = "recipe.toml"

@@ -63,7 +63,7 @@ def _validation(request: dict[str, Any]) -> list[str]:
 def bytes_per_parameter(recipe: PretrainRecipe) -> float:
     """Of weights, gradients and optimizer state."""
     master = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
-    averages = {"full": 2 * master, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state]
+    averages = {"full": 2 * master, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
     return master + master + averages
 
 
@@ -79,7 +79,7 @@ def states(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
     if size > job.machine.gpu_gib:
         raise UserError(
             f"weights, gradients and optimizer state alone do not fit: {text}, and a GPU of {job.machine.name} has "
-            f"{job.machine.gpu_gib} GiB; take more instances, shard more, or optimizer.state = '8bit'"
+            f"{job.machine.gpu_gib} GiB; take more instances, shard more, or optimizer.state_dtype = '8bit'"
         )
     return f"states      {text} of a GPU's {job.machine.gpu_gib}; activations come on top, and are not reckoned here"
 

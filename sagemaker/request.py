@@ -177,7 +177,7 @@ def arguments(job: Job) -> list[str]:
         "run.dir": f"{OPT}/checkpoints",
         "run.name": job.run,
         "checkpoint.dir": kept,
-        "checkpoint.grace": "100",  # of the 120 seconds that SageMaker waits
+        "run.shutdown_timeout": "100",  # of the 120 seconds that SageMaker waits
     }
     several: dict[str, list[str]] = {}
     for channel in job.channels:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from parcel import Parcel
 from request import OPT
 
-from titanlike.distributed.environment import share_cores
+from titanlike.utils.system import share_cores
 
 GRACE = 120.0  # seconds from SIGTERM to SIGKILL, as `docker stop` waits there
 

@@ -52,8 +52,8 @@ ERRORS = {
     ),
     "data order": Planted(
         "titanlike/data/shuffle.py",
-        'seed_of(seed, f"epoch {epoch}")',
-        'seed_of(seed, "epoch")',
+        'derive_seed(seed, f"epoch {epoch}")',
+        'derive_seed(seed, "epoch")',
         "tests/unit",
     ),
     "float8 scale": Planted(

@@ -15,20 +15,20 @@ from torch.utils._pytree import tree_leaves
 
 from recipes import pretrain
 from tests.pool import Pool
-from titanlike.checkpoint import Saved
+from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.parallelisms.mesh import Mesh, build_mesh
+from titanlike.parallelize import parallelize
 from titanlike.run.resume import as_json, check_resume
-from titanlike.parallelize import transform
 from titanlike.verify import Result, differences
 
 mesh_of = functools.cache(build_mesh)
 
-LLAMA = Llama(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
-GPT_ = GPT(dim=64, num_layers=3, num_heads=4, vocab_size=320)
+LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
+GPT_ = GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=320)
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
 TINY: dict[str, dict[str, Any]] = dict(
@@ -60,7 +60,7 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     mesh = mesh_of("cpu", **layout.dimensions())
     with torch.device("meta"):
         model: nn.Module = build_model(recipe.model)
-    model = transform(
+    model = parallelize(
         model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout, float8=recipe.float8,
         activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
     )  # fmt: skip
@@ -102,10 +102,10 @@ def assert_same(
 
 
 def resume(
-    saved: Saved, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
+    saved: CheckpointMetadata, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
 ) -> list[str]:
     """Whether a checkpoint would be taken up by this recipe, with this data, here."""
-    return check_resume(saved, Saved(0, as_json(recipe), data, layout, machine), recipe)
+    return check_resume(saved, CheckpointMetadata(0, as_json(recipe), data, layout, machine), recipe)
 
 
 class Operations(TorchDispatchMode):

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.text.tokenizer import Tokenizer
-from titanlike.distributed.process_group import gather_along
-from titanlike.utils.counter_rng import seed_of
-from titanlike.parallelisms.context import context_places, gather_sequence
+from titanlike.distributed.collectives import all_gather
+from titanlike.parallelisms.context import context_position_ids, gather_sequence
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.utils.counter_rng import derive_seed
 
 
 @torch.no_grad()
@@ -30,8 +30,8 @@ def generate(
     """
     unit = mesh.tensor.size() * (2 * mesh.context.size() if mesh.context.size() > 1 else 1)
     length = -(-window // unit) * unit
-    places = context_places(length, mesh.context).to(device)
-    generator = torch.Generator().manual_seed(seed_of(seed, "sample"))
+    places = context_position_ids(length, mesh.context).to(device)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "sample"))
     tokens = tokenizer.opening(prompt)
     for _ in range(num_tokens):
         seen = tokens[-window:]
@@ -39,7 +39,7 @@ def generate(
         logits: Tensor = model(tokens=padded[:, places], positions=places[None])
         logits = gather_sequence(logits, 1, mesh.context)[:, len(seen) - 1]  # (1, vocabulary)
         if mesh.vocabulary is not None:
-            logits = gather_along(logits, 1, mesh.vocabulary)
+            logits = all_gather(logits, 1, mesh.vocabulary)
         logits = logits[0, : tokenizer.vocab_size].float().cpu()
         token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
         if token == tokenizer.separator.token:

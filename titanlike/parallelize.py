@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlike.models.loss import head_loss
 from titanlike.models import blocks
 from titanlike.models.layers import TiedHead
+from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.context import apply_context
@@ -20,7 +20,7 @@ from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelisms.precision import apply_compute_dtype
 
 
-def transform(
+def parallelize(
     model: nn.Module,
     mesh: Mesh,
     *,
@@ -43,10 +43,10 @@ def transform(
     if in_float8:
         # Only here: what is behind it takes two seconds to import.
         from titanlike.float8.all_gather import wrap_weights
-        from titanlike.float8.linear import apply_float8, refuse_hardware
+        from titanlike.float8.linear import apply_float8, check_hardware
         from titanlike.float8.tensor_parallel import share_scales
 
-        refuse_hardware(mesh.tensor.device_type, float8)
+        check_hardware(mesh.tensor.device_type, float8)
         apply_float8(model, float8)
     # Before all that shares: what is on another rank needs no transform.
     parts: list[Any] = [model]
@@ -65,7 +65,7 @@ def transform(
 
         for part in parts:
             apply_tensor(part, plan, mesh.tensor)
-        if parallelism.async_tensor:
+        if parallelism.async_tensor_parallel:
             overlap_tensor(mesh.tensor)
     if in_float8:
         for part in parts:
@@ -81,7 +81,7 @@ def transform(
     for part in parts:
         if getattr(part, "output", None) is not None:
             part.output.loss = partial(
-                head_loss,
+                chunked_linear_cross_entropy,
                 chunk=training.loss_chunk,
                 vocabulary=mesh.vocabulary,
                 backend=compile.backend if compile.mode == "block" else "",

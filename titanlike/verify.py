@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import tomli
 
-from titanlike.distributed import environment
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.sections import Data, Parallelism, Tokenizer
+from titanlike.distributed import environment
 from titanlike.run.start import REPOSITORY
 
 # Relative. Sums of float32 in another order; Adam makes more of it than a plain sum would.
@@ -170,12 +170,12 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "compile.mode": "none",  # compiling takes longer than all the rest
         # Float8 turns the last digit of a sum into a sixteenth of a number: what it rounds cannot tell layouts apart.
         **{f"float8.{key}": value for key, value in PLAIN.items()},
-        "optimizer.state": "full",
+        "optimizer.state_dtype": "full",
         "optimizer.stochastic_rounding": False,
         "schedule.warmup_steps": min(values["schedule"]["warmup_steps"], 2),
         "schedule.decay_steps": 0,
         "parallelism.cpu_offload": False,
-        "parallelism.async_tensor": False,
+        "parallelism.async_tensor_parallel": False,
         "run.device": "cpu",
         "checkpoint.enabled": True,
         "checkpoint.interval": 0,

@@ -35,7 +35,7 @@ def recipe_of(task: Task, folder: str) -> PretrainRecipe:
     keys: dict[str, Any] = {f"model.{key}": str(value).lower() for key, value in task.model.items()}
     keys |= {
         "run.dir": folder, "run.name": "run", "run.device": task.device, "run.seed": task.seed,
-        "data.source": "synthetic", "data.validation_every": 0, "validation.interval": 0,
+        "data.source": "synthetic", "data.holdout_every": 0, "validation.interval": 0,
         "training.steps": task.warmup + task.steps + 1, "training.seq_len": task.seq_len,
         "training.global_batch_size": task.batch_size, "training.local_batch_size": task.micro_batch_size,
         "training.compute_dtype": "float32" if task.precision == "float32" else "bfloat16",
@@ -62,9 +62,9 @@ def main() -> None:
 def train(task: Task, recipe: PretrainRecipe) -> None:
     """The shipped program, all of it but where its tokens come from."""
     from recipes import pretrain
-    from titanlike.distributed import process_group
     from titanlike.data import sources
-    from titanlike.data.packed_dataset import InMemory
+    from titanlike.data.packed_dataset import InMemoryTokens
+    from titanlike.distributed import process_group
 
     clock = Clock(task, ("titanlike", "torchao"))
 
@@ -73,9 +73,9 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
             super().step(step, **values)
             clock.step(values["loss"])
 
-    sources._synthetic = lambda tokenizer: InMemory(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
+    sources._synthetic = lambda tokenizer: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
     pretrain.Monitor = Monitor  # type: ignore[misc]
-    with distributed.session(recipe.run.device) as device:
+    with process_group.session(recipe.run.device) as device:
         pretrain.main(recipe, device)
 
 

@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {
         "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/sagemaker/entry.py"],
         "ContainerArguments": [
             "recipe.toml", "--run.dir=/opt/ml/checkpoints", "--run.name=llama3_8b", "--checkpoint.dir=s3://ours/titanlike/checkpoints",
-            "--checkpoint.grace=100", "--training.steps=50",
+            "--run.shutdown_timeout=100", "--training.steps=50",
         ],
         "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
     },
@@ -163,10 +163,10 @@ def test_a_folder_may_have_a_point_in_its_name() -> None:
 
 
 def test_the_user_wins_over_what_a_job_sets() -> None:
-    words = request_for(replace(JOB, words=("recipe.toml", "--checkpoint.grace=60")))["AlgorithmSpecification"][
+    words = request_for(replace(JOB, words=("recipe.toml", "--run.shutdown_timeout=60")))["AlgorithmSpecification"][
         "ContainerArguments"
     ]
-    assert [word for word in words if "grace" in word] == ["--checkpoint.grace=60"]
+    assert [word for word in words if "grace" in word] == ["--run.shutdown_timeout=60"]
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path, monke
         "            if step == 3 and distributed.dist.get_rank() == 1:\n"
         "                raise RuntimeError('the disk is on fire')\n"
     )
-    anchor = "            watch.beat(step)\n"
+    anchor = "            watchdog.step(step)\n"
     assert program.count(anchor) == 1
     (tmp_path / "burning.py").write_text(program.replace(anchor, anchor + crash))
     recipe = tmp_path / "burning.toml"

@@ -11,19 +11,19 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.pool import Pool
 from tests.training import LLAMA, mesh_of, tiny, train
-from titanlike.optim.low_precision_adamw import BLOCK, LowMemoryAdamW, _bits
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import Llama
+from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.sections import Parallelism
+from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _bits
 from titanlike.optim.optimizer import AdamW
 
 Ranks = Callable[[int], Pool]
 
-SHAPE: Any = Llama(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab_size=320)
+SHAPE: Any = LlamaConfig(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab_size=320)
 LOW: dict[str, Any] = dict(
     training=dict(steps=4, master_dtype="bfloat16", local_batch_size=2),
-    optimizer=dict(state="8bit", stochastic_rounding=True, lr=1e-3),
+    optimizer=dict(state_dtype="8bit", stochastic_rounding=True, lr=1e-3),
     checkpoint=dict(interval=2),
 )
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def _step_of_a_part(placement: Any) -> tuple[bool, bool]:
     ends = []
     for weight, its_gradient in ((whole, gradient), (cut, cut_gradient)):
         parameter = torch.nn.Parameter(weight.clone())
-        optimizer = LowMemoryAdamW(
+        optimizer = LowPrecisionAdamW(
             [{"params": [parameter], "weight_decay": 0.1}],
             lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state="8bit", seeds={parameter: 3},
         )  # fmt: skip

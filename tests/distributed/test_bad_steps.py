@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
-from titanlike.distributed import process_group
 from titanlike.config import UserError
-from titanlike.optim.optimizer import Guard, gradient_norms
+from titanlike.distributed import collectives
+from titanlike.optim.clipping import gradient_norms
+from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
 
@@ -20,7 +21,7 @@ Ranks = Callable[[int], Pool]
 
 def _said(loss: Tensor, local_loss: Tensor, model: nn.Module) -> str:
     try:
-        Guard().allows(7, loss, local_loss, gradient_norms(model))
+        NonFiniteGuard().should_step(7, loss, local_loss, gradient_norms(model))
     except UserError as error:
         return str(error)
     return "nothing said"
@@ -31,8 +32,8 @@ def _step_with_nan(guilty: int) -> str:
     local_loss = torch.tensor(float("nan") if dist.get_rank() == guilty else 1.0)
     (model(torch.ones(1, 2)).sum() * local_loss).backward()
     assert model.weight.grad is not None
-    distributed.sum_over(model.weight.grad, [dist.group.WORLD])
-    return _said(distributed.sum_over(local_loss.clone(), [dist.group.WORLD]), local_loss, model)
+    collectives.all_reduce_sum(model.weight.grad, [dist.group.WORLD])
+    return _said(collectives.all_reduce_sum(local_loss.clone(), [dist.group.WORLD]), local_loss, model)
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

@@ -12,10 +12,10 @@ import torch
 
 from tests.pool import Pool
 from tests.training import GPT_, assert_same, build, result, resume, tiny, train
-from titanlike.checkpoint import Checkpoints, Saved
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
-from titanlike.run.run_dir import RunFolder
+from titanlike.run.run_dir import RunDirectory
 
 Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
@@ -74,13 +74,13 @@ def load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
     other = dataclasses.replace(recipe.run, seed=99)  # other values than the saved ones
     model, _ = build(dataclasses.replace(recipe, run=other))
     optimizer = build_optimizer(model, recipe.optimizer)
-    checkpoints = Checkpoints(RunFolder(recipe).checkpoints, recipe.checkpoint)
+    checkpoints = CheckpointManager(RunDirectory(recipe).checkpoints, recipe.checkpoint)
     saved = checkpoints.find()
     assert saved is not None
     checkpoints.load(model, optimizer, saved)
-    with Checkpoints(str(folder), recipe.checkpoint) as others:
+    with CheckpointManager(str(folder), recipe.checkpoint) as others:
         others.save(model, optimizer, saved, wait=True)
-    if distributed.is_main():
+    if process_group.is_main():
         (folder.parent / "metrics.jsonl").write_text("")
 
 
@@ -115,10 +115,12 @@ def test_a_save_cut_short_is_not_there(ranks: Ranks, tmp_path: Path) -> None:
 MACHINE = {"device": "cpu", "torch": "2.13.0"}
 
 
-def saved_by(recipe: Any) -> Saved:
+def saved_by(recipe: Any) -> CheckpointMetadata:
     from titanlike.run.resume import as_json
 
-    return Saved(step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE)
+    return CheckpointMetadata(
+        step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def saved_by(recipe: Any) -> Saved:
         (dict(optimizer=dict(lr=0.5)), r"optimizer\.lr was 0\.01, now 0\.5"),
         (dict(training=dict(seq_len=64)), r"training\.seq_len was 32, now 64"),
         (dict(run=dict(seed=1)), r"run\.seed was 0, now 1"),
-        (dict(data=dict(validation_every=10)), r"data\.validation_every was 50, now 10"),
+        (dict(data=dict(holdout_every=10)), r"data\.holdout_every was 50, now 10"),
         (dict(recipe="mine/other.py"), r"recipe was \"pretrain\", now \"other\""),
         (dict(model=GPT_), r"model\.name was \"llama\", now \"gpt\""),
     ],
@@ -192,8 +194,8 @@ def test_a_folder_without_a_checkpoint_begins_again(ranks: Ranks, tmp_path: Path
     recipe = tiny(tmp_path, "run")
     whole = train(ranks(1), recipe)
     drop_last(tmp_path / "run")
-    run = RunFolder(recipe)
-    assert run.beginning(None, []) == f"{run.path} has no checkpoint to resume from: beginning again at step 1"
+    run = RunDirectory(recipe)
+    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: beginning again at step 1"
     assert train(ranks(1), recipe).losses == whole.losses
 
 
@@ -207,14 +209,14 @@ def test_a_run_folder_that_vanishes_is_told(tmp_path: Path, ranks: Ranks) -> Non
 
 def _save_into(folder: Path) -> None:
     model = torch.nn.Linear(1, 1)
-    saved = Saved(1, {}, "", {}, {})
-    with Checkpoints(str(folder), Checkpoint(tries=1)) as checkpoints:
+    saved = CheckpointMetadata(1, {}, "", {}, {})
+    with CheckpointManager(str(folder), Checkpoint(max_failures=1)) as checkpoints:
         checkpoints.save(model, torch.optim.AdamW(model.parameters()), saved, wait=True)
 
 
 def test_what_is_said_when_a_run_is_stopped(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(tmp_path / "with space", "run")
-    run = RunFolder(recipe)
-    assert run.farewell() == "stopped before the first checkpoint"
+    run = RunDirectory(recipe)
+    assert run.shutdown_message() == "stopped before the first checkpoint"
     train(ranks(1), recipe)
-    assert run.farewell() == f"stopped; to go on from step 5: ./run_train.sh '{run.path}/recipe.toml'"
+    assert run.shutdown_message() == f"stopped; to go on from step 5: ./run_train.sh '{run.path}/recipe.toml'"

@@ -19,7 +19,7 @@ from recipes import pretrain
 from tests.pool import Pool
 from tests.training import Operations, train_here
 from titanlike.config import PretrainRecipe, load, to_toml
-from titanlike.config import model_configs as shapes
+from titanlike.config.model_configs import LlamaConfig
 from titanlike.models import blocks
 from titanlike.models.llama import Llama
 from titanlike.parallelisms.compile import apply_compile
@@ -86,7 +86,7 @@ def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecip
         "float8.all_gather": recipe.float8.all_gather,
         "float8.emulate": recipe.float8.scaling != "none",
         "float8.skip_small": False,
-        "optimizer.state": recipe.optimizer.state,
+        "optimizer.state_dtype": recipe.optimizer.state_dtype,
         "validation.interval": 0,
         "checkpoint.enabled": False,
         "metrics.interval": STEPS,
@@ -210,7 +210,7 @@ def test_a_block_is_a_few_kernels_however_many_there_are() -> None:
         torch._dynamo.reset()
         metrics.reset()
         model = Llama(
-            shapes.Llama(dim=64, num_layers=num_blocks, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
+            LlamaConfig(dim=64, num_layers=num_blocks, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
         )
         apply_compile(model, blocks(model), mode="block")
         model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()

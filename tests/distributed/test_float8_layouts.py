@@ -18,21 +18,21 @@ from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.parity import FAST
 from tests.pool import Pool
 from tests.training import assert_same, build, tiny, train, whole
-from titanlike.distributed import process_group
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Parallelism
+from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Shard
 from titanlike.models.loss import cross_entropy_sum
 from titanlike.optim.optimizer import build_optimizer
-from titanlike.parallelisms.context import context_places
+from titanlike.parallelisms.context import context_position_ids
 
 Ranks = Callable[[int], Pool]
 
 MODELS: dict[str, Any] = {
-    "llama": Llama(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320),
-    "gpt": GPT(dim=64, num_layers=2, num_heads=4, vocab_size=320),
+    "llama": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320),
+    "gpt": GPTConfig(dim=64, num_layers=2, num_heads=4, vocab_size=320),
 }
 FLOAT8: dict[str, Any] = dict(scaling="tensorwise", skip_small=False, emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
@@ -63,7 +63,7 @@ def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]
     """The loss and the gradients that each of some micro-batches makes, summed over all ranks that read the same."""
     torch._dynamo.reset()
     model, mesh = build(recipe)
-    places = context_places(32, mesh.context)
+    places = context_position_ids(32, mesh.context)
     copies = mesh.data_ranks  # each of which makes the same gradient
     results = []
     for seed in range(seeds):
@@ -71,7 +71,7 @@ def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]
         logits = model(tokens=tokens[:, :-1][:, places], positions=places[None])
         loss = cross_entropy_sum(logits, tokens[:, 1:][:, places], mesh.vocabulary) / 64
         loss.backward()
-        total = distributed.sum_over(loss.detach().clone(), [mesh.context.get_group()])
+        total = collectives.all_reduce_sum(loss.detach().clone(), [mesh.context.get_group()])
         found = {name: whole(p.grad) / copies for name, p in model.named_parameters() if p.grad is not None}
         results.append({"loss": total, **found})
         model.zero_grad()
@@ -136,7 +136,7 @@ def test_every_layout_rounds_as_one_process_does(ranks: Ranks, tmp_path: Path, m
 @slow
 def test_a_rank_may_have_nothing_of_a_weight(ranks: Ranks, tmp_path: Path) -> None:
     """Four rows over three ranks: two, two and none."""
-    shape = Llama(dim=64, num_layers=1, num_heads=16, num_kv_heads=1, ffn_dim=128, vocab_size=320)
+    shape = LlamaConfig(dim=64, num_layers=1, num_heads=16, num_kv_heads=1, ffn_dim=128, vocab_size=320)
     alone, shared = (
         dataclasses.replace(recipe_for(tmp_path, "a", layout, ALL_GATHER), model=shape)
         for layout in ({}, dict(shard=3))
@@ -315,6 +315,6 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
 )
 def test_a_scale_is_never_stale(ranks: Ranks, tmp_path: Path, layout: dict[str, Any], state: str) -> None:
     layout = layout | dict(reshard_after_forward="always")
-    recipe = recipe_for(tmp_path, "a", layout, ALL_GATHER, optimizer=dict(lr=0.3, state=state))
+    recipe = recipe_for(tmp_path, "a", layout, ALL_GATHER, optimizer=dict(lr=0.3, state_dtype=state))
     for found in ranks(2).run(_scales_after_steps, recipe):
         assert len(found) == 4 and max(found) < 1e-6, found

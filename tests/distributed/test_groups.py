@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import mesh_of
-from titanlike.distributed import process_group
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
+from titanlike.distributed import collectives, process_group
 from titanlike.parallelisms.mesh import build_mesh
 
 Ranks = Callable[[int], Pool]
@@ -18,14 +18,14 @@ Ranks = Callable[[int], Pool]
 
 def _talk() -> tuple[int, list[int], float, str]:
     rank = dist.get_rank()
-    distributed.same_everywhere("the data", "equal")
+    process_group.assert_equal_across_ranks("the data", "equal")
     try:
-        distributed.same_everywhere("the data", f"made by rank {rank}")
+        process_group.assert_equal_across_ranks("the data", f"made by rank {rank}")
         said = ""
     except UserError as error:
         said = str(error)
-    total = distributed.sum_over(torch.tensor(1.5), [dist.group.WORLD]).item()
-    return distributed.agree(rank + 7), distributed.gather(rank), total, said
+    total = collectives.all_reduce_sum(torch.tensor(1.5), [dist.group.WORLD]).item()
+    return process_group.broadcast_object(rank + 7), process_group.all_gather_object(rank), total, said
 
 
 def test_ranks_agree_gather_add_and_notice_a_difference(ranks: Ranks) -> None:
@@ -40,7 +40,7 @@ def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], di
         name: dist.get_process_group_ranks(getattr(mesh, name).get_group())
         for name in ("pipeline", "context", "tensor")
     }
-    tokens = distributed.sum_over(torch.tensor([2 ** dist.get_rank()]), mesh.tokens).item()
+    tokens = collectives.all_reduce_sum(torch.tensor([2 ** dist.get_rank()]), mesh.tokens).item()
     summed = [rank for rank in range(dist.get_world_size()) if int(tokens) >> rank & 1]
     return mesh.data_rank, mesh.data_ranks, tuple(mesh.weights.shape), summed, with_me
 

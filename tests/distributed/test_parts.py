@@ -15,10 +15,10 @@ from tests.pool import Pool
 from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism
-from titanlike.models.loss import IGNORE, cross_entropy_sum
 from titanlike.models import build_model
 from titanlike.models.layers import CausalAttention, Dropout
-from titanlike.parallelisms.context import attend_last, attend_over, context_places, gather_sequence
+from titanlike.models.loss import IGNORE, cross_entropy_sum
+from titanlike.parallelisms.context import attend_over, attend_to_prefix, context_position_ids, gather_sequence
 from titanlike.parallelisms.tensor import apply_tensor
 
 Ranks = Callable[[int], Pool]
@@ -30,7 +30,7 @@ def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, 
     mesh = mesh_of("cpu", context=ranks).context
     whole = [torch.randn(2, heads, 48, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
     documents = torch.randint(0, 3, (2, 48), generator=generator).cumsum(1) if with_documents else None
-    places = context_places(48, mesh)
+    places = context_position_ids(48, mesh)
 
     plain = [x.clone().requires_grad_() for x in whole]
     expected = CausalAttention()(*plain, documents)
@@ -61,7 +61,7 @@ def test_documents_do_not_see_each_other() -> None:
     for part in (slice(0, 3), slice(3, 6)):
         alone = CausalAttention()(q[:, :, part], k[:, :, part], v[:, :, part])
         torch.testing.assert_close(found[:, :, part], alone)
-    last = attend_last(q[:, :, 4:], k, v, (documents[:, 4:], documents))
+    last = attend_to_prefix(q[:, :, 4:], k, v, (documents[:, 4:], documents))
     torch.testing.assert_close(last, found[:, :, 4:])
 
 
@@ -74,7 +74,7 @@ def test_each_rank_that_shares_a_sequence_has_as_much_to_look_at(rank: int) -> N
         def get_local_rank(self) -> int:
             return rank
 
-    places = context_places(64, Mesh())  # type: ignore[arg-type]
+    places = context_position_ids(64, Mesh())  # type: ignore[arg-type]
     assert (places + 1).sum() == (torch.arange(64) + 1).sum() / 4
     assert len(places.unique()) == 16
 
@@ -156,7 +156,7 @@ def _graphs(layout: dict[str, int], mode: Any) -> tuple[int, int]:
             activation_checkpoint=ActivationCheckpoint(mode=mode),
         )
     )  # fmt: skip
-    places = context_places(32, mesh.context)
+    places = context_position_ids(32, mesh.context)
     for _ in range(2):
         logits: Tensor = model(tokens=torch.zeros(1, len(places), dtype=torch.long), positions=places[None])
         logits.float().sum().backward()

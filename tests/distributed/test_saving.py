@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import build, tiny, train
-from titanlike.checkpoint import Checkpoints, Saved, consolidate, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, consolidate, read_whole
 from titanlike.checkpoint.format import read_header
 from titanlike.checkpoint.store import Folder
 from titanlike.config import PretrainRecipe, UserError
@@ -36,8 +36,8 @@ def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def at(step: int) -> Saved:
-    return Saved(step, {}, "", {}, {})
+def at(step: int) -> CheckpointMetadata:
+    return CheckpointMetadata(step, {}, "", {}, {})
 
 
 @contextmanager
@@ -60,17 +60,17 @@ def test_training_goes_on_and_what_is_saved_is_what_was_there(
 ) -> None:
     model, optimizer = small()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with slow_disk(monkeypatch) as go, Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+    with slow_disk(monkeypatch) as go, CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
         checkpoints.save(model, optimizer, at(1))
-        assert checkpoints.news() == []
+        assert checkpoints.poll() == []
         with torch.no_grad():
             model.weight.fill_(7)
         go.set()
-        checkpoints.settle()
-        (outcome,) = checkpoints.news()
+        checkpoints.wait()
+        (outcome,) = checkpoints.poll()
         assert (outcome.step, outcome.error, outcome.remark) == (1, "", "")
         assert 0 < outcome.stall < outcome.seconds
-        assert checkpoints.news() == []
+        assert checkpoints.poll() == []
     found = read_whole(tmp_path / "step-00000001")["model"]
     assert found.keys() == before.keys()
     assert all(torch.equal(found[name], value) for name, value in before.items())
@@ -78,12 +78,12 @@ def test_training_goes_on_and_what_is_saved_is_what_was_there(
 
 def test_one_save_is_under_way_at_most(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small()
-    with slow_disk(monkeypatch) as go, Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+    with slow_disk(monkeypatch) as go, CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
         checkpoints.save(model, optimizer, at(1))
         threading.Timer(0.3, go.set).start()
         checkpoints.save(model, optimizer, at(2))  # waits
-        assert [outcome.step for outcome in checkpoints.news()] == [1]
-        checkpoints.settle()
+        assert [outcome.step for outcome in checkpoints.poll()] == [1]
+        checkpoints.wait()
     assert Folder(tmp_path).steps() == [1, 2]
 
 
@@ -92,7 +92,7 @@ def test_leaving_lets_a_save_end(alone: None, tmp_path: Path, monkeypatch: pytes
     with (
         slow_disk(monkeypatch) as go,
         pytest.raises(UserError, match="other"),
-        Checkpoints(str(tmp_path), Checkpoint()) as checkpoints,
+        CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints,
     ):
         checkpoints.save(model, optimizer, at(1))
         threading.Timer(0.3, go.set).start()
@@ -102,7 +102,7 @@ def test_leaving_lets_a_save_end(alone: None, tmp_path: Path, monkeypatch: pytes
 
 def test_sync_is_there_when_the_call_returns(alone: None, tmp_path: Path) -> None:
     model, optimizer = small()
-    with Checkpoints(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.save(model, optimizer, at(1))
         assert Folder(tmp_path).steps() == [1]
 
@@ -120,34 +120,34 @@ def test_failures_in_a_row_are_counted_and_a_success_forgets_them(
         return original(self, step, file)
 
     monkeypatch.setattr(Folder, "create", create)
-    with Checkpoints(str(tmp_path), Checkpoint(mode="sync", tries=3)) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync", max_failures=3)) as checkpoints:
         for step, bad in enumerate([False, True, True, False, True, True], start=1):
             full["now"] = bad
             checkpoints.save(model, optimizer, at(step))
-        errors = [outcome.error for outcome in checkpoints.news()]
+        errors = [outcome.error for outcome in checkpoints.poll()]
         assert [bool(error) for error in errors] == [False, True, True, False, True, True]
         assert errors[1] == "rank 0: [Errno 28] No space left on device"
         assert Folder(tmp_path).steps() == [1, 4]
-        assert not checkpoints.given_up
+        assert not checkpoints.has_failed
         with pytest.raises(
             UserError,
             match=r"^3 saves in a row have failed: rank 0: .*No space left.*; the last whole checkpoint is that of step 4$",
         ):
             checkpoints.save(model, optimizer, at(7))
-        assert checkpoints.given_up
+        assert checkpoints.has_failed
     assert Folder(tmp_path).steps() == [1, 4]
 
 
 def test_the_last_save_of_a_run_may_not_fail(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small()
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
         checkpoints.save(model, optimizer, at(1))
-        checkpoints.settle()
+        checkpoints.wait()
         with pytest.raises(
             UserError, match=r"the save failed: .* has 10 bytes left, and a checkpoint takes \d+; there is"
         ):
-            checkpoints.settle(last=True)
+            checkpoints.wait(last=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,10 +159,10 @@ def test_what_goes_wrong_after_the_commit_is_no_failure(
 
     monkeypatch.setattr(Folder, "remove", refuse)
     model, optimizer = small()
-    with Checkpoints(str(tmp_path), Checkpoint(mode="sync", keep=1)) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync", keep=1)) as checkpoints:
         checkpoints.save(model, optimizer, at(1))
         checkpoints.save(model, optimizer, at(2))
-        outcomes = checkpoints.news()
+        outcomes = checkpoints.poll()
     assert [(outcome.error, outcome.remark) for outcome in outcomes] == [("", ""), ("", "[Errno 13] Permission denied")]
     assert Folder(tmp_path).steps() == [1, 2]
 
@@ -178,10 +178,10 @@ def _fail_on_one(folder: Path) -> tuple[list[str], list[int]]:
 
     Folder.create = create  # type: ignore[method-assign]
     try:
-        with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+        with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
             for step in (1, 2, 3):
                 checkpoints.save(model, optimizer, at(step))
-            return [outcome.error for outcome in checkpoints.news()], checkpoints.store.steps()
+            return [outcome.error for outcome in checkpoints.poll()], checkpoints.store.steps()
     finally:
         Folder.create = original  # type: ignore[method-assign]
 
@@ -194,7 +194,7 @@ def test_what_one_rank_meets_all_ranks_know(ranks: Ranks, tmp_path: Path) -> Non
 
 def _save(recipe: PretrainRecipe, folder: Path) -> None:
     model, _ = build(recipe)
-    with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+    with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.save(model, build_optimizer(model, recipe.optimizer), at(1))
 
 
@@ -244,7 +244,7 @@ def test_the_weights_of_any_layout_as_one_file(ranks: Ranks, tmp_path: Path) -> 
 def test_a_module_of_ones_own_is_saved_besides(alone: None, tmp_path: Path) -> None:
     model, optimizer = small()
     average, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    with Checkpoints(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.save(model, optimizer, at(1), average=average)
         checkpoints.load(model, optimizer, at(1), average=other)
         assert torch.equal(average.weight, other.weight)
@@ -259,11 +259,11 @@ def test_a_parameter_without_a_gradient_has_no_averages_and_needs_none(alone: No
     optimizer = torch.optim.AdamW(model.parameters())
     model[0](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with Checkpoints(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.save(model, optimizer, at(1))
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     others = torch.optim.AdamW(other.parameters(), lr=0.3)
-    with Checkpoints(str(tmp_path), Checkpoint()) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
         saved = checkpoints.find()
         assert saved == at(1)
         checkpoints.load(other, others, saved)
@@ -281,7 +281,7 @@ def _late(folder: Path) -> dict[str, list[str]]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
-    with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+    with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
         for step, layers in enumerate((model[0], model), start=1):
             layers(torch.ones(1, 4)).sum().backward()
             optimizer.step()
@@ -305,7 +305,7 @@ def _draws(folder: Path) -> tuple[list[float], list[float]]:
     seed_generators(100 + dist.get_rank())
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    with Checkpoints(str(folder), Checkpoint(mode="sync")) as checkpoints:
+    with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.save(model, optimizer, at(1))
         expected = torch.rand(3).tolist()
         seed_generators(7)

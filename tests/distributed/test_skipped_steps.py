@@ -17,8 +17,9 @@ from tests.launching import records
 from tests.pool import Pool
 from tests.training import GPT_, result, tiny, train_here
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.distributed.process_group import local_part
-from titanlike.optim.optimizer import build_optimizer, gradient_norms
+from titanlike.optim.clipping import gradient_norms
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]
 LOSS, GRADIENT = "loss", "gradient"
@@ -41,7 +42,7 @@ def planted(where: str, rank: int, steps: tuple[int, ...]) -> Iterator[list[nn.M
 
     def spoilt_gradient(trained: nn.Module, *arguments: Any) -> Any:
         if where == GRADIENT and count in steps and dist.get_rank() == rank:
-            local_part(next(p.grad for p in trained.parameters() if p.grad is not None)).fill_(float("inf"))
+            local_tensor(next(p.grad for p in trained.parameters() if p.grad is not None)).fill_(float("inf"))
         return gradient_norms(trained, *arguments)
 
     with (
@@ -61,7 +62,7 @@ def spoil(recipe: PretrainRecipe, where: str, rank: int, steps: tuple[int, ...])
             said = str(error)
     digest = hashlib.sha256()
     for parameter in model[0].parameters():
-        digest.update(local_part(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(local_tensor(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes())
     return said, digest.hexdigest()
 
 
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "HSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # which the other rank does not see
     "TP, gradient": (GRADIENT, 1, dict(parallelism=dict(tensor=2, shard=1))),
     "8bit": (LOSS, 0, dict(
-        parallelism=dict(shard=2), optimizer=dict(state="8bit", stochastic_rounding=True),
+        parallelism=dict(shard=2), optimizer=dict(state_dtype="8bit", stochastic_rounding=True),
         training=dict(master_dtype="bfloat16"),
     )),
     "float8": (LOSS, 0, dict(

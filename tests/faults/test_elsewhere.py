@@ -90,7 +90,7 @@ def test_a_place_that_cannot_be_written_to(starter: Starter, tmp_path: Path, pla
 @pytest.mark.slow
 def test_a_folder_that_goes_away_while_it_trains(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """A disk that is lost, say: the run stops in the end, and what is brought back is gone on from."""
-    options = {"checkpoint.dir": str(tmp_path / "near"), "checkpoint.mode": "sync", "checkpoint.tries": "1"}
+    options = {"checkpoint.dir": str(tmp_path / "near"), "checkpoint.mode": "sync", "checkpoint.max_failures": "1"}
     take = "titanlike.checkpoint.saver.Stage.take"
     job = starter.start(tmp_path, Fault(take, step=4, do="mark four, await gone"), **options)
     job.wait_for(tmp_path / "four.mark")

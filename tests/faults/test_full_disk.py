@@ -36,7 +36,7 @@ def test_a_shard_that_finds_no_room(starter: Starter, undisturbed: Trained, tmp_
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_it_stops_when_no_save_succeeds(starter: Starter, undisturbed: Trained, tmp_path: Path, mode: str) -> None:
-    options = {"checkpoint.mode": mode, "checkpoint.interval": "1", "checkpoint.tries": "2"}
+    options = {"checkpoint.mode": mode, "checkpoint.interval": "1", "checkpoint.max_failures": "2"}
     job = starter.start(tmp_path, limited(1, 3), **options)
     assert job.wait() == [2, 2], job.said
     told = re.findall(NOT_SAVED, job.said)
@@ -69,7 +69,7 @@ def test_the_last_save_fails(starter: Starter, undisturbed: Trained, tmp_path: P
 def test_a_disk_that_is_seen_to_be_full_before_a_byte_is_written(
     starter: Starter, undisturbed: Trained, tmp_path: Path
 ) -> None:
-    job = starter.start(tmp_path, Fault(TAKE, rank=0, step=4, do="full"), **{"checkpoint.tries": "1"})
+    job = starter.start(tmp_path, Fault(TAKE, rank=0, step=4, do="full"), **{"checkpoint.max_failures": "1"})
     assert job.wait() == [2, 2], job.said
     where = "runs/run/checkpoints"
     assert re.search(

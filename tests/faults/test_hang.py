@@ -11,7 +11,7 @@ import pytest
 
 from tests.launching import ROOT, SMALL, descendants, run, start, wait_for
 
-ENDLESS = SMALL | {"training.steps": "1000000", "checkpoint.enabled": "false", "run.name": "r", "run.hang_seconds": "5"}
+ENDLESS = SMALL | {"training.steps": "1000000", "checkpoint.enabled": "false", "run.name": "r", "run.hang_timeout": "5"}
 
 
 def workers(launcher: int) -> dict[int, int]:
@@ -62,7 +62,7 @@ def own_program(folder: Path, line: str, planted: str) -> None:
 
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_process_is_named_and_does_not_survive(tmp_path: Path, stopped: int) -> None:
-    launcher = start(tmp_path, {"NPROC": "2"}, **ENDLESS | {"checkpoint.grace": "600"})
+    launcher = start(tmp_path, {"NPROC": "2"}, **ENDLESS | {"run.shutdown_timeout": "600"})
     try:
         wait_for_steps(tmp_path / "runs/r")
         ranks = workers(launcher.pid)
@@ -98,7 +98,7 @@ def test_a_stopped_process_is_named_and_does_not_survive(tmp_path: Path, stopped
 def test_a_rank_that_is_behind_is_named_and_its_stack_shows_why(tmp_path: Path) -> None:
     own_program(
         tmp_path,
-        "            watch.beat(step)\n",
+        "            watchdog.step(step)\n",
         "            if step == 4 and mesh.data_rank == 1:\n                time.sleep(1000)\n",
     )
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **ENDLESS)
@@ -132,7 +132,7 @@ def test_one_process_that_hangs_shows_its_stack(tmp_path: Path) -> None:
     )
     done = run(tmp_path, "own.toml", **ENDLESS)
     assert done.returncode == 3, done.stderr
-    assert "in step 4 (run.hang_seconds = 5)\nerror: the process waits in main (" in done.stderr
+    assert "in step 4 (run.hang_timeout = 5)\nerror: the process waits in main (" in done.stderr
     assert 'own.py", line ' in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
 
 
@@ -141,7 +141,7 @@ def test_a_healthy_run_raises_no_alarm_while_it_validates_and_saves(tmp_path: Pa
     """Validation takes longer than a hang may, on one rank longer than on the other."""
     line = "    total, num_tokens = torch.zeros(2"
     own_program(tmp_path, line, "    time.sleep(4 + 3 * mesh.data_rank)\n")
-    options = ENDLESS | {"training.steps": "6", "run.hang_seconds": "2", "validation.interval": "3"}
+    options = ENDLESS | {"training.steps": "6", "run.hang_timeout": "2", "validation.interval": "3"}
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **options | {"checkpoint.enabled": "true"})
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "runs/r/hang").exists()

@@ -13,7 +13,7 @@ import pytest
 from tests.faults.starting import Starter
 from tests.faults.test_damage import contents, copied
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
-from titanlike.checkpoint.format import Damaged
+from titanlike.checkpoint.format import CheckpointCorrupt
 from titanlike.checkpoint.store import Folder, _own_hash, read_manifest, read_state
 
 
@@ -110,7 +110,7 @@ def test_a_manifest_that_leads_elsewhere(starter: Starter, undisturbed: Trained,
 def test_a_forged_manifest(undisturbed: Trained, tmp_path: Path, said: dict[str, Any], message: str) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     forge(checkpoints / "step-00000006", {}, said)
-    with pytest.raises(Damaged, match=rf"step-00000006/manifest\.json is damaged: .*{message}"):
+    with pytest.raises(CheckpointCorrupt, match=rf"step-00000006/manifest\.json is damaged: .*{message}"):
         read_manifest(Folder(checkpoints), 6)
 
 
@@ -118,7 +118,7 @@ def test_a_forged_manifest(undisturbed: Trained, tmp_path: Path, said: dict[str,
 def test_what_is_no_manifest(undisturbed: Trained, tmp_path: Path, text: bytes) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     (checkpoints / "step-00000006/manifest.json").write_bytes(text)
-    with pytest.raises(Damaged, match=r"step-00000006/manifest\.json is damaged: "):
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000006/manifest\.json is damaged: "):
         read_manifest(Folder(checkpoints), 6)
 
 
@@ -129,7 +129,7 @@ def test_a_forged_state(undisturbed: Trained, tmp_path: Path, state: bytes) -> N
     checkpoints = copied(undisturbed, tmp_path)
     forge(checkpoints / "step-00000006", {"state.json": state})
     read_manifest(Folder(checkpoints), 6)
-    with pytest.raises(Damaged, match=r"step-00000006/state\.json is damaged: "):
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000006/state\.json is damaged: "):
         read_state(Folder(checkpoints), 6)
 
 

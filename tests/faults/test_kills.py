@@ -130,7 +130,7 @@ def test_the_whole_group_is_killed(
 @pytest.mark.slow
 def test_a_rank_that_is_stopped(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """What is told of it is tested with the watch."""
-    options = {"checkpoint.mode": "sync", "run.hang_seconds": "2"}
+    options = {"checkpoint.mode": "sync", "run.hang_timeout": "2"}
     fault = Fault(
         "titanlike.optim.optimizer.AdamW.step", "after", 1, step=5, do="sleep 0.5, SIGSTOP"
     )  # it has told where it is
@@ -147,7 +147,7 @@ def test_a_rank_that_is_stopped(starter: Starter, undisturbed: Trained, tmp_path
 def test_a_rank_that_is_stopped_while_it_may_take_longer(starter: Starter, tmp_path: Path) -> None:
     """It has said that it validates, for which ten minutes are allowed, and cannot take that back."""
     fault = Fault("titanlike.metrics.Monitor.validation", "after", 1, step=3, do="sleep 1, SIGSTOP")
-    job = starter.start(tmp_path, fault, **{"run.hang_seconds": "2"})
+    job = starter.start(tmp_path, fault, **{"run.hang_timeout": "2"})
     assert job.wait() == [3, -9], job.said
     assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
 

@@ -90,7 +90,7 @@ def test_the_launcher_and_all_its_processes_are_killed_at_once(
 @pytest.mark.slow
 def test_a_second_ctrl_c_reaches_the_processes(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     stuck = [Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 600") for rank in (0, 1)]
-    with launched(tmp_path, *stuck, **{"checkpoint.grace": "600"}) as job:
+    with launched(tmp_path, *stuck, **{"run.shutdown_timeout": "600"}) as job:
         for rank in (0, 1):
             wait_for(tmp_path / f"{rank}.mark", 120)
         job.send_signal(signal.SIGINT)

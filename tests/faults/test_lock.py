@@ -17,8 +17,8 @@ from tests.launching import SMALL, losses, run, start, wait_for
 from tests.pool import Pool
 from tests.training import tiny
 from titanlike.config import UserError
-from titanlike.utils.file_lock import Held, Lock
-from titanlike.run.run_dir import RunFolder
+from titanlike.run.run_dir import RunDirectory
+from titanlike.utils.file_lock import FileLock, LockHeld
 
 pytestmark = pytest.mark.slow  # whole starts, one after the other
 
@@ -66,20 +66,20 @@ def test_a_start_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_the_same_process_takes_it_again_after_a_release(tmp_path: Path) -> None:
     for _ in range(2):
-        lock = Lock(tmp_path / "runs/r/lock")
+        lock = FileLock(tmp_path / "runs/r/lock")
         (tmp_path / "runs/r/recipe.toml").touch()
-        with pytest.raises(Held, match=f"process {os.getpid()} on host .* since "):
-            Lock(tmp_path / "runs/r/lock")
+        with pytest.raises(LockHeld, match=f"process {os.getpid()} on host .* since "):
+            FileLock(tmp_path / "runs/r/lock")
         lock.release()
         assert (tmp_path / "runs/r/lock").read_bytes() == b""
 
 
 def test_folders_that_were_made_for_it_alone_go_with_it(tmp_path: Path) -> None:
-    Lock(tmp_path / "a/b/lock").release()
+    FileLock(tmp_path / "a/b/lock").release()
     assert not list(tmp_path.iterdir())
     (tmp_path / "a").mkdir()
-    Lock(tmp_path / "a/b/lock").release()
-    Lock(tmp_path / "a/lock").release()  # this folder was there before
+    FileLock(tmp_path / "a/b/lock").release()
+    FileLock(tmp_path / "a/lock").release()  # this folder was there before
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["a", "a/lock"]
 
 
@@ -96,9 +96,9 @@ def test_a_lock_whose_file_was_taken_away_meanwhile_is_taken_again(
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    lock = Lock(path)
-    with pytest.raises(Held):
-        Lock(path)
+    lock = FileLock(path)
+    with pytest.raises(LockHeld):
+        FileLock(path)
     lock.release()
 
 
@@ -120,8 +120,8 @@ def take_within(seconds: float, path: Path) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
-            return Lock(path).release()
-        except Held:
+            return FileLock(path).release()
+        except LockHeld:
             assert time.monotonic() < end, "the children hold the lock"
             time.sleep(0.05)
 
@@ -131,8 +131,8 @@ def test_children_that_outlive_their_parent_do_not_hold_its_lock(tmp_path: Path)
     parent = subprocess.Popen([sys.executable, "-c", CHILDREN], cwd=tmp_path, env=env, start_new_session=True)
     try:
         wait_for(tmp_path / "children")
-        with pytest.raises(Held, match=f"process {parent.pid} "):
-            Lock(tmp_path / "r/lock")
+        with pytest.raises(LockHeld, match=f"process {parent.pid} "):
+            FileLock(tmp_path / "r/lock")
         parent.kill()
         parent.wait()
         take_within(60.0, tmp_path / "r/lock")
@@ -147,7 +147,7 @@ def test_a_file_system_without_locks_is_told_and_does_not_stop_the_run(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none_here)
-    with RunFolder(tiny(tmp_path, "r")).locked():
+    with RunDirectory(tiny(tmp_path, "r")).locked():
         pass
     assert capsys.readouterr().err == (
         f"warning: the file system of {tmp_path / 'r'} has no locks: nothing keeps a second job out of this run\n"
@@ -158,14 +158,14 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, alone: None) -> No
     (tmp_path / "r").write_text("a file")
     with (
         pytest.raises(UserError, match=r"run.dir = '.*File exists.*; choose another run.dir"),
-        RunFolder(tiny(tmp_path, "r")).locked(),
+        RunDirectory(tiny(tmp_path, "r")).locked(),
     ):
         pass
 
 
 def held(folder: Path, seconds: float) -> str:
     try:
-        with RunFolder(tiny(folder, "r")).locked():
+        with RunDirectory(tiny(folder, "r")).locked():
             time.sleep(seconds)
             return "held"
     except UserError as error:
@@ -174,7 +174,7 @@ def held(folder: Path, seconds: float) -> str:
 
 def test_all_ranks_refuse_together(tmp_path: Path, ranks: Any) -> None:
     pool: Pool = ranks(2)
-    lock = Lock(tmp_path / "r/lock")
+    lock = FileLock(tmp_path / "r/lock")
     first, second = pool.run(held, tmp_path, 0.0)
     assert first == second
     assert first.startswith(f"{tmp_path / 'r'} is being trained by process {os.getpid()} on host ")

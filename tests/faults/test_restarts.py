@@ -134,7 +134,7 @@ def test_a_signal_to_the_launcher_reaches_the_processes_and_is_its_exit_code(
 
 def test_what_takes_longer_than_the_grace_is_killed_and_told(tmp_path: Path) -> None:
     planted(tmp_path, "time.sleep(600)", saving=600)
-    job = start(tmp_path, {"NPROC": "2"}, "planted.toml", **{"checkpoint.grace": "1"})
+    job = start(tmp_path, {"NPROC": "2"}, "planted.toml", **{"run.shutdown_timeout": "1"})
     wait_for(tmp_path / "start-0")
     time.sleep(1.0)  # the second process, too, has its handlers
     os.kill(job.pid, signal.SIGTERM)
@@ -143,7 +143,7 @@ def test_what_takes_longer_than_the_grace_is_killed_and_told(tmp_path: Path) -> 
     assert "saved" not in said
     (line,) = errors.splitlines()
     assert line.startswith("error: the processes had not ended 1 seconds after SIGTERM and were killed; ")
-    assert "checkpoint.grace" in line
+    assert "run.shutdown_timeout" in line
 
 
 def test_torchrun_of_ones_own_needs_a_name_to_restart(tmp_path: Path) -> None:

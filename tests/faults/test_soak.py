@@ -11,8 +11,8 @@ import torch
 from benchmarks import save_stall, soak
 from benchmarks.sameness import Unsound, differences, half_done, look, recorded
 from tests.launching import ROOT
-from titanlike.checkpoint.format import Piece, Place, write
-from titanlike.checkpoint.store import Folder, Saved, commit, file_of
+from titanlike.checkpoint.format import ShardRange, ShardSpec, write
+from titanlike.checkpoint.store import CheckpointMetadata, Folder, commit, file_of
 
 WEIGHT = torch.arange(12.0).view(4, 3)
 
@@ -28,9 +28,9 @@ def a_run(folder: Path, steps: list[int], weight: torch.Tensor = WEIGHT, loss: f
         sums = {}
         for rank, half in enumerate(weight.chunk(2)):
             with store.create(step, file_of(rank)) as stream:
-                place = Place(tuple(weight.shape), (2 * rank, 0), tuple(half.shape))
-                sums[file_of(rank)] = write(stream, [Piece("model.w", place, half)], {})
-        commit(store, Saved(step, {}, "", {}, {}), sums)
+                place = ShardRange(tuple(weight.shape), (2 * rank, 0), tuple(half.shape))
+                sums[file_of(rank)] = write(stream, [ShardSpec("model.w", place, half)], {})
+        commit(store, CheckpointMetadata(step, {}, "", {}, {}), sums)
     return folder
 
 

@@ -27,8 +27,8 @@ def test_one_rank_is_told_and_all_stop(
     job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name))
     number = signal.Signals[name]
     assert job.wait() == [128 + number] * 2, job.said
-    farewell = f"stopped by {name}; to go on from step {last}: ./run_train.sh runs/run/recipe.toml\n"
-    assert job.said.count(farewell) == 1
+    shutdown_message = f"stopped by {name}; to go on from step {last}: ./run_train.sh runs/run/recipe.toml\n"
+    assert job.said.count(shutdown_message) == 1
     assert "Traceback" not in job.said
     assert whole_steps(tmp_path / "runs/run/checkpoints")[-1] == last
     assert list(trained(tmp_path).losses) == list(range(1, last + 1))

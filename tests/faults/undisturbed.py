@@ -9,9 +9,7 @@ import torch
 from tests.faults.faulty import Fault
 from tests.faults.starting import Job, Starter
 from tests.launching import losses, records
-from titanlike.checkpoint import read_whole
-from titanlike.checkpoint import format
-from titanlike.checkpoint import store
+from titanlike.checkpoint import format, read_whole, store
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def whole_steps(checkpoints: Path) -> list[int]:
         files = store.read_manifest(place, step)
         assert {path.name for path in (checkpoints / store.name_of(step)).iterdir()} == {*files, store.MANIFEST}
         for name, expected in files.items():
-            shards.check(place.fetch(step, name), expected, content=True)
+            format.check(place.fetch(step, name), expected, content=True)
         assert store.read_state(place, step).step == step
     return place.steps()
 

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from titanlike.data.loader import Batches
+from titanlike.data.packed_dataset import InMemoryTokens, PackedDataset, ShuffledMixture
 from titanlike.data.text.tokenizer import Separator
-from titanlike.data.packed_dataset import InMemory, Shuffled, Windows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 def batches(device: str) -> Batches:
-    tokens = InMemory(np.random.default_rng(0).integers(0, 500, 3_000_000, dtype=np.uint16))
-    feed = Shuffled([Windows(tokens, 2048)], seed=0, global_batch_size=16)
+    tokens = InMemoryTokens(np.random.default_rng(0).integers(0, 500, 3_000_000, dtype=np.uint16))
+    feed = ShuffledMixture([PackedDataset(tokens, 2048)], seed=0, global_batch_size=16)
     return Batches(
         feed, global_batch_size=16, local_batch_size=4, data_rank=0, data_ranks=1, seed=0, device=torch.device(device),
         apart=Separator(7, closes=True),

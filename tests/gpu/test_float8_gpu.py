@@ -14,21 +14,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.distributed import process_group
-from titanlike.optim.low_precision_adamw import LowMemoryAdamW
-from titanlike.config.model_configs import Llama
+from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlike.distributed import process_group
 from titanlike.float8.linear import apply_float8
 from titanlike.models import build_model
 from titanlike.models.init import initialize
+from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.parallelize import transform
+from titanlike.parallelize import parallelize
 
 HAS_FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not HAS_FLOAT8, reason="needs a CUDA GPU of compute capability 8.9 or later")
 
 # Two blocks of Llama 3 8B, with a small vocabulary.
-SHAPE = Llama(dim=4096, num_layers=2, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=1024, max_seq_len=8192)
+SHAPE = LlamaConfig(
+    dim=4096, num_layers=2, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=1024, max_seq_len=8192
+)
 TENSORWISE = Float8(scaling="tensorwise")
 VARIANTS = {
     "bfloat16": Float8(),
@@ -41,7 +43,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
-    with distributed.session("cuda") as found:
+    with process_group.session("cuda") as found:
         yield found
 
 
@@ -58,7 +60,7 @@ def build(device: torch.device, float8: Float8, compiled: bool = True, reshard: 
     torch._dynamo.reset()
     with torch.device("meta"):
         model: nn.Module = build_model(SHAPE)
-    model = transform(
+    model = parallelize(
         model, build_mesh("cuda"), split=[SHAPE.num_layers], training=Training(),
         parallelism=Parallelism(shard=1, reshard_after_forward=reshard), float8=float8,
         activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="block" if compiled else "none"),
@@ -155,7 +157,7 @@ def test_the_compiled_optimizer_takes_the_steps_of_the_plain_one(device: torch.d
     for where in (torch.device("cpu"), device):
         torch.manual_seed(0)
         weights = [nn.Parameter(torch.randn(shape).bfloat16().to(where)) for shape in ((128, 256), (96, 64), (48,))]
-        optimizer = LowMemoryAdamW(
+        optimizer = LowPrecisionAdamW(
             [{"params": weights, "weight_decay": 0.1}],
             lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state=state, seeds={w: n for n, w in enumerate(weights)},
         )  # fmt: skip

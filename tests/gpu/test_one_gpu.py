@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.launching import SMALL, losses, records, run
-from titanlike.parallelisms.context import attend_last
+from titanlike.parallelisms.context import attend_to_prefix
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
@@ -33,7 +33,7 @@ def test_the_last_queries_of_a_sequence_see_what_they_should(kv_heads: int, widt
     )
     results = []
     for documents in (None, (torch.zeros(2, 256, device="cuda"), torch.zeros(2, 1024, device="cuda"))):
-        out = attend_last(q, k, v, documents)  # with documents, by a mask; here all are one
+        out = attend_to_prefix(q, k, v, documents)  # with documents, by a mask; here all are one
         results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
     for ours, masked in zip(*results, strict=True):
         torch.testing.assert_close(ours, masked, rtol=2e-2, atol=2e-2)

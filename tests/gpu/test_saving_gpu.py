@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.launching import SMALL, losses, run
-from titanlike.checkpoint import Checkpoints, Saved, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
 from titanlike.config.sections import Checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -22,11 +22,11 @@ def test_steps_taken_at_once_after_a_save_do_not_reach_it(alone: None, tmp_path:
         optimizer.zero_grad()
 
     step()
-    with Checkpoints(str(tmp_path), Checkpoint(keep=9)) as checkpoints:
+    with CheckpointManager(str(tmp_path), Checkpoint(keep=9)) as checkpoints:
         expected = {}
         for number in (1, 2, 3):
             expected[number] = {name: value.cpu() for name, value in model.state_dict().items()}
-            checkpoints.save(model, optimizer, Saved(number, {}, "", {}, {}))
+            checkpoints.save(model, optimizer, CheckpointMetadata(number, {}, "", {}, {}))
             for _ in range(5):
                 step()
     for number, weights in expected.items():

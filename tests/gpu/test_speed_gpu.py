@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from recipes import pretrain
 from tests.distributed.test_counts import STEPS, WARM, small, steps_watched
 from titanlike.distributed import process_group
-from titanlike.models.loss import head_loss
-from titanlike.models.layers import attention_by
+from titanlike.models.layers import attention_backend
+from titanlike.models.loss import chunked_linear_cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -27,7 +27,7 @@ def test_the_host_never_waits_in_a_step(tmp_path: Path, name: str, compiled: str
         torch.cuda.set_sync_debug_mode("error" if WARM <= step < STEPS else "default")
 
     try:
-        with distributed.session("cuda") as device, steps_watched(before):
+        with process_group.session("cuda") as device, steps_watched(before):
             pretrain.main(recipe, device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -35,7 +35,7 @@ def test_the_host_never_waits_in_a_step(tmp_path: Path, name: str, compiled: str
 
 def kernels_of_attention(choice: str) -> str:
     q, k, v = (torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
-    with attention_by(choice), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with attention_backend(choice), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return " ".join(event.key for event in profiled.key_averages())
 
@@ -57,7 +57,7 @@ def test_the_loss_in_pieces_takes_little_memory(backend: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = head_loss(x, weight, labels, chunk=chunk, backend=backend)
+        loss = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk, backend=backend)
         gradients[chunk] = torch.autograd.grad(loss / tokens, (x, weight))
         peaks[chunk] = torch.cuda.max_memory_allocated() - before
     assert peaks[1024] < peaks[0] / 3

@@ -12,14 +12,14 @@ import pytest
 from benchmarks import data_batches, data_prepare, figures, float8_quality, optimizers, save_stall, soak, startup
 from tests.launching import ROOT
 from tests.parity import CASES, table
-from titanlike.run.preflight import check
 from titanlike.cli.main import build_parser
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
+from titanlike.data.packed_dataset import BatchSource
 from titanlike.data.prepare.prepare import prepare
-from titanlike.data.packed_dataset import Feed
+from titanlike.run.preflight import check
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.verify import TOLERANCES, _parse
 
@@ -63,7 +63,7 @@ def test_other_commands_of_the_documents_are_right_ones() -> None:
 def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/data.md").read_text()
     program, feed = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    members = {name for name in Feed.__dict__ if not name.startswith("_")} | set(Feed.__annotations__)
+    members = {name for name in BatchSource.__dict__ if not name.startswith("_")} | set(BatchSource.__annotations__)
     assert set(re.findall(r"def (\w+)|^    (\w+) =", feed, flags=re.MULTILINE)) == {
         ("", name) if name == "seq_len" else (name, "") for name in members
     }

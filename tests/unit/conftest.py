@@ -27,4 +27,4 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "SMALLEST", 10_000)
+    monkeypatch.setattr(work_units, "SMALLEST", 10_000)

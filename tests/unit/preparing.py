@@ -20,7 +20,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def documents_of(out: Path, split: str) -> list[list[int]]:
+def document_ids_and_positions(out: Path, split: str) -> list[list[int]]:
     """The documents of a split, read by the format's own definition."""
     found = []
     manifest = json.loads((out / "manifest.json").read_text())

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.optim.low_precision_adamw import BLOCK, LowMemoryAdamW, _levels, _read, _scales, _update, _write
 from titanlike.config.sections import Optimizer
+from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _levels, _read, _scales, _update, _write
 from titanlike.optim.optimizer import build_optimizer
 
 
@@ -44,7 +44,7 @@ def kept(optimizer: Any) -> float:
 
 def test_with_full_averages_it_is_torchs_own() -> None:
     ours = Learner(torch.float32)
-    optimizer = LowMemoryAdamW(
+    optimizer = LowPrecisionAdamW(
         [{"params": list(ours.parameters()), "weight_decay": 0.1}],
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, state="full", seeds={},
     )  # fmt: skip
@@ -64,10 +64,10 @@ def test_with_full_averages_it_is_torchs_own() -> None:
 @pytest.mark.parametrize(
     ("options", "dtype", "most_bytes", "worse"),
     [
-        (dict(state="bfloat16"), torch.float32, 4.0, 1.05),
-        (dict(state="8bit"), torch.float32, 2.3, 1.2),
+        (dict(state_dtype="bfloat16"), torch.float32, 4.0, 1.05),
+        (dict(state_dtype="8bit"), torch.float32, 2.3, 1.2),
         (dict(stochastic_rounding=True), torch.bfloat16, 4.0, 1.3),
-        (dict(state="8bit", stochastic_rounding=True), torch.bfloat16, 2.3, 1.3),
+        (dict(state_dtype="8bit", stochastic_rounding=True), torch.bfloat16, 2.3, 1.3),
     ],
     ids=str,
 )
@@ -77,13 +77,13 @@ def test_less_is_kept_and_it_learns_all_the_same(
     _, usual, expected = learn(80)
     assert kept(usual) == 8.0
     _, optimizer, loss = learn(80, dtype, **options)
-    assert isinstance(optimizer, LowMemoryAdamW)
+    assert isinstance(optimizer, LowPrecisionAdamW)
     assert kept(optimizer) <= most_bytes
     assert loss < worse * expected
 
 
 def test_pieces_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = dict(state="8bit", stochastic_rounding=True)
+    options: dict[str, Any] = dict(state_dtype="8bit", stochastic_rounding=True)
     expected, *_ = learn(3, torch.bfloat16, **options)
     monkeypatch.setattr("titanlike.optim.low_precision_adamw.PIECE", 3 * BLOCK)
     found, *_ = learn(3, torch.bfloat16, **options)
@@ -96,7 +96,7 @@ def test_steps_that_are_too_small_for_bfloat16_add_up() -> None:
     ends = []
     for seeds in (False, True):
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-        optimizer = LowMemoryAdamW(
+        optimizer = LowPrecisionAdamW(
             [{"params": [weight], "weight_decay": 0.0}],
             lr=2**-12, betas=(0.9, 0.95), eps=1e-8, state="full", seeds={weight: 7} if seeds else {},
         )  # fmt: skip
@@ -125,8 +125,8 @@ def test_eight_bits_are_near(name: str) -> None:
 
 def test_what_was_kept_is_taken_over_as_it_was() -> None:
     """torch's own way would make everything of the weight's type, scales too."""
-    model, optimizer, _ = learn(3, torch.bfloat16, state="8bit", stochastic_rounding=True)
-    other = build_optimizer(model, Optimizer(state="8bit", stochastic_rounding=True))
+    model, optimizer, _ = learn(3, torch.bfloat16, state_dtype="8bit", stochastic_rounding=True)
+    other = build_optimizer(model, Optimizer(state_dtype="8bit", stochastic_rounding=True))
     other.load_state_dict(optimizer.state_dict())
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -138,7 +138,7 @@ def test_what_was_kept_is_taken_over_as_it_was() -> None:
 def test_the_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with a back end that does not wait for code generation."""
     torch._dynamo.reset()
-    expected, *_ = learn(4, torch.bfloat16, state=state, stochastic_rounding=True)
+    expected, *_ = learn(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -146,9 +146,10 @@ def test_the_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest
         return graph.forward
 
     monkeypatch.setattr(
-        "titanlike.optim.low_precision_adamw._update", torch.compile(_update, fullgraph=True, dynamic=True, backend=backend)
+        "titanlike.optim.low_precision_adamw._update",
+        torch.compile(_update, fullgraph=True, dynamic=True, backend=backend),
     )
-    found, *_ = learn(4, torch.bfloat16, state=state, stochastic_rounding=True)
+    found, *_ = learn(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
     assert len(graphs) <= 4  # of six weights: what is quantized or not, of one row or of more

@@ -11,9 +11,9 @@ import pytest
 from tests.launching import python
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.train_tokenizer import SPECIAL, train
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.text.train_tokenizer import SPECIAL, train
 
 
 @pytest.fixture(scope="module")

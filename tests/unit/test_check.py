@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from titanlike.run.preflight import check, check_here
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import blocks_of, split_blocks, stages_of
-from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
+from titanlike.run.preflight import check, check_machine
 from titanlike.run.run_dir import headlines
 
 
@@ -51,7 +51,7 @@ def test_the_defaults_are_right() -> None:
             "seq_len = 9000 is longer than the model's max_seq_len = 8192; use 8192",
         ),
         (
-            dict(optimizer=dict(state="bfloat16", beta2=0.999)),
+            dict(optimizer=dict(state_dtype="bfloat16", beta2=0.999)),
             1,
             "as long as beta2 = 0.999: what a step changes is less than its last digit; use beta2 = 0.98 or less",
         ),
@@ -66,22 +66,34 @@ def test_the_defaults_are_right() -> None:
             "'float32' rounds nothing that matters; set training.master",
         ),
         (
-            dict(optimizer=dict(state="8bit"), model=Llama(dim=192, num_kv_heads=4), parallelism=dict(tensor=2)),
+            dict(
+                optimizer=dict(state_dtype="8bit"),
+                model=LlamaConfig(dim=192, num_kv_heads=4),
+                parallelism=dict(tensor=2),
+            ),
             2,
             "keeps 64 neighbours together, but parallelism.tensor = 2 cuts the 192 inputs of attention.wo in between; use",
         ),
-        (dict(model=Llama(num_heads=5)), 1, "num_heads = 5 does not divide model.dim = 192; use 3, 4, 6 or 8"),
-        (dict(model=Llama(num_kv_heads=3)), 1, "num_kv_heads = 3 does not divide model.num_heads = 4; use 1, 2 or 4"),
-        (dict(model=Llama(dim=12, num_heads=4)), 1, "model.dim / model.num_heads = 3 is odd"),
-        (dict(model=GPT(vocab_size=256)), 1, "vocab_size = 256 is smaller than the tokenizer's 257 tokens; use 257"),
+        (dict(model=LlamaConfig(num_heads=5)), 1, "num_heads = 5 does not divide model.dim = 192; use 3, 4, 6 or 8"),
+        (
+            dict(model=LlamaConfig(num_kv_heads=3)),
+            1,
+            "num_kv_heads = 3 does not divide model.num_heads = 4; use 1, 2 or 4",
+        ),
+        (dict(model=LlamaConfig(dim=12, num_heads=4)), 1, "model.dim / model.num_heads = 3 is odd"),
+        (
+            dict(model=GPTConfig(vocab_size=256)),
+            1,
+            "vocab_size = 256 is smaller than the tokenizer's 257 tokens; use 257",
+        ),
         (dict(schedule=dict(warmup_steps=600, decay_steps=401)), 1, "600 + 401 is more than training.steps = 1000"),
         (
             dict(activation_checkpoint=dict(mode="memory_budget"), compile=dict(mode="none")),
             1,
             "a choice that the compiler makes, but compile.mode = 'none'; set compile.mode = 'block'",
         ),
-        (dict(data=dict(validation_every=0)), 1, "holds nothing out; set validation.interval = 0, or"),
-        (dict(data=dict(validation_every=1)), 1, "validation_every = 1 holds everything out; use 2 or more"),
+        (dict(data=dict(holdout_every=0)), 1, "holds nothing out; set validation.interval = 0, or"),
+        (dict(data=dict(holdout_every=1)), 1, "holdout_every = 1 holds everything out; use 2 or more"),
         (dict(parallelism=dict(cpu_offload=True), run=dict(device="cpu")), 1, "but run.device = 'cpu'; set it false"),
     ],
 )
@@ -96,13 +108,17 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
     [
         (dict(parallelism=dict(tensor=4)), 4, "tensor = 4 does not divide model.num_kv_heads = 2; use 1 or 2"),
         (
-            dict(parallelism=dict(tensor=2), model=GPT(vocab_size=50257), training=dict(seq_len=1024)),
+            dict(parallelism=dict(tensor=2), model=GPTConfig(vocab_size=50257), training=dict(seq_len=1024)),
             2,
             "does not divide model.vocab_size = 50257; use 1, or model.vocab_size = 50304",
         ),
-        (dict(parallelism=dict(tensor=2), model=Llama(ffn_dim=513)), 2, "does not divide model.ffn_dim = 513; use 1"),
         (
-            dict(parallelism=dict(tensor=2), model=GPT(dim=195, num_heads=3), training=dict(seq_len=64)),
+            dict(parallelism=dict(tensor=2), model=LlamaConfig(ffn_dim=513)),
+            2,
+            "does not divide model.ffn_dim = 513; use 1",
+        ),
+        (
+            dict(parallelism=dict(tensor=2), model=GPTConfig(dim=195, num_heads=3), training=dict(seq_len=64)),
             2,
             "model.num_heads = 3; use 1",
         ),
@@ -140,21 +156,25 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
         (
             dict(
                 parallelism=dict(pipeline=3, pipeline_schedule="interleaved_1f1b"),
-                model=Llama(num_layers=6),
+                model=LlamaConfig(num_layers=6),
                 training=dict(global_batch_size=14, local_batch_size=1),
             ),
             3,
             "wants a multiple of 3 micro-batches, but a rank has 14 (14 sequences, training.local_batch_size = 1); "
             "raise training.global_batch_size, or",
         ),
-        (dict(parallelism=dict(async_tensor=True)), 1, "nothing to overlap while parallelism.tensor = 1; set it false"),
         (
-            dict(parallelism=dict(async_tensor=True, tensor=2), compile=dict(mode="none")),
+            dict(parallelism=dict(async_tensor_parallel=True)),
+            1,
+            "nothing to overlap while parallelism.tensor = 1; set it false",
+        ),
+        (
+            dict(parallelism=dict(async_tensor_parallel=True, tensor=2), compile=dict(mode="none")),
             2,
             "it is the compiler that overlaps, but compile.mode = 'none'; set it false",
         ),
         (
-            dict(parallelism=dict(async_tensor=True, tensor=2), run=dict(device="cpu")),
+            dict(parallelism=dict(async_tensor_parallel=True, tensor=2), run=dict(device="cpu")),
             2,
             "wants GPUs that reach each other's memory, but run.device = 'cpu'; set it false",
         ),
@@ -280,7 +300,7 @@ def test_a_v_shaped_pipeline_comes_back_to_where_it_began() -> None:
 
 def test_the_layout_is_shown_as_a_table() -> None:
     given = recipe(
-        model=Llama(num_layers=6),
+        model=LlamaConfig(num_layers=6),
         parallelism=dict(pipeline=2, pipeline_schedule="interleaved_1f1b", tensor=2),
         training=dict(global_batch_size=8, local_batch_size=2, seq_len=128),
     )
@@ -312,27 +332,29 @@ def test_shard_takes_what_is_left() -> None:
 
 def test_a_missing_data_path_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.path = '.*/none' does not exist here.*data\.source = 'synthetic'"):
-        check_here(recipe(data=Data(source="text", path=str(tmp_path / "none")), run=Run(dir=str(tmp_path))))
+        check_machine(recipe(data=Data(source="text", path=str(tmp_path / "none")), run=Run(dir=str(tmp_path))))
 
 
 def test_a_missing_tokenizer_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.encoding = '.*tokenizer\.model': there is no such file"):
-        check_here(recipe(tokenizer=Tokenizer(encoding=str(tmp_path / "tokenizer.model")), run=Run(dir=str(tmp_path))))
+        check_machine(
+            recipe(tokenizer=Tokenizer(encoding=str(tmp_path / "tokenizer.model")), run=Run(dir=str(tmp_path)))
+        )
 
 
 def test_an_unknown_encoding_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'\?"):
-        check_here(recipe(tokenizer=Tokenizer(encoding="gpt-2"), run=Run(dir=str(tmp_path))))
+        check_machine(recipe(tokenizer=Tokenizer(encoding="gpt-2"), run=Run(dir=str(tmp_path))))
 
 
 def test_a_data_path_may_have_any_name(tmp_path: Path) -> None:
     (tmp_path / "d [v1]").mkdir()
-    check_here(recipe(data=Data(source="text", path=str(tmp_path / "d [v1]")), run=Run(dir=str(tmp_path))))
+    check_machine(recipe(data=Data(source="text", path=str(tmp_path / "d [v1]")), run=Run(dir=str(tmp_path))))
 
 
 def test_a_run_folder_below_a_file_is_told_and_nothing_is_made(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(UserError, match=r"taken is a file, not a folder; choose another run\.dir"):
-        check_here(recipe(run=Run(dir=str(tmp_path / "taken" / "runs"), name="x")))
-    check_here(recipe(run=Run(dir=str(tmp_path / "new"), name="x")))
+        check_machine(recipe(run=Run(dir=str(tmp_path / "taken" / "runs"), name="x")))
+    check_machine(recipe(run=Run(dir=str(tmp_path / "new"), name="x")))
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

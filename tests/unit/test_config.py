@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.config import PretrainRecipe
-from titanlike.config import UserError
-from titanlike.config import load
-from titanlike.config import base
-from titanlike.config import to_toml
-from titanlike.config.model_configs import GPT, GPT_SIZES, LLAMA_SIZES, Llama
+from titanlike.config import PretrainRecipe, UserError, base, load, to_toml
+from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 
 
 def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
@@ -44,12 +40,12 @@ def test_precedence_is_defaults_then_extends_then_file_then_command_line(tmp_pat
 
 def test_a_size_sets_what_the_recipe_does_not(tmp_path: Path) -> None:
     model = load(PretrainRecipe, write(tmp_path, '[model]\nsize = "3-8B"\nnum_layers = 2\n')).model
-    assert isinstance(model, Llama)
+    assert isinstance(model, LlamaConfig)
     assert (model.dim, model.num_layers, model.num_kv_heads) == (4096, 2, 8)
-    assert isinstance(load(PretrainRecipe, write(tmp_path, '[model]\nname = "gpt"\n')).model, GPT)
+    assert isinstance(load(PretrainRecipe, write(tmp_path, '[model]\nname = "gpt"\n')).model, GPTConfig)
 
 
-@pytest.mark.parametrize(("shape", "table"), [(Llama, LLAMA_SIZES), (GPT, GPT_SIZES)])
+@pytest.mark.parametrize(("shape", "table"), [(LlamaConfig, LLAMA_SIZES), (GPTConfig, GPT_SIZES)])
 def test_every_size_in_the_tables_can_be_named(tmp_path: Path, shape: type, table: dict[str, object]) -> None:
     for size in table:
         path = write(tmp_path, f'[model]\nname = "{shape.__name__.lower()}"\nsize = "{size}"\n')
@@ -77,11 +73,11 @@ def test_recipes_are_frozen() -> None:
 
 
 def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
-    @section
+    @base.section
     class Ema:
         decay: float = 0.9
 
-    @section
+    @base.section
     class MyRecipe(PretrainRecipe):
         ema: Ema = Ema()
 
@@ -162,12 +158,12 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
 
 
 def test_lists_and_absent_values_of_a_section_of_ones_own(tmp_path: Path) -> None:
-    @section
+    @base.section
     class Mine:
         names: tuple[int, ...] = ()
         cap: int | None = None
 
-    @section
+    @base.section
     class MyRecipe(PretrainRecipe):
         mine: Mine = Mine()
 
@@ -191,5 +187,7 @@ def test_a_binary_file_is_no_recipe(tmp_path: Path) -> None:
 
 
 def test_reading_and_checking_a_recipe_does_not_import_torch() -> None:
-    code = "import titanlike.run.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
+    code = (
+        "import titanlike.run.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

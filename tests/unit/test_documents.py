@@ -15,10 +15,10 @@ import pytest
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text import documents
-from titanlike.data.text.train_tokenizer import train
 from titanlike.data.text.documents import BadRecord, Document, Fields, pieces_of, read_documents, read_pieces
 from titanlike.data.text.files import File, list_files
 from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.text.train_tokenizer import train
 
 Span = tuple[int, int]
 

@@ -16,17 +16,15 @@ from titanlike.distributed.environment import (
     Restarts,
     first_host,
     job,
-    launchers_stamp,
-    num_gpus,
-    port_is_free,
+    launch_id,
     rank_variables_from_slurm,
     ranks,
     restarts,
-    stamp_what_is_started,
-    trust_compiler,
+    set_launch_id,
     variables,
 )
 from titanlike.run.start import start
+from titanlike.utils.system import num_gpus, port_is_free, skip_isa_checks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -86,9 +84,9 @@ def test_restarts_are_a_number() -> None:
 def test_restarts_and_the_stamp_are_for_processes_of_a_launcher() -> None:
     torchelastic = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "TITANLIKE_STARTED": "then"}
     assert restarts(TORCHRUN | torchelastic) == Restarts(count=1, limit=3)
-    assert launchers_stamp(TORCHRUN | torchelastic) == "then"
+    assert launch_id(TORCHRUN | torchelastic) == "then"
     assert restarts(torchelastic) == Restarts()  # left over in a shell
-    assert launchers_stamp(torchelastic) is None
+    assert launch_id(torchelastic) is None
 
 
 def test_a_nested_run_has_no_part_in_the_job_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +99,7 @@ def test_a_nested_run_has_no_part_in_the_job_that_starts_it(monkeypatch: pytest.
     }
     monkeypatch.setattr("os.environ", ours)
     assert variables({"NPROC": "2"}) == {"HOME": "/", "NPROC": "2"}
-    stamp_what_is_started()
+    set_launch_id()
     assert os.environ["TITANLIKE_STARTED"] != "then"
 
 
@@ -164,7 +162,7 @@ def test_compiled_code_is_kept_where_the_recipe_says(monkeypatch: pytest.MonkeyP
 
 KEEP = """
 import resource, sys, mmap
-from titanlike.distributed.environment import keep_freed_memory
+from titanlike.utils.system import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE
@@ -196,6 +194,6 @@ def test_a_recent_compiler_is_trusted_with_the_processors_instructions(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert bool(trust_compiler()) is trusted
+    assert bool(skip_isa_checks()) is trusted
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
-    assert trust_compiler() == {}
+    assert skip_isa_checks() == {}

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import stream
+from titanlike.data.loader import Batches
+from titanlike.data.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
+from titanlike.data.stream import Stream
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.files import list_files
-from titanlike.data.loader import Batches
-from titanlike.data.token_shards import Manifest, Shards, ShardWriter
-from titanlike.data.stream import Stream
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.packed_dataset import Feed, Shuffled, Windows
+from titanlike.data.token_shards import Manifest, Shards, ShardWriter
 
 BYTES = build_tokenizer(Section())
 STEPS = 8
@@ -39,7 +39,7 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def read(
-    make: Callable[[], Feed], stops: list[int], size: int, ranks: int, local: int, ahead: int
+    make: Callable[[], BatchSource], stops: list[int], size: int, ranks: int, local: int, ahead: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens and labels of each step's global batch, by processes that end and begin anew after each of the stops."""
     found: list[list[Any]] = [[] for _ in range(STEPS)]
@@ -101,9 +101,9 @@ def test_shards(
     with folder() as where:
         parts = [write_shards(where / str(n), each, 10_000 * n) for n, each in enumerate(sizes)]
 
-        def make() -> Feed:
-            windows = [Windows(part, seq_len, validation_every=every) for part in parts]
-            return Shuffled(windows, [1.0] * len(parts), seed=seed, global_batch_size=layout["size"])
+        def make() -> BatchSource:
+            windows = [PackedDataset(part, seq_len, holdout_every=every) for part in parts]
+            return ShuffledMixture(windows, [1.0] * len(parts), seed=seed, global_batch_size=layout["size"])
 
         whole = read(make, [], layout["size"], 1, layout["size"], 0)
         assert_same(read(make, stops, **layout), whole)
@@ -142,7 +142,7 @@ def test_streams(
                 (where / f"{source}-{number}.jsonl").write_text("\n".join(lines))
             sources.append(list_files(str(where / f"{source}-*")))
 
-        def make(workers: int = workers) -> Feed:
+        def make(workers: int = workers) -> BatchSource:
             return Stream(
                 sources, [1.0] * len(sources), BYTES, fields=Fields(), seq_len=seq_len, global_batch_size=layout["size"],
                 seed=seed, workers=workers,

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.training import resume
-from titanlike.run.preflight import check, check_here
-from titanlike.checkpoint import Saved
+from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Float8
-from titanlike.float8.validation import hardware_problems
-from titanlike.float8.linear import Float8Linear, apply_float8, refuse_hardware
+from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
 from titanlike.float8.selection import headlines, names, select
+from titanlike.float8.validation import hardware_problems
 from titanlike.models import build_model
+from titanlike.run.preflight import check, check_machine
 from titanlike.run.resume import as_json
 
-LARGE = Llama(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
+LARGE = LlamaConfig(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")
 STUDY = Path(__file__).parents[2] / "train_configs" / "study"
 
@@ -34,13 +34,15 @@ def recipe(float8: dict[str, Any], **sections: Any) -> PretrainRecipe:
     return replace(base, **changed)
 
 
-def chosen(float8: Float8, model: Llama | GPT) -> set[str]:
+def chosen(float8: Float8, model: LlamaConfig | GPTConfig) -> set[str]:
     verdicts = select(float8, model.matrices(), model.tied_head)
     return {name for name, why_not in verdicts.items() if not why_not}
 
 
-@pytest.mark.parametrize("model", [Llama(), Llama(tied_head=True), GPT(), LARGE], ids=["llama", "tied", "gpt", "large"])
-def test_the_matrices_that_a_shape_names_are_those_of_the_model(model: Llama | GPT) -> None:
+@pytest.mark.parametrize(
+    "model", [LlamaConfig(), LlamaConfig(tied_head=True), GPTConfig(), LARGE], ids=["llama", "tied", "gpt", "large"]
+)
+def test_the_matrices_that_a_shape_names_are_those_of_the_model(model: LlamaConfig | GPTConfig) -> None:
     with torch.device("meta"):
         built = build_model(model)
     found = {n: tuple(m.weight.shape) for n, m in built.named_modules() if isinstance(m, nn.Linear) or n == "output"}
@@ -58,7 +60,7 @@ def test_what_is_small_or_not_named_or_the_head_stays() -> None:
         "layers.0.feed_forward.w1",
         "layers.0.feed_forward.w2",
     }
-    assert "output" not in chosen(replace(TENSORWISE, head=True, skip_small=False), GPT())
+    assert "output" not in chosen(replace(TENSORWISE, head=True, skip_small=False), GPTConfig())
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_the_start_tells_what_becomes_of_which_matrix() -> None:
         (dict(layers=("wqq",)), {}, "layers.0 to layers.1, and output); did you mean 'wq'?"),
         (dict(skip=("layers.7",)), {}, "float8.skip: 'layers.7' names no matrix of this model (attention.wq, a"),
         (dict(skip=("layers",)), {}, "float8.layers and float8.skip leave none of the blocks'; change them, or set float8.head"),
-        ({}, dict(model=Llama()), "has no matrix to convert: all are too small to gain; set float8.skip_small = false to"),
+        ({}, dict(model=LlamaConfig()), "has no matrix to convert: all are too small to gain; set float8.skip_small = false to"),
         (dict(scaling="rowwise", all_gather=True), {}, "float8.scaling = 'rowwise' has many; set float8.scaling = 'tensorw"),
         (dict(all_gather=True), dict(parallelism=dict(cpu_offload=True)), "cpu_offload = true: it finds its scales on the"),
         (dict(scaling="none"), {}, "float8.emulate is set, but float8.scaling = 'none' turns float8 off; set float8.scal"),
@@ -171,10 +173,10 @@ def test_a_machine_without_a_gpu_is_told_at_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     here = dict(run=dict(dir=str(tmp_path)))
     with pytest.raises(UserError, match="but the CPU has no float8; set"):
-        check_here(recipe(dict(emulate=False), **here))
-    check_here(recipe({}, **here))
+        check_machine(recipe(dict(emulate=False), **here))
+    check_machine(recipe({}, **here))
     with pytest.raises(UserError, match="but the CPU has no float8; set"):
-        refuse_hardware("cpu", TENSORWISE)
+        check_hardware("cpu", TENSORWISE)
 
 
 def test_the_study_is_one_change_after_the_other() -> None:
@@ -194,7 +196,7 @@ def test_the_study_is_one_change_after_the_other() -> None:
 def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:
     facts = {"device": "cuda", "torch": "2.11.0"}
     before = recipe(dict(emulate=False))
-    saved = Saved(1, as_json(before), "x", {"shard": 8}, facts)
+    saved = CheckpointMetadata(1, as_json(before), "x", {"shard": 8}, facts)
     free = replace(before, float8=replace(before.float8, all_gather=True))
     assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
     for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
@@ -205,11 +207,11 @@ def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:
 
 def test_a_run_of_before_there_was_float8_goes_on() -> None:
     facts = {"device": "cpu", "torch": "2.13.0"}
-    for model in (Llama(dropout=0.1), GPT()):
+    for model in (LlamaConfig(dropout=0.1), GPTConfig()):
         now = PretrainRecipe(model=model)
         old = as_json(now)
-        del old["float8"], old["optimizer"]["state"], old["model"]["dropout"]
-        saved = Saved(1, old, "x", {"shard": 1}, facts)
+        del old["float8"], old["optimizer"]["state_dtype"], old["model"]["dropout"]
+        saved = CheckpointMetadata(1, old, "x", {"shard": 1}, facts)
         if model.dropout:
             with pytest.raises(UserError, match=r"otherwise: model.dropout was 0.0, now 0.1. Put"):
                 resume(saved, now, "x", {"shard": 1}, facts)

@@ -63,7 +63,9 @@ def test_imports_go_downward(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.stem != "environment"], ids=module_of)
 def test_only_environment_touches_the_environment(path: Path) -> None:
-    assert not any(word in path.read_text() for word in ("os.environ", "getenv")), "ask titanlike.distributed.environment"
+    assert not any(word in path.read_text() for word in ("os.environ", "getenv")), (
+        "ask titanlike.distributed.environment"
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import GPT, GPT_SIZES, LLAMA_SIZES, Llama
+from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedHead
 from titanlike.models.llama import rotary_angles, stretch
 
-TINY_LLAMA = Llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
-TINY_GPT = GPT(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
+TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
+TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
 SHAPES = [TINY_LLAMA, TINY_GPT]
 
 
-def made(shape: Llama | GPT, seed: int = 0) -> nn.Module:
+def made(shape: LlamaConfig | GPTConfig, seed: int = 0) -> nn.Module:
     with torch.device("meta"):
         model = build_model(shape)
     initialize(model, torch.device("cpu"), seed)
@@ -57,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def llama_reference(shape: Llama, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def llama_reference(shape: LlamaConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
     x = w["tok_embeddings.weight"][tokens]
     group = shape.num_heads // shape.num_kv_heads
     for i in range(shape.num_layers):
@@ -77,7 +77,7 @@ def llama_reference(shape: Llama, w: dict[str, Tensor], tokens: Tensor) -> Tenso
     return rms(x, w["norm.weight"], shape.norm_eps) @ head.T
 
 
-def gpt_reference(shape: GPT, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def gpt_reference(shape: GPTConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         return rms(centred, w[f"{name}.weight"], shape.norm_eps) + w[f"{name}.bias"]
@@ -100,7 +100,7 @@ def gpt_reference(shape: GPT, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_llama_follows_its_formulas(num_kv_heads: int, tied: bool) -> None:
-    shape = Llama(
+    shape = LlamaConfig(
         dim=32, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads, ffn_dim=48, vocab_size=37, max_seq_len=64,
         rope_theta=100.0, tied_head=tied,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def test_gpt_follows_its_formulas() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_positions_may_be_given(shape: Llama | GPT) -> None:
+def test_positions_may_be_given(shape: LlamaConfig | GPTConfig) -> None:
     model = scaled_up(made(shape))
     tokens = torch.arange(12).remainder(37)[None]
     positions = torch.arange(12)[None]
@@ -129,7 +129,7 @@ def test_positions_may_be_given(shape: Llama | GPT) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_token_does_not_see_the_next(shape: Llama | GPT) -> None:
+def test_a_token_does_not_see_the_next(shape: LlamaConfig | GPTConfig) -> None:
     model = scaled_up(made(shape))
     tokens = torch.arange(12).remainder(37)[None]
     changed = tokens.clone()
@@ -150,7 +150,7 @@ def test_the_stretch_keeps_fast_frequencies_and_slows_slow_ones() -> None:
 def test_the_stretch_is_off_at_1_and_reaches_the_angles_otherwise() -> None:
     def cosines(scaling: float) -> Tensor:
         return rotary_angles(
-            Llama(size="3-8B", dim=4096, num_heads=32, rope_scaling=scaling), torch.arange(9000)[None]
+            LlamaConfig(size="3-8B", dim=4096, num_heads=32, rope_scaling=scaling), torch.arange(9000)[None]
         )[0][0, 0]
 
     assert torch.equal(cosines(1.0)[:, 0], cosines(8.0)[:, 0])  # the fastest pair is kept
@@ -159,11 +159,12 @@ def test_the_stretch_is_off_at_1_and_reaches_the_angles_otherwise() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "size", "fields"),
-    [(Llama, size, fields) for size, fields in LLAMA_SIZES.items()] + [(GPT, size, f) for size, f in GPT_SIZES.items()],
+    [(LlamaConfig, size, fields) for size, fields in LLAMA_SIZES.items()]
+    + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
 def test_counts_told_without_torch_are_those_of_the_model(
-    kind: Callable[..., Llama | GPT], size: str, fields: dict[str, int]
+    kind: Callable[..., LlamaConfig | GPTConfig], size: str, fields: dict[str, int]
 ) -> None:
     shape = kind(size=size, **fields)
     with torch.device("meta"):
@@ -182,7 +183,7 @@ def test_flops_count_six_a_weight_and_attention_in_full() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_first_values_depend_on_the_seed_and_the_name_alone(shape: Llama | GPT) -> None:
+def test_first_values_depend_on_the_seed_and_the_name_alone(shape: LlamaConfig | GPTConfig) -> None:
     whole = dict(made(shape).named_parameters())
     with torch.device("meta"):
         part = build_model(shape)
@@ -197,7 +198,7 @@ def test_first_values_depend_on_the_seed_and_the_name_alone(shape: Llama | GPT) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_first_values_have_the_spread_that_is_meant(shape: Llama | GPT) -> None:
+def test_first_values_have_the_spread_that_is_meant(shape: LlamaConfig | GPTConfig) -> None:
     for name, value in made(shape).named_parameters():
         if name.endswith("bias"):
             assert not value.any()

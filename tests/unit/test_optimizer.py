@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.model_configs import GPT, Llama
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Optimizer, Schedule
-from titanlike.models.loss import IGNORE, cross_entropy_sum, num_valid
 from titanlike.models import build_model
-from titanlike.optim.optimizer import AdamW, Guard, Norms, build_optimizer, clip_gradients, gradient_norms, learning_rate
+from titanlike.models.loss import IGNORE, cross_entropy_sum, num_valid
+from titanlike.optim.clipping import Norms, clip_gradients, gradient_norms
+from titanlike.optim.non_finite import NonFiniteGuard
+from titanlike.optim.optimizer import AdamW, build_optimizer
+from titanlike.optim.schedule import learning_rate
 
 
 def test_the_loss_is_a_sum_over_valid_tokens() -> None:
@@ -47,8 +50,8 @@ def test_the_learning_rate_of_runs_too_short_to_warm_up() -> None:
     assert learning_rate(3, 3, 2.0, Schedule(warmup_steps=6)) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("shape", [Llama(num_layers=1), GPT(num_layers=1)], ids=["llama", "gpt"])
-def test_norms_and_biases_are_not_decayed(shape: Llama | GPT) -> None:
+@pytest.mark.parametrize("shape", [LlamaConfig(num_layers=1), GPTConfig(num_layers=1)], ids=["llama", "gpt"])
+def test_norms_and_biases_are_not_decayed(shape: LlamaConfig | GPTConfig) -> None:
     model = build_model(shape)
     decayed, spared = build_optimizer(model, Optimizer(weight_decay=0.1)).param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -109,32 +112,32 @@ def test_a_bad_step_is_named_and_a_good_one_passes() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    Guard().allows(3, good, good, gradient_norms(model))
+    NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
     with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. Nothing of it was saved"):
-        Guard().allows(3, bad, bad, gradient_norms(model))
+        NonFiniteGuard().should_step(3, bad, bad, gradient_norms(model))
     model[1].bias.grad = torch.tensor([float("inf")])
     with pytest.raises(UserError, match=r"finite, but not the gradient of 1\.bias, in the part held by rank 0"):
-        Guard().allows(3, good, good, gradient_norms(model))
+        NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
     model[1].bias.grad = torch.tensor([3e38])
     with pytest.raises(UserError, match="the gradient norm is inf: they are too large to add up"):
-        Guard().allows(3, good, good, gradient_norms(model))
+        NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
 
 
 NOTHING = Norms(torch.tensor(1.0), torch.tensor([1.0]), ["weight"])
 
 
-def met(guard: Guard, step: int, *, bad: bool) -> bool:
+def met(guard: NonFiniteGuard, step: int, *, bad: bool) -> bool:
     loss = torch.tensor(float("nan") if bad else 1.0)
-    return guard.allows(step, loss, loss, NOTHING)
+    return guard.should_step(step, loss, loss, NOTHING)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_bad_step_is_skipped_and_told() -> None:
     told: list[tuple[int, str]] = []
-    guard = Guard("skip", tell=lambda step, cause: told.append((step, cause)))
+    guard = NonFiniteGuard("skip", tell=lambda step, cause: told.append((step, cause)))
     assert [met(guard, step, bad=step == 2) for step in range(1, 5)] == [True, False, True, True]
     infinite = Norms(torch.tensor(float("inf")), torch.tensor([1.0, float("inf")]), ["first", "second"])
-    assert not guard.allows(5, torch.tensor(1.0), torch.tensor(1.0), infinite)
+    assert not guard.should_step(5, torch.tensor(1.0), torch.tensor(1.0), infinite)
     guard.catch_up()
     assert guard.skipped == [2, 5]
     assert told[0] == (2, "the loss is nan on rank 0")
@@ -154,7 +157,7 @@ def test_a_bad_step_is_skipped_and_told() -> None:
     ],
 )
 def test_too_many_skipped_within_a_window_stop_the_run(steps: list[int], stops: int | None) -> None:
-    guard = Guard("skip", limit=2, window=10)
+    guard = NonFiniteGuard("skip", limit=2, window=10)
     stopped = None
     try:
         for step in range(1, 25):
@@ -172,14 +175,14 @@ def test_too_many_skipped_within_a_window_stop_the_run(steps: list[int], stops: 
 
 @pytest.mark.usefixtures("alone")
 def test_a_resumed_run_remembers_what_it_skipped() -> None:
-    before = Guard("skip", limit=2, window=10)
+    before = NonFiniteGuard("skip", limit=2, window=10)
     for step in (4, 7):
         met(before, step, bad=True)
-    after = Guard("skip", limit=2, window=10, skipped=before.skipped)
+    after = NonFiniteGuard("skip", limit=2, window=10, skipped=before.skipped)
     assert met(after, 8, bad=False)
     with pytest.raises(UserError, match=r"\(steps 4, 7, 9\)"):
         met(after, 9, bad=True)
-    later = Guard("skip", limit=2, window=10, skipped=before.skipped)
+    later = NonFiniteGuard("skip", limit=2, window=10, skipped=before.skipped)
     assert not met(later, 14, bad=True)
     assert later.skipped == [7, 14]  # what no window to come can hold is forgotten
     assert before.skipped == [4, 7]

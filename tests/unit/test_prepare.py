@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.unit.preparing import BYTES, MANY, content, documents_of, words
+from tests.unit.preparing import BYTES, MANY, content, document_ids_and_positions, words
 from titanlike.cli.data import recipe_lines
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.prepare import work_units
+from titanlike.data.prepare.prepare import Progress, prepare
+from titanlike.data.prepare.work_units import split_of, split_work_units
 from titanlike.data.text.documents import PIECE, BadRecord, Fields, read_documents
 from titanlike.data.text.files import File, list_files
-from titanlike.data.prepare.prepare import Progress, prepare
-from titanlike.data.token_shards import TRAIN, VALIDATION, Shards
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.prepare.work_units import cut_units, split_of
+from titanlike.data.token_shards import TRAIN, VALIDATION, Shards
 
 
 def test_the_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path: Path, small_units: None) -> None:
@@ -29,7 +29,7 @@ def test_the_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path:
     wanted: dict[str, list[list[int]]] = {TRAIN: [], VALIDATION: []}
     for text in texts:
         wanted[split_of(text.encode(), 0.1)].append(tokenizer.document(text)[0].tolist())
-    assert {split: documents_of(out, split) for split in wanted} == wanted
+    assert {split: document_ids_and_positions(out, split) for split in wanted} == wanted
     assert 0.06 < len(wanted[VALIDATION]) / len(texts) < 0.14
     assert manifest.source["empty"] == 24 + 6 + 1
     assert manifest.source["text_bytes"] == sum(len(text.encode()) for text in texts)
@@ -48,7 +48,9 @@ def test_a_long_text_file_is_one_document_of_one_split(tmp_path: Path) -> None:
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text)
     prepare([str(tmp_path / "*.txt")], tmp_path / "out", BYTES, validation_share=0.5, workers=0)
-    found = [document for split in (TRAIN, VALIDATION) for document in documents_of(tmp_path / "out", split)]
+    found = [
+        document for split in (TRAIN, VALIDATION) for document in document_ids_and_positions(tmp_path / "out", split)
+    ]
     assert sorted(found) == [[*text, 256] for text in texts]
 
 
@@ -58,9 +60,9 @@ def test_a_document_is_in_one_split_wherever_it_stands(tmp_path: Path) -> None:
     for name, order in (("a", texts), ("b", texts[::-1] + texts[:50])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in order))
         prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / name, BYTES, validation_share=0.2, workers=0)
-    found = {name: {tuple(text) for text in documents_of(tmp_path / name, VALIDATION)} for name in "ab"}
+    found = {name: {tuple(text) for text in document_ids_and_positions(tmp_path / name, VALIDATION)} for name in "ab"}
     assert found["a"] == found["b"]
-    assert not found["a"] & {tuple(text) for text in documents_of(tmp_path / "b", TRAIN)}
+    assert not found["a"] & {tuple(text) for text in document_ids_and_positions(tmp_path / "b", TRAIN)}
 
 
 def test_prompts_are_given_and_not_learnt(corpus: Path, tmp_path: Path) -> None:
@@ -80,7 +82,9 @@ def test_the_number_of_processes_changes_nothing(corpus: Path, tmp_path: Path, s
         told: list[Progress] = []
         prepare([str(corpus)], out, BYTES, validation_share=0.1, workers=workers, tell=told.append)
         assert told[-1].done == told[-1].total
-        assert told[-1].tokens == sum(len(text) for split in (TRAIN, VALIDATION) for text in documents_of(out, split))
+        assert told[-1].tokens == sum(
+            len(text) for split in (TRAIN, VALIDATION) for text in document_ids_and_positions(out, split)
+        )
         found.append(content(out))
         shutil.rmtree(out)
     assert found[0] == found[1]
@@ -88,7 +92,7 @@ def test_the_number_of_processes_changes_nothing(corpus: Path, tmp_path: Path, s
 
 
 def test_how_files_are_cut(corpus: Path, small_units: None) -> None:
-    cut = cut_units(list_files(str(corpus)))
+    cut = split_work_units(list_files(str(corpus)))
     parts = [part for unit in cut for part in unit.parts]
     sizes = Counter[str]()
     for part in parts:
@@ -102,13 +106,17 @@ def test_how_files_are_cut(corpus: Path, small_units: None) -> None:
     assert kinds[".txt"] == 20
     assert len([unit for unit in cut if unit.parts[0].file.kind == ".txt"]) <= 3
     assert [unit.number for unit in cut] == list(range(len(cut)))
-    assert len(cut_units([File("a.jsonl.gz", 10**6)])) == 1  # has to be read from its start
+    assert len(split_work_units([File("a.jsonl.gz", 10**6)])) == 1  # has to be read from its start
 
 
 def test_a_unit_has_one_size_whatever_the_text() -> None:
     for size, wanted in ((10**6, 1), (10**8, 24), (10**10, 256), (10**12, 3726)):
         assert (
-            len(units._cut(File("x.jsonl", size), min(max(size // units.MANY, units.SMALLEST), units.LARGEST)))
+            len(
+                work_units._cut(
+                    File("x.jsonl", size), min(max(size // work_units.MANY, work_units.SMALLEST), work_units.LARGEST)
+                )
+            )
             == wanted
         )
 
@@ -137,5 +145,5 @@ def test_a_tokenizer_of_a_file_comes_along(corpus: Path, tmp_path: Path) -> None
     assert recipe["model"] == {"vocab_size": 320}
     assert recipe["tokenizer"] == {"encoding": str(tmp_path / "out/my.model"), "special": "both"}
     assert build_tokenizer(Section(**recipe["tokenizer"])).fingerprint == manifest.tokenizer["fingerprint"]
-    first = documents_of(tmp_path / "out", TRAIN)[0]
+    first = document_ids_and_positions(tmp_path / "out", TRAIN)[0]
     assert (first[0], first[-1]) == (256, 257)

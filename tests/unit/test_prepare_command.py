@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 
 def start(folder: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
     # The command, with units so small that a moment's work has many.
-    program = "from titanlike.data import units; units.SMALLEST = 400_000; from titanlike.cli.main import main; main()"
+    program = "from titanlike.data.prepare import work_units; work_units.SMALLEST = 400_000; from titanlike.cli.main import main; main()"
     command = [sys.executable, "-c", program, "data", "prepare", *words]
     return subprocess.Popen(
         command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

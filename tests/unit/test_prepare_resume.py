@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.preparing import BYTES, content, documents_of
+from tests.unit.preparing import BYTES, content, document_ids_and_positions
 from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text import files
-from titanlike.data.prepare import work_units
 from titanlike.data.prepare import prepare as module
+from titanlike.data.prepare import work_units
+from titanlike.data.prepare.prepare import Progress, prepare
+from titanlike.data.text import files
 from titanlike.data.text.documents import BadRecord, Fields
 from titanlike.data.text.files import list_files
-from titanlike.data.prepare.prepare import Progress, prepare
 from titanlike.data.token_shards import TRAIN, Manifest
-from titanlike.utils.file_lock import Lock
+from titanlike.utils.file_lock import FileLock
 
 
 class Stop(Exception):
@@ -110,7 +110,7 @@ def test_a_plan_of_which_nothing_is_done_is_no_hindrance(corpus: Path, tmp_path:
 
 
 def test_one_process_at_a_time(corpus: Path, tmp_path: Path) -> None:
-    lock = Lock(tmp_path / ".out.lock")
+    lock = FileLock(tmp_path / ".out.lock")
     with pytest.raises(
         UserError, match=rf"out is being prepared by process {os.getpid()} on host .*; wait for that one"
     ):
@@ -181,7 +181,7 @@ def test_a_file_that_changes_meanwhile_is_told(corpus: Path, tmp_path: Path, mon
 
 
 def test_addresses_and_files_that_vanish(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "SMALLEST", 100_000)
+    monkeypatch.setattr(work_units, "SMALLEST", 100_000)
     monkeypatch.setattr(files, "PAUSE", 0.01)
     prepare([str(corpus / "a.jsonl"), str(corpus / "b.parquet")], tmp_path / "local", BYTES, workers=0)
     with web() as server:
@@ -189,7 +189,9 @@ def test_addresses_and_files_that_vanish(corpus: Path, tmp_path: Path, monkeypat
             server.files[name] = (corpus / name).read_bytes()
         places = [f"{server.address}/{name}" for name in server.files]
         prepare(places, tmp_path / "far", BYTES, workers=1)
-        assert documents_of(tmp_path / "far", TRAIN) == documents_of(tmp_path / "local", TRAIN)
+        assert document_ids_and_positions(tmp_path / "far", TRAIN) == document_ids_and_positions(
+            tmp_path / "local", TRAIN
+        )
         server.ranges = False  # so that no unit can begin within a file
         prepare(places[:1], tmp_path / "whole", BYTES, workers=0)
         assert len(json.loads((tmp_path / "whole/plan.json").read_text())["units"]) == 1

@@ -8,40 +8,41 @@ import torch
 
 from tests.unit.test_metrics import monitor, records
 from titanlike.config import UserError
-from titanlike.optim.optimizer import Guard, Norms
-from titanlike.utils.async_d2h import Readback
+from titanlike.optim.clipping import Norms
+from titanlike.optim.non_finite import NonFiniteGuard
+from titanlike.utils.async_d2h import AsyncD2H
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Readback, "here", False)
+    monkeypatch.setattr(AsyncD2H, "here", False)
 
 
 def norms(value: float) -> Norms:
     return Norms(torch.tensor(value), torch.tensor([1.0, value]), ["first", "second"])
 
 
-def looks(guard: Guard, values: list[float]) -> None:
+def looks(guard: NonFiniteGuard, values: list[float]) -> None:
     for step, value in enumerate(values, start=1):
-        guard.allows(step, torch.tensor(1.0), torch.tensor(1.0), norms(value))
+        guard.should_step(step, torch.tensor(1.0), torch.tensor(1.0), norms(value))
 
 
 def test_numbers_come_in_their_order_whatever_their_type() -> None:
-    found = Readback(torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor([3.0, 4.0]))
+    found = AsyncD2H(torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor([3.0, 4.0]))
     assert found.here and found.read() == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.usefixtures("late", "alone")
 def test_a_bad_step_is_found_at_the_next_one() -> None:
-    guard = Guard()
+    guard = NonFiniteGuard()
     looks(guard, [1.0, 2.0, float("nan")])
     with pytest.raises(UserError, match=r"step 3: the loss is finite, but not the gradient of second"):
-        guard.allows(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0))
+        guard.should_step(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0))
 
 
 @pytest.mark.usefixtures("late", "alone")
 def test_a_bad_last_step_is_found_by_who_catches_up() -> None:
-    guard = Guard()
+    guard = NonFiniteGuard()
     looks(guard, [1.0, float("inf")])
     with pytest.raises(UserError, match="step 2: "):
         guard.catch_up()
@@ -50,7 +51,7 @@ def test_a_bad_last_step_is_found_by_who_catches_up() -> None:
 
 @pytest.mark.usefixtures("late")
 def test_good_steps_pass_and_none_is_left() -> None:
-    guard = Guard()
+    guard = NonFiniteGuard()
     looks(guard, [1.0, 2.0, 3.0])
     assert len(guard.unseen) == 1
     guard.catch_up()
@@ -59,9 +60,9 @@ def test_good_steps_pass_and_none_is_left() -> None:
 
 @pytest.mark.usefixtures("late", "alone")
 def test_who_skips_looks_before_the_optimizer_does() -> None:
-    guard = Guard("skip")
+    guard = NonFiniteGuard("skip")
     one = torch.tensor(1.0)
-    assert [guard.allows(step, one, one, norms(value)) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
+    assert [guard.should_step(step, one, one, norms(value)) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
         True, False, True,
     ]  # fmt: skip
     assert not guard.unseen

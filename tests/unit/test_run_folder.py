@@ -6,7 +6,7 @@ import pytest
 
 from tests.training import tiny
 from titanlike.config import UserError
-from titanlike.run.run_dir import RunFolder
+from titanlike.run.run_dir import RunDirectory
 
 
 @pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])
@@ -15,7 +15,7 @@ def test_a_start_that_is_cut_short_leaves_whole_files(
 ) -> None:
     """Half of a recipe is a recipe too: one that leaves the rest as it is by default."""
     recipe = tiny(tmp_path, "run")
-    run = RunFolder(recipe)
+    run = RunDirectory(recipe)
     run.open(recipe, "cpu", 2, resumed_step=0)
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}

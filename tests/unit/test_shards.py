@@ -9,20 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from titanlike.checkpoint.format import DTYPES, Damaged, Piece, Place, Reader, Sum, check, read_header, write
+from titanlike.checkpoint.format import (
+    DTYPES,
+    CheckpointCorrupt,
+    FileDigest,
+    Reader,
+    ShardRange,
+    ShardSpec,
+    check,
+    read_header,
+    write,
+)
 from titanlike.config import UserError
 
 
-def whole_of(tensor: torch.Tensor) -> Place:
-    return Place(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+def whole_of(tensor: torch.Tensor) -> ShardRange:
+    return ShardRange(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def piece(name: str, tensor: torch.Tensor, rows: slice, columns: slice) -> Piece:
+def piece(name: str, tensor: torch.Tensor, rows: slice, columns: slice) -> ShardSpec:
     values = tensor[rows, columns].contiguous()
-    return Piece(name, Place(tuple(tensor.shape), (rows.start, columns.start), tuple(values.shape)), values)
+    return ShardSpec(name, ShardRange(tuple(tensor.shape), (rows.start, columns.start), tuple(values.shape)), values)
 
 
-def save(path: Path, *pieces: Piece, **notes: Any) -> Sum:
+def save(path: Path, *pieces: ShardSpec, **notes: Any) -> FileDigest:
     with path.open("xb", buffering=0) as stream:
         return write(stream, pieces, notes)  # type: ignore[arg-type]
 
@@ -35,10 +45,14 @@ def reader(*paths: Path) -> Reader:
 def test_every_type_of_number_comes_back_as_it_was(tmp_path: Path, code: str) -> None:
     bits = torch.randint(0, 2 if code == "BOOL" else 256, (7, 24), dtype=torch.uint8)
     tensor = bits.view(DTYPES[code])
-    save(tmp_path / "a", Piece("t", whole_of(tensor), tensor), Piece("one", Place((), (), ()), torch.tensor(3.5)))
+    save(
+        tmp_path / "a",
+        ShardSpec("t", whole_of(tensor), tensor),
+        ShardSpec("one", ShardRange((), (), ()), torch.tensor(3.5)),
+    )
     found, one = torch.zeros_like(bits).view(DTYPES[code]), torch.zeros(())
     assert reader(tmp_path / "a").fill("t", found, whole_of(tensor))
-    assert reader(tmp_path / "a").fill("one", one, Place((), (), ()))
+    assert reader(tmp_path / "a").fill("one", one, ShardRange((), (), ()))
     assert torch.equal(found.view(torch.uint8), bits)
     assert one == 3.5
 
@@ -46,7 +60,7 @@ def test_every_type_of_number_comes_back_as_it_was(tmp_path: Path, code: str) ->
 def test_other_readers_of_the_format_open_it(tmp_path: Path) -> None:
     """Read by the format's own definition: a length, a JSON header, bytes at offsets from its end."""
     tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.tensor([1, 2, 3], dtype=torch.uint8)}
-    save(tmp_path / "a", *(Piece(name, whole_of(t), t) for name, t in tensors.items()))
+    save(tmp_path / "a", *(ShardSpec(name, whole_of(t), t) for name, t in tensors.items()))
     content = (tmp_path / "a").read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -68,7 +82,7 @@ def test_boxes_of_one_cut_are_filled_from_boxes_of_another(tmp_path: Path) -> No
         for columns in (slice(0, 6), slice(1, 3), slice(5, 6)):
             wanted = tensor[rows, columns]
             found = torch.zeros_like(wanted)
-            reader(*paths).fill("t", found, Place((10, 6), (rows.start, columns.start), tuple(wanted.shape)))
+            reader(*paths).fill("t", found, ShardRange((10, 6), (rows.start, columns.start), tuple(wanted.shape)))
             assert torch.equal(found, wanted)
 
 
@@ -86,16 +100,16 @@ def test_files_are_opened_when_they_are_needed(tmp_path: Path) -> None:
     save(tmp_path / "mine", piece("t", tensor, slice(0, 2), slice(0, 3)))
     files = reader(tmp_path / "mine", tmp_path / "absent")
     mine = torch.zeros(2, 3, dtype=torch.int64)
-    assert files.fill("t", mine, Place((4, 3), (0, 0), (2, 3)))
-    with pytest.raises(Damaged, match="absent cannot be read: No such file"):
-        files.fill("t", mine, Place((4, 3), (1, 0), (2, 3)))
+    assert files.fill("t", mine, ShardRange((4, 3), (0, 0), (2, 3)))
+    with pytest.raises(CheckpointCorrupt, match="absent cannot be read: No such file"):
+        files.fill("t", mine, ShardRange((4, 3), (1, 0), (2, 3)))
 
 
 def test_what_is_not_there_or_not_all_there_is_told(tmp_path: Path) -> None:
     tensor = torch.arange(12).view(4, 3)
     save(tmp_path / "a", piece("t", tensor, slice(0, 2), slice(0, 3)))
-    assert not reader(tmp_path / "a").fill("other", torch.zeros(1), Place((1,), (0,), (1,)))
-    with pytest.raises(Damaged, match="lacks 6 of the 12 numbers wanted of t"):
+    assert not reader(tmp_path / "a").fill("other", torch.zeros(1), ShardRange((1,), (0,), (1,)))
+    with pytest.raises(CheckpointCorrupt, match="lacks 6 of the 12 numbers wanted of t"):
         reader(tmp_path / "a").fill("t", torch.zeros_like(tensor), whole_of(tensor))
     with pytest.raises(UserError, match=r"t is torch.int64 of shape \(4, 3\), but torch.float32 of \(4, 3\) is wanted"):
         reader(tmp_path / "a").fill("t", tensor.float(), whole_of(tensor))
@@ -106,20 +120,20 @@ def test_what_is_not_there_or_not_all_there_is_told(tmp_path: Path) -> None:
 def test_a_sum_knows_every_bit(tmp_path: Path) -> None:
     tensor = torch.arange(100.0)
     path = tmp_path / "a"
-    total = save(path, Piece("t", whole_of(tensor), tensor), generators={"torch": "00"})
+    total = save(path, ShardSpec("t", whole_of(tensor), tensor), generators={"torch": "00"})
     check(path, total, content=True)
     content = path.read_bytes()
     assert total.size == len(content)
     for place in (0, 9, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         check(path, total, content=False)
-        with pytest.raises(Damaged, match="a is damaged: its content is not what was written"):
+        with pytest.raises(CheckpointCorrupt, match="a is damaged: its content is not what was written"):
             check(path, total, content=True)
     path.write_bytes(content[:-1])
-    with pytest.raises(Damaged, match=f"a has {len(content) - 1:,} bytes of {len(content):,}"):
+    with pytest.raises(CheckpointCorrupt, match=f"a has {len(content) - 1:,} bytes of {len(content):,}"):
         check(path, total, content=False)
     path.unlink()
-    with pytest.raises(Damaged, match="a cannot be read: No such file or directory"):
+    with pytest.raises(CheckpointCorrupt, match="a cannot be read: No such file or directory"):
         check(path, total, content=False)
 
 
@@ -160,7 +174,7 @@ GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(Damaged, match=r"a is not a file of a checkpoint"):
+    with pytest.raises(CheckpointCorrupt, match=r"a is not a file of a checkpoint"):
         read_header(tmp_path / "a")
 
 
@@ -183,6 +197,6 @@ class Grudging(io.RawIOBase):
 def test_all_is_written_to_a_stream_that_takes_little(tmp_path: Path) -> None:
     tensor = torch.arange(5000.0)
     stream = Grudging()
-    total = write(stream, [Piece("t", whole_of(tensor), tensor)], {})  # type: ignore[arg-type]
+    total = write(stream, [ShardSpec("t", whole_of(tensor), tensor)], {})  # type: ignore[arg-type]
     (tmp_path / "a").write_bytes(stream.content)
     check(tmp_path / "a", total, content=True)

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlike.run.preflight import check
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.load import joined
-from titanlike.distributed.process_group import local_part
 from titanlike.models import build_model
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.parallelize import parallelize
+from titanlike.run.preflight import check
 from titanlike.run.start import program_of
-from titanlike.parallelize import transform
+from titanlike.utils.dtensor import local_tensor
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 
@@ -72,12 +72,12 @@ def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, override
         layout = recipe.parallelism.resolve(processes)
         with torch.device("meta"):
             model = build_model(recipe.model)
-        transform(
+        parallelize(
             model, build_mesh("cpu", **layout.dimensions()), split=[recipe.model.num_layers],
             training=recipe.training, parallelism=layout, activation_checkpoint=recipe.activation_checkpoint,
             compile=recipe.compile, float8=replace(recipe.float8, emulate=True),
         )  # fmt: skip
-        mine = [local_part(parameter) for parameter in model.parameters()]
+        mine = [local_tensor(parameter) for parameter in model.parameters()]
         assert sum(part.numel() for part in mine) == pytest.approx(count / processes, rel=1e-3)
         assert {part.dtype for part in mine} == {torch.float32}
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.pool import Pool
-from titanlike.distributed.graceful_shutdown import SIGNALS, Stop, name_of
+from titanlike.distributed.graceful_shutdown import SIGNALS, GracefulShutdown, signal_name
 
 Ranks = Callable[[int], Pool]
 
@@ -15,29 +15,29 @@ Ranks = Callable[[int], Pool]
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_asks_for_a_stop_and_no_more(alone: None, number: int) -> None:
     before = signal.getsignal(number)
-    with Stop() as stop:
-        stop.ask()
-        assert stop.answer() == 0
+    with GracefulShutdown() as shutdown:
+        shutdown.begin_sync()
+        assert shutdown.result() == 0
         os.kill(os.getpid(), number)
-        assert stop.answer() == stop.agreed == number  # alone: at the end of this very step
-        stop.ask()
-        assert stop.answer() == number
+        assert shutdown.result() == shutdown.agreed == number  # alone: at the end of this very step
+        shutdown.begin_sync()
+        assert shutdown.result() == number
     assert signal.getsignal(number) == before
-    assert name_of(number).startswith("SIG")
+    assert signal_name(number).startswith("SIG")
 
 
 def test_a_second_ctrl_c_ends_it_at_once(alone: None, capfd: pytest.CaptureFixture[str]) -> None:
-    with Stop() as stop, pytest.raises(KeyboardInterrupt):
+    with GracefulShutdown() as shutdown, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         assert "again to leave at once" in capfd.readouterr().err
-        assert stop.wanted == signal.SIGINT
+        assert shutdown.wanted == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_reason_that_is_no_signal_is_heard_too(alone: None) -> None:
-    with Stop() as stop:
-        stop.ask(otherwise=True)
-        assert stop.answer() == 1
+    with GracefulShutdown() as shutdown:
+        shutdown.begin_sync(otherwise=True)
+        assert shutdown.result() == 1
 
 
 def _steps(told: int) -> list[int]:
@@ -45,12 +45,12 @@ def _steps(told: int) -> list[int]:
     import torch.distributed as dist
 
     heard = []
-    with Stop() as stop:
+    with GracefulShutdown() as shutdown:
         for step in range(3):
             if step == 1 and dist.get_rank() == told:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            stop.ask()
-            heard.append(stop.answer())
+            shutdown.begin_sync()
+            heard.append(shutdown.result())
     return heard
 
 

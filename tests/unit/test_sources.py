@@ -12,12 +12,12 @@ from titanlike.config import UserError
 from titanlike.config.sections import Data
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import sources
-from titanlike.data.text.documents import Fields
+from titanlike.data.packed_dataset import ShuffledMixture
 from titanlike.data.prepare.prepare import prepare
 from titanlike.data.sources import Sources, open_sources
 from titanlike.data.stream import Stream
+from titanlike.data.text.documents import Fields
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.packed_dataset import Shuffled
 
 BYTES = build_tokenizer(Section())
 
@@ -30,13 +30,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def open_(validate: bool = False, seq_len: int = 4, **keys: Any) -> Sources:
     return open_sources(
-        Data(**{"validation_every": 0} | keys), BYTES, seq_len=seq_len, global_batch_size=2, seed=0, validate=validate
+        Data(**{"holdout_every": 0} | keys), BYTES, seq_len=seq_len, global_batch_size=2, seed=0, validate=validate
     )
 
 
 def tokens_of(feed: Any) -> list[int]:
     """All tokens of the first part of a feed, in the order of the data."""
-    assert isinstance(feed, Shuffled)
+    assert isinstance(feed, ShuffledMixture)
     row = feed.parts[0].tokens
     return row.read(np.array([0]), row.num_tokens)[0].tolist()
 
@@ -135,7 +135,7 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
 
 def test_shards_are_read_with_their_own_split(tmp_path: Path) -> None:
     place = shards(tmp_path, "split", [f"document {number}" for number in range(200)], share=0.2)
-    data = open_(True, source="shards", path=place, validation_every=7)
+    data = open_(True, source="shards", path=place, holdout_every=7)
     assert data.validation is not None
     everything = [f"document {number}" for number in range(200)]
     parts = [
@@ -144,7 +144,7 @@ def test_shards_are_read_with_their_own_split(tmp_path: Path) -> None:
     ]
     assert sorted(parts[0] + parts[1]) == sorted(everything)
     assert 20 < len(parts[1]) < 60
-    with pytest.raises(UserError, match=r"has no validation split, and data\.validation_every = 0; set that"):
+    with pytest.raises(UserError, match=r"has no validation split, and data\.holdout_every = 0; set that"):
         open_(True, source="shards", path=shards(tmp_path, "whole", everything))
 
 
@@ -177,8 +177,8 @@ def test_prompts_are_read_and_not_learnt(tmp_path: Path) -> None:
     data = open_(source="shards", path=place)
     for step in range(1, 20):
         rows = data.training.rows(step, range(2))
-        assert rows.learnt is not None
-        assert (rows.learnt == (rows.tokens != ord("?"))).all()
+        assert rows.loss_mask is not None
+        assert (rows.loss_mask == (rows.tokens != ord("?"))).all()
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import stream
+from titanlike.data.stream import Stream
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.files import File, list_files
-from titanlike.data.stream import Stream
 from titanlike.data.text.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(Section())
@@ -42,7 +42,7 @@ def text_of(files: Sequence[File]) -> list[str]:
 
 def tokens_of_lane(feed: Stream, lane: int, steps: int) -> list[int]:
     """What a lane gives, in its order, without the token that two sequences share."""
-    rows = range(lane * feed.rows_per_lane, (lane + 1) * feed.rows_per_lane)
+    rows = range(lane * feed.rows_per_reader, (lane + 1) * feed.rows_per_reader)
     return np.concatenate([feed.rows(step, rows).tokens[:, :-1].ravel() for step in range(1, steps + 1)]).tolist()
 
 
@@ -55,15 +55,15 @@ def split(tokens: list[int]) -> list[str]:
 def test_each_lane_has_its_documents_once_an_epoch(tmp_path: Path, sizes: list[int], lanes: int) -> None:
     files = write(tmp_path, sizes)
     feed = open_stream([files])
-    assert feed.num_lanes == lanes
+    assert feed.num_readers == lanes
     for lane in range(lanes):
         expected = text_of(files[lane::lanes])
         if not expected:
             with pytest.raises(UserError, match=r"part02\.jsonl: there is no text in it"):
-                feed.rows(1, range(lane * feed.rows_per_lane, (lane + 1) * feed.rows_per_lane))
+                feed.rows(1, range(lane * feed.rows_per_reader, (lane + 1) * feed.rows_per_reader))
             continue
         length = sum(len(text) + 1 for text in expected)
-        steps = 2 * length // (16 * feed.rows_per_lane) + 2
+        steps = 2 * length // (16 * feed.rows_per_reader) + 2
         found = split(tokens_of_lane(feed, lane, steps))
         first, second = found[: len(expected)], found[len(expected) : 2 * len(expected)]
         assert sorted(first) == sorted(second) == expected
@@ -143,11 +143,11 @@ def test_what_is_given_is_not_learnt(tmp_path: Path) -> None:
     feed = open_stream([list_files(str(file))], fields=Fields("text", "prompt"))
     for step in range(1, 30):
         rows = feed.rows(step, range(8))
-        assert rows.learnt is not None
+        assert rows.loss_mask is not None
         asked = np.isin(rows.tokens, list(b"ask?")) & ~np.isin(rows.tokens, list(b"as"))  # k and ? are in prompts alone
         answered = np.isin(rows.tokens, [*b"new r".replace(b" ", b""), END])
-        assert not rows.learnt[asked].any()
-        assert rows.learnt[answered].all()
+        assert not rows.loss_mask[asked].any()
+        assert rows.loss_mask[answered].all()
 
 
 def test_bad_records_stop_the_run_or_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,9 +54,9 @@ def check_all(shards: Shards) -> None:
         starts = np.arange(22 - length + 1)
         rows = starts[:, None] + np.arange(length)
         np.testing.assert_array_equal(shards.read(starts, length), TOKENS[rows])
-        learnt = shards.learnt(starts, length)
-        assert learnt is not None
-        np.testing.assert_array_equal(learnt, LEARNT[rows])
+        loss_mask = shards.loss_mask(starts, length)
+        assert loss_mask is not None
+        np.testing.assert_array_equal(loss_mask, LEARNT[rows])
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
@@ -71,7 +71,7 @@ def test_windows_go_across_shards(tmp_path: Path, dtype: Any) -> None:
 
 def test_where_all_is_learnt_there_is_no_mask(tmp_path: Path) -> None:
     write(tmp_path / "s", given=False)
-    assert Shards(str(tmp_path / "s")).learnt(np.array([0, 3]), 5) is None
+    assert Shards(str(tmp_path / "s")).loss_mask(np.array([0, 3]), 5) is None
 
 
 def test_the_files_are_plain_numbers(folder: Path) -> None:

@@ -9,14 +9,21 @@ import torch
 
 from titanlike.config import UserError
 from titanlike.data.loader import Batches
+from titanlike.data.packed_dataset import (
+    BatchSource,
+    InMemoryTokens,
+    PackedDataset,
+    SequenceBatch,
+    ShuffledMixture,
+    document_ids_and_positions,
+)
 from titanlike.data.shuffle import CYCLE, Mixture, shuffled
 from titanlike.data.text.tokenizer import Separator
-from titanlike.data.packed_dataset import Feed, InMemory, Rows, Shuffled, Windows, documents_of
 from titanlike.models.loss import IGNORE
 
 
 def batches(
-    windows: Windows | Feed,
+    windows: PackedDataset | BatchSource,
     *,
     ranks: int = 1,
     rank: int = 0,
@@ -24,17 +31,17 @@ def batches(
     seed: int = 0,
     apart: Separator | None = None,
 ) -> Batches:
-    feed = Shuffled([windows], seed=seed, global_batch_size=8) if isinstance(windows, Windows) else windows
+    feed = ShuffledMixture([windows], seed=seed, global_batch_size=8) if isinstance(windows, PackedDataset) else windows
     return Batches(
         feed, global_batch_size=8, local_batch_size=local, data_rank=rank, data_ranks=ranks, seed=seed,
         device=torch.device("cpu"), apart=apart,
     )  # fmt: skip
 
 
-def counting(count: int, *, held_out: bool = False, every: int = 0, seq_len: int = 4, start: int = 0) -> Windows:
+def counting(count: int, *, held_out: bool = False, every: int = 0, seq_len: int = 4, start: int = 0) -> PackedDataset:
     """Windows of 0 1 2 3 | 4 5 6 7 | ...: a window is known by its first token."""
-    tokens = InMemory(np.arange(start, start + count * seq_len + 1, dtype=np.uint32))
-    return Windows(tokens, seq_len, held_out=held_out, validation_every=every)
+    tokens = InMemoryTokens(np.arange(start, start + count * seq_len + 1, dtype=np.uint32))
+    return PackedDataset(tokens, seq_len, held_out=held_out, holdout_every=every)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
@@ -115,14 +122,14 @@ def test_another_seed_is_another_order() -> None:
 
 def test_too_little_data_is_told() -> None:
     with pytest.raises(UserError, match=r"the data has 9 tokens, too few for training sequences .* = 16"):
-        Windows(InMemory(np.arange(9, dtype=np.uint16)), 16)
+        PackedDataset(InMemoryTokens(np.arange(9, dtype=np.uint16)), 16)
     with pytest.raises(UserError, match=r"too few for validation sequences .* one in 50 held out"):
         counting(10, held_out=True, every=50)
 
 
 def test_a_mixture_has_its_shares_and_each_part_its_own_epochs() -> None:
     parts = [counting(100), counting(10, start=1000), counting(3, start=2000)]
-    feed = Shuffled(parts, [0.7, 0.2, 0.1], seed=0, global_batch_size=8)
+    feed = ShuffledMixture(parts, [0.7, 0.2, 0.1], seed=0, global_batch_size=8)
     assert feed.mixture.counts == [717, 205, 102]
     firsts = np.concatenate([feed.rows(step, range(8)).tokens[:, 0] for step in range(1, CYCLE // 8 + 1)])
     for number, (part, count) in enumerate(zip(parts, feed.mixture.counts, strict=True)):
@@ -148,24 +155,26 @@ def test_the_shares_of_a_mixture_add_up_whatever_the_weights(weights: list[float
 
 
 def test_documents_are_kept_apart() -> None:
-    tokens = InMemory(np.array([7, 9, 1, 2, 9, 3, 4, 5, 6, 9, 8], np.uint16))
-    found = batches(Shuffled([Windows(tokens, 10)], seed=0, global_batch_size=8), apart=Separator(9, closes=True))
+    tokens = InMemoryTokens(np.array([7, 9, 1, 2, 9, 3, 4, 5, 6, 9, 8], np.uint16))
+    found = batches(
+        ShuffledMixture([PackedDataset(tokens, 10)], seed=0, global_batch_size=8), apart=Separator(9, closes=True)
+    )
     batch = found.microbatches(1)[0]
     assert batch.inputs["tokens"][0].tolist() == [7, 9, 1, 2, 9, 3, 4, 5, 6, 9]
     assert batch.inputs["documents"][0].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
     assert batch.inputs["positions"][0].tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4]
     # The first token of a document follows from nothing that its document has.
     assert batch.labels[0].tolist() == [9, IGNORE, 2, 9, IGNORE, 4, 5, 6, 9, IGNORE]
-    opened = documents_of(np.array([[9, 7, 9, 1, 2]]), Separator(9, closes=False))
+    opened = document_ids_and_positions(np.array([[9, 7, 9, 1, 2]]), Separator(9, closes=False))
     assert [part.tolist() for part in opened] == [[[0, 0, 1, 1, 1]], [[0, 1, 0, 1, 2]]]
 
 
 def test_what_is_given_is_no_label() -> None:
-    class Given(InMemory):
-        def learnt(self, starts: np.ndarray, length: int) -> np.ndarray:
+    class Given(InMemoryTokens):
+        def loss_mask(self, starts: np.ndarray, length: int) -> np.ndarray:
             return self.tokens[starts[:, None] + np.arange(length)] % 3 != 0
 
-    found = batches(Windows(Given(np.arange(41)), 4)).microbatches(1)
+    found = batches(PackedDataset(Given(np.arange(41)), 4)).microbatches(1)
     for batch in found:
         following = batch.inputs["tokens"] + 1
         assert torch.equal(batch.labels, torch.where(following % 3 != 0, following, IGNORE))
@@ -179,11 +188,11 @@ class Slow:
     def __init__(self, *, fails_at: int = 0) -> None:
         self.fails_at, self.made = fails_at, list[int]()
 
-    def rows(self, step: int, mine: range) -> Rows:
+    def rows(self, step: int, mine: range) -> SequenceBatch:
         if step == self.fails_at:
             raise UserError(f"step {step} has no data")
         self.made.append(step)
-        return Rows(np.array(mine), np.full((len(mine), 3), step))
+        return SequenceBatch(np.array(mine), np.full((len(mine), 3), step))
 
     def position(self) -> list[int]:
         return [self.made[-1]]

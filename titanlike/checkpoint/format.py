@@ -29,12 +29,12 @@ PART = 1 << 24  # bytes that are hashed, and written or read, at once
 LONGEST_HEADER = 1 << 30
 
 
-class Damaged(UserError):
+class CheckpointCorrupt(UserError):
     """A checkpoint is not what was saved; the message names the file."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardRange:
     """Where a piece lies in a whole tensor."""
 
     whole: tuple[int, ...]  # shape of the tensor
@@ -43,23 +43,23 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSpec:
     """A part of a tensor, in memory."""
 
     name: str
-    place: Place
+    place: ShardRange
     values: Tensor  # on the host, contiguous, of the piece's shape
 
 
 @dataclass(frozen=True)
-class Sum:
+class FileDigest:
     """What a file is recognised by."""
 
     size: int
     sha256: str
 
 
-def write(stream: BinaryIO, pieces: Sequence[Piece], notes: dict[str, Any]) -> Sum:
+def write(stream: BinaryIO, pieces: Sequence[ShardSpec], notes: dict[str, Any]) -> FileDigest:
     """Write pieces, and notes for the reader, to an unbuffered stream."""
     places = {piece.name: [piece.place.whole, piece.place.offset] for piece in pieces}
     assert len(places) == len(pieces), "a rank has one piece of a tensor"
@@ -74,7 +74,7 @@ def write_tensors(
     kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     values: Callable[[str], Tensor],
     metadata: dict[str, str],
-) -> Sum:
+) -> FileDigest:
     """Write tensors of these types and shapes, each of which is asked for when its turn comes. The hash is taken of what is
     written, on its way."""
     entries: dict[str, Any] = {"__metadata__": metadata}
@@ -92,7 +92,7 @@ def write_tensors(
             part = whole[start : start + PART]
             found.update(part)
             write_all(stream, part)
-    return Sum(8 + len(header) + end, found.hexdigest())
+    return FileDigest(8 + len(header) + end, found.hexdigest())
 
 
 def write_all(stream: BinaryIO, content: memoryview) -> None:
@@ -105,14 +105,14 @@ def _begin(header: bytes) -> memoryview:
     return memoryview(struct.pack("<Q", len(header)) + header)
 
 
-def check(path: Path, expected: Sum, *, content: bool, name: str = "") -> None:
+def check(path: Path, expected: FileDigest, *, content: bool, name: str = "") -> None:
     """Raise `Damaged` if a file is not the one that was written: of another size or, where `content` is looked at, other.
     It goes by `name` if this is a copy of it."""
     name = name or str(path)
     try:
         size = path.stat().st_size
         if size != expected.size:
-            raise Damaged(f"{name} has {size:,} bytes of {expected.size:,}")
+            raise CheckpointCorrupt(f"{name} has {size:,} bytes of {expected.size:,}")
         if not content:
             return
         found = hashlib.sha256()
@@ -120,16 +120,16 @@ def check(path: Path, expected: Sum, *, content: bool, name: str = "") -> None:
             while part := stream.read(PART):
                 found.update(part)
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        raise CheckpointCorrupt(f"{name} cannot be read: {error.strerror}") from None
     if found.hexdigest() != expected.sha256:
-        raise Damaged(f"{name} is damaged: its content is not what was written")
+        raise CheckpointCorrupt(f"{name} is damaged: its content is not what was written")
 
 
 @dataclass(frozen=True)
 class Entry:
     """A piece, in a file."""
 
-    place: Place
+    place: ShardRange
     dtype: torch.dtype
     start: int  # of its bytes in the file
 
@@ -156,9 +156,9 @@ def read_header(path: Path) -> Header:
             places = metadata.pop("places")
             entries = {name: _entry(name, said, places[name], 8 + length, size) for name, said in found.items()}
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        raise Damaged(f"{path} is not a file of a checkpoint: {error}") from None
+        raise CheckpointCorrupt(f"{path} is not a file of a checkpoint: {error}") from None
     return Header(path, entries, metadata)
 
 
@@ -174,7 +174,7 @@ def _entry(name: str, said: dict[str, Any], place: list[Any], first: int, size: 
     )
     if not inside or end - start != math.prod(shape) * dtype.itemsize or first + end > size:
         raise ValueError(f"{name} does not lie where it is said to")
-    return Entry(Place(whole, offset, shape), dtype, first + start)
+    return Entry(ShardRange(whole, offset, shape), dtype, first + start)
 
 
 class Reader:
@@ -195,7 +195,7 @@ class Reader:
             yield self.opened[number]
             number += 1
 
-    def fill(self, name: str, target: Tensor, place: Place) -> bool:
+    def fill(self, name: str, target: Tensor, place: ShardRange) -> bool:
         """Copy into `target`, which has `place` in the whole tensor, what was saved of it, whoever saved it. Returns whether
         there is a tensor of this name."""
         missing, found = target.numel(), False
@@ -209,11 +209,13 @@ class Reader:
             if not missing:
                 break  # before another file is opened
         if found and missing:
-            raise Damaged(f"the checkpoint lacks {missing:,} of the {target.numel():,} numbers wanted of {name}")
+            raise CheckpointCorrupt(
+                f"the checkpoint lacks {missing:,} of the {target.numel():,} numbers wanted of {name}"
+            )
         return found
 
 
-def _copy(header: Header, name: str, target: Tensor, place: Place) -> int:
+def _copy(header: Header, name: str, target: Tensor, place: ShardRange) -> int:
     """Copy what a file has of a place. Returns how many numbers that is."""
     entry = header.entries[name]
     theirs = entry.place
@@ -244,10 +246,10 @@ def _read(path: Path, entry: Entry, part: list[slice]) -> Tensor:
             while memory:
                 taken = stream.readinto(memory)
                 if not taken:
-                    raise Damaged(f"{path} ends too early")
+                    raise CheckpointCorrupt(f"{path} ends too early")
                 memory = memory[taken:]
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from None
     return values[tuple([slice(None), *part[1:]])] if part else values[0]
 
 

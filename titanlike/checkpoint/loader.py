@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from titanlike.checkpoint.format import Damaged, Entry, Place, Reader, Sum, write_tensors
+from titanlike.checkpoint.format import CheckpointCorrupt, Entry, FileDigest, Reader, ShardRange, write_tensors
 from titanlike.config import UserError
-from titanlike.distributed.process_group import local_part
-from titanlike.utils.dtensor import is_dtensor
+from titanlike.utils.dtensor import is_dtensor, local_tensor
 
 
 def tensors(
@@ -31,15 +30,15 @@ def tensors(
             yield f"{kind}.{name}", value
 
 
-def place_of(tensor: Tensor) -> Place:
+def place_of(tensor: Tensor) -> ShardRange:
     """Where this rank's part of a tensor lies in the whole."""
     if not is_dtensor(tensor):
-        return Place(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+        return ShardRange(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(shape) == tuple(local_part(tensor).shape), "a rank has one box of a tensor"
-    return Place(tuple(tensor.shape), tuple(offset), tuple(shape))
+    assert tuple(shape) == tuple(local_tensor(tensor).shape), "a rank has one box of a tensor"
+    return ShardRange(tuple(tensor.shape), tuple(offset), tuple(shape))
 
 
 @torch.no_grad()
@@ -47,10 +46,10 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str
     """Give a model, its optimizer and other modules the values of a checkpoint, whatever layout saved it."""
     _make_state(optimizer)
     for name, tensor in tensors(model, optimizer, others):
-        mine = local_part(tensor)
+        mine = local_tensor(tensor)
         if mine.numel() and not reader.fill(name, mine, place_of(tensor)):
             if not name.startswith("optimizer."):
-                raise Damaged(f"the checkpoint has no {name}")
+                raise CheckpointCorrupt(f"the checkpoint has no {name}")
             _forget(model, optimizer, name)
     for module in (model, *others.values()):  # who keeps what was made of the weights hears that these have changed
         module.load_state_dict({}, strict=False)
@@ -86,7 +85,7 @@ def read_whole(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def consolidate(checkpoint: Path, file: Path, dtype: torch.dtype | None = None) -> Sum:
+def consolidate(checkpoint: Path, file: Path, dtype: torch.dtype | None = None) -> FileDigest:
     """Write the weights of a checkpoint, whole, into one file that any reader of safetensors opens: in the precision that
     they have, or in `dtype`. There is no more than one tensor in memory at a time."""
     reader, entries = _open(checkpoint)
@@ -117,5 +116,5 @@ def _open(checkpoint: Path) -> tuple[Reader, dict[str, Entry]]:
 def _read(reader: Reader, name: str, entry: Entry) -> Tensor:
     whole = entry.place.whole
     values = torch.empty(whole, dtype=entry.dtype)
-    reader.fill(name, values, Place(whole, (0,) * len(whole), whole))
+    reader.fill(name, values, ShardRange(whole, (0,) * len(whole), whole))
     return values

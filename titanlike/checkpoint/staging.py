@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.distributed import process_group
-from titanlike.checkpoint.format import Piece, Place
+from titanlike.checkpoint.format import ShardRange, ShardSpec
 from titanlike.checkpoint.loader import place_of
-from titanlike.distributed.process_group import local_part
+from titanlike.distributed import process_group
+from titanlike.utils.dtensor import local_tensor
 
 
 class Stage:
@@ -18,15 +18,17 @@ class Stage:
 
     def __init__(self) -> None:
         self.arrival: torch.cuda.Event | None = None  # of the last copy, where they come from a GPU
-        self._known: dict[str, Place] | None = None  # all that this rank has
+        self._known: dict[str, ShardRange] | None = None  # all that this rank has
         self._mine: dict[str, Tensor] = {}  # what it writes of that
         self._size = 0  # bytes that all ranks write
         self._stream: torch.cuda.Stream | None = None
 
-    def take(self, named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> tuple[list[Piece], int]:
+    def take(
+        self, named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+    ) -> tuple[list[ShardSpec], int]:
         """Copy what this rank writes. Returns that, and the number of bytes that all ranks write."""
         found = dict(named)
-        parts = {name: local_part(tensor).detach() for name, tensor in found.items()}
+        parts = {name: local_tensor(tensor).detach() for name, tensor in found.items()}
         parts = {name: part for name, part in parts.items() if part.numel()}
         places = {name: place_of(found[name]) for name in parts}
         if self._known is None:
@@ -40,9 +42,9 @@ class Stage:
         else:
             for name, memory in self._mine.items():
                 memory.copy_(parts[name])
-        return [Piece(name, places[name], memory) for name, memory in self._mine.items()], self._size
+        return [ShardSpec(name, places[name], memory) for name, memory in self._mine.items()], self._size
 
-    def _follow(self, parts: Mapping[str, Tensor], places: dict[str, Place]) -> None:
+    def _follow(self, parts: Mapping[str, Tensor], places: dict[str, ShardRange]) -> None:
         """What is new since the ranks agreed is written by all that have it: they need not agree, and wait, at each save."""
         assert self._known is not None
         new = [name for name, place in places.items() if self._known.get(name) != place]
@@ -72,17 +74,17 @@ def _host_memory(part: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
 
 
-def _share(places: Mapping[str, Place], sizes: Mapping[str, int]) -> tuple[list[str], int]:
+def _share(places: Mapping[str, ShardRange], sizes: Mapping[str, int]) -> tuple[list[str], int]:
     """Who writes what: of the ranks that hold the same piece, the one that has least to write. Returns what this rank writes,
     and the bytes of all."""
     keys = {name: _key(name, place.offset) for name, place in places.items()}
     holders: dict[int, list[int]] = {}
     bytes_of: dict[int, int] = {}
-    for rank, said in enumerate(distributed.gather({keys[name]: sizes[name] for name in places})):
+    for rank, said in enumerate(process_group.all_gather_object({keys[name]: sizes[name] for name in places})):
         for key, size in said.items():
             holders.setdefault(key, []).append(rank)
             bytes_of[key] = size
-    written = [0] * distributed.world_size()
+    written = [0] * process_group.world_size()
     writer: dict[int, int] = {}
     for key in sorted(holders, key=lambda key: (-bytes_of[key], key)):
         rank = min(holders[key], key=lambda rank: written[rank])

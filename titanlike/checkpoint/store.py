@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from titanlike.checkpoint.format import Damaged, Sum, write_all
+from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, write_all
 from titanlike.config import UserError
 
 STEP = re.compile(r"step-(\d{8,})")
@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointMetadata:
     """What a checkpoint says of itself."""
 
     step: int
@@ -69,7 +69,7 @@ class Store(Protocol):
     def commit(self, step: int) -> None:
         """Let it be there."""
 
-    def point_at(self, step: int) -> None:
+    def update_latest(self, step: int) -> None:
         """Say in the file `latest` which one is."""
 
     def read(self, step: int, file: str) -> bytes:
@@ -81,7 +81,7 @@ class Store(Protocol):
     def remove(self, step: int) -> None:
         """Let a checkpoint be no more there, and delete it."""
 
-    def set_aside(self, step: int) -> None:
+    def archive(self, step: int) -> None:
         """Let a checkpoint be no more there under its name, without deleting it."""
 
 
@@ -90,27 +90,27 @@ def open_store(place: str) -> "Store":
     return Remote(place) if "://" in place else Folder(Path(place))
 
 
-def commit(store: Store, saved: Saved, files: Mapping[str, Sum]) -> None:
+def commit(store: Store, saved: CheckpointMetadata, files: Mapping[str, FileDigest]) -> None:
     """Add to all ranks' files what the checkpoint says of itself, and its manifest, and let it be there."""
     content = json.dumps({"format": FORMAT, **asdict(saved)}, indent=1).encode()
     with store.create(saved.step, STATE) as stream:
         write_all(stream, memoryview(content))
-    sums = {**files, STATE: Sum(len(content), hashlib.sha256(content).hexdigest())}
+    sums = {**files, STATE: FileDigest(len(content), hashlib.sha256(content).hexdigest())}
     manifest = {"format": FORMAT, "step": saved.step, "files": {name: asdict(found) for name, found in sums.items()}}
     with store.create(saved.step, MANIFEST) as stream:
         write_all(stream, memoryview(json.dumps({**manifest, "sha256": _own_hash(manifest)}, indent=1).encode()))
     store.commit(saved.step)
 
 
-def tidy(store: Store, step: int, *, keep: int, keep_every: int) -> None:
+def prune(store: Store, step: int, *, keep: int, keep_every: int) -> None:
     """After a commit: name it as the latest, and delete all but the newest few and those of every so many steps."""
-    store.point_at(step)
+    store.update_latest(step)
     for step in store.steps()[:-keep]:
         if not keep_every or step % keep_every:
             store.remove(step)
 
 
-def read_manifest(store: Store, step: int) -> dict[str, Sum]:
+def read_manifest(store: Store, step: int) -> dict[str, FileDigest]:
     """The files of a checkpoint and what they are recognised by."""
     where = f"{store}/{name_of(step)}"
     try:
@@ -119,32 +119,32 @@ def read_manifest(store: Store, step: int) -> dict[str, Sum]:
         if claimed != _own_hash(found) or found["step"] != step:
             raise ValueError("its hash is not that of its content")
         if found["format"] == FORMAT:  # another one is no damage: what follows is for those who know it
-            files = {name: Sum(**said) for name, said in found["files"].items()}
+            files = {name: FileDigest(**said) for name, said in found["files"].items()}
             if not all(FILE.fullmatch(name) for name in files):
                 raise ValueError("it names files that no checkpoint has")
             if not {STATE, file_of(0)} <= files.keys():
                 raise ValueError(f"it lacks {STATE} or {file_of(0)}")
     except FileNotFoundError:
-        raise Damaged(f"{where} has no {MANIFEST}") from None
+        raise CheckpointCorrupt(f"{where} has no {MANIFEST}") from None
     except OSError as error:
-        raise Damaged(f"{where}/{MANIFEST} cannot be read: {error.strerror}") from None
+        raise CheckpointCorrupt(f"{where}/{MANIFEST} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{where}/{MANIFEST} is damaged: {error}") from None
+        raise CheckpointCorrupt(f"{where}/{MANIFEST} is damaged: {error}") from None
     if found["format"] != FORMAT:
         raise UserError(f"{where} is of format {found['format']}; this version of titanlike reads format {FORMAT}")
     return files
 
 
-def read_state(store: Store, step: int) -> Saved:
+def read_state(store: Store, step: int) -> CheckpointMetadata:
     """What a checkpoint says of itself. Its manifest is read, and this file compared with it, before."""
     try:
         found = json.loads(store.read(step, STATE))
         found.pop("format")
-        saved = Saved(**found)
+        saved = CheckpointMetadata(**found)
         if saved.step != step:
             raise ValueError(f"it is of step {saved.step}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{store}/{name_of(step)}/{STATE} is damaged: {error}") from None
+        raise CheckpointCorrupt(f"{store}/{name_of(step)}/{STATE} is damaged: {error}") from None
     return saved
 
 
@@ -195,7 +195,7 @@ class Folder:
         self._partial(step).rename(self.path / name_of(step))
         _sync(self.path)
 
-    def point_at(self, step: int) -> None:
+    def update_latest(self, step: int) -> None:
         """Say in the file `latest` which one is."""
         latest = self.path / "latest"
         latest.with_suffix(".new").write_text(f"{name_of(step)}\n")
@@ -215,7 +215,7 @@ class Folder:
         (self.path / name_of(step)).rename(leaving)
         shutil.rmtree(leaving)
 
-    def set_aside(self, step: int) -> None:
+    def archive(self, step: int) -> None:
         """Give it a name that no checkpoint has."""
         aside = self.path / f"{name_of(step)}.aside"
         if aside.exists():
@@ -268,7 +268,7 @@ class Remote:
         """Give the manifest its name, which makes it one."""
         self.files.mv(self._path(step, UNNAMED), self._path(step, MANIFEST))
 
-    def point_at(self, step: int) -> None:
+    def update_latest(self, step: int) -> None:
         """Say in the file `latest` which one is."""
         self.files.pipe_file(f"{self.root}/latest", f"{name_of(step)}\n".encode())
 
@@ -292,7 +292,7 @@ class Remote:
         if self.files.exists(self._path(step)):
             self.files.rm(self._path(step), recursive=True)
 
-    def set_aside(self, step: int) -> None:
+    def archive(self, step: int) -> None:
         """Without its manifest it is none; that is kept under another name."""
         self.files.mv(self._path(step, MANIFEST), self._path(step, ASIDE))
 

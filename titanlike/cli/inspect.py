@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlike.distributed import environment
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.distributed import environment
 
 INSPECT = """\
 Shows the text that a data rank reads in a step: documents in turning colours, their ends marked, what is given and not learnt

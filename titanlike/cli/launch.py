@@ -18,9 +18,10 @@ import runpy
 import subprocess
 from typing import NoReturn
 
-from titanlike.distributed import environment
 from titanlike.config import UserError
-from titanlike.run.start import Arguments, grace_seconds, program_of
+from titanlike.distributed import environment
+from titanlike.run.start import Arguments, program_of, shutdown_timeout_of
+from titanlike.utils import system
 
 
 def main() -> NoReturn:
@@ -29,11 +30,11 @@ def main() -> NoReturn:
     try:
         arguments = Arguments(words)
         program = program_of(arguments.recipe, arguments.overrides.get("recipe"))
-        if arguments.help or arguments.check or arguments.resolved or environment.started_by_another_launcher():
+        if arguments.help or arguments.check or arguments.resolved or environment.has_rank_variables():
             _run_here(program, words)
         slurm = environment.rank_variables_from_slurm()
         if slurm is not None:
-            environment.set_variables(slurm)
+            system.set_variables(slurm)
             _run_here(program, words)
         job = environment.job()
         if job.world_size == 1 and not job.max_restarts:
@@ -42,19 +43,19 @@ def main() -> NoReturn:
         checked = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False)
         if checked.returncode:
             sys.exit(checked.returncode)
-        if job.num_nodes > 1 and job.node_rank == 0 and not environment.port_is_free(job.master_port):
+        if job.num_nodes > 1 and job.node_rank == 0 and not system.port_is_free(job.master_port):
             raise UserError(
                 f"MASTER_PORT={job.master_port} is in use on this machine, perhaps by an earlier job; end that one, or set "
                 "MASTER_PORT to a free port on all machines"
             )
     except UserError as error:
         environment.fail(error)
-    environment.set_variables(environment.share_cores(job.processes))
-    environment.stamp_what_is_started()
+    system.set_variables(system.share_cores(job.processes))
+    environment.set_launch_id()
     print(f"launch  {job.processes} process{'es' if job.processes > 1 else ''}", flush=True)  # while torch is imported
     from titanlike.cli.torchrun import torchrun  # imports torch
 
-    sys.exit(torchrun(job, [str(program), *words], grace_seconds(arguments)))
+    sys.exit(torchrun(job, [str(program), *words], shutdown_timeout_of(arguments)))
 
 
 def _run_here(program: Path, words: list[str]) -> NoReturn:

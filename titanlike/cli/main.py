@@ -4,10 +4,11 @@ import argparse
 import json
 from pathlib import Path
 
-from titanlike.distributed import environment
 from titanlike.cli import data
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.schema import editor_schema
+from titanlike.distributed import environment
+from titanlike.utils import system
 from titanlike.verify import verify
 
 VERIFY = """\
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Run the command of this command line."""
-    environment.end_quietly_on_interrupt()
+    system.exit_on_interrupt()
     parser = build_parser()
     arguments, overrides = parser.parse_known_args()
     takes_keys = arguments.command == "verify" or getattr(arguments, "data_command", "") == "inspect"

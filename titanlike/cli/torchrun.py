@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from titanlike.distributed.environment import RANK_IS_MISSING, Job
+from titanlike.distributed.environment import EXIT_RANK_MISSING, Job
 
 MISTAKE = 2  # said in one sentence by the process itself, and the same after a restart
 STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]  # as it was told
@@ -86,7 +86,7 @@ def _agent(grace: int) -> type[LocalElasticAgent]:
                 if time.monotonic() - begun >= grace:
                     print(
                         f"error: the processes had not ended {grace} seconds after {death_sig.name} and were killed; what "
-                        "they were saving is lost, the checkpoints before it are not; checkpoint.grace gives more time",
+                        "they were saving is lost, the checkpoints before it are not; run.shutdown_timeout gives more time",
                         file=sys.stderr,
                     )
             super()._shutdown(death_sig)
@@ -98,7 +98,7 @@ def _cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
     """The failure that the others followed from: a process that has reported its cause, else one that was killed (the others
     fail because they lose the connection to it, and may be seen to have ended first), else the first."""
     ordered = sorted(failures, key=lambda failure: failure.timestamp)
-    reported = [failure for failure in ordered if failure.exitcode in (MISTAKE, RANK_IS_MISSING)]
+    reported = [failure for failure in ordered if failure.exitcode in (MISTAKE, EXIT_RANK_MISSING)]
     killed = [failure for failure in ordered if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
     return (reported or killed or ordered)[0]
 
@@ -115,7 +115,7 @@ def _say_how_it_ended(rank: int, code: int, max_restarts: int) -> None:
     if code == MISTAKE or code in STOPPED:
         return
     used_up = f"all of MAX_RESTARTS={max_restarts} are used up" if max_restarts else ""
-    if code != RANK_IS_MISSING:
+    if code != EXIT_RANK_MISSING:
         print("error: " + "; ".join(filter(None, (_how(rank, code), used_up))), file=sys.stderr)
     elif used_up:
         print(f"error: {used_up}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Recipes: what they may say, and how they are read. Nothing here imports torch."""
 
-from titanlike.config.load import load, to_toml
 from titanlike.config.base import UserError, section
+from titanlike.config.load import load, to_toml
 from titanlike.config.sections import PretrainRecipe
 
 __all__ = ["PretrainRecipe", "UserError", "load", "section", "to_toml"]

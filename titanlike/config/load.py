@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import tomli
 from pydantic import TypeAdapter, ValidationError
 
-from titanlike.config.schema import describe
 from titanlike.config.base import UserError
+from titanlike.config.schema import describe
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"

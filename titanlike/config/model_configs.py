@@ -83,7 +83,7 @@ class _Transformer:
 
 
 @section
-class Llama(_Transformer):
+class LlamaConfig(_Transformer):
     """Llama 3: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases."""
 
     name: Literal["llama"] = "llama"
@@ -139,7 +139,7 @@ class Llama(_Transformer):
 
 
 @section
-class GPT(_Transformer):
+class GPTConfig(_Transformer):
     """GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases, the head tied to the embedding."""
 
     name: Literal["gpt"] = "gpt"

@@ -17,8 +17,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlike.config.layout import DIMENSIONS, SCHEDULES, num_microbatches, ranks_left, split_blocks
-from titanlike.config.model_configs import GPT, Llama
 from titanlike.config.base import (
     Fraction,
     Name,
@@ -29,6 +27,8 @@ from titanlike.config.base import (
     Share,
     section,
 )
+from titanlike.config.layout import DIMENSIONS, SCHEDULES, num_microbatches, ranks_left, split_blocks
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 
 DType = Literal["float32", "bfloat16"]
 
@@ -47,9 +47,12 @@ class Run:
     """Refuse operations that may differ from run to run on a GPU. Slower; a CPU is deterministic without it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes the GPUs if there are any."""
-    hang_seconds: Positive = 600
+    hang_timeout: Positive = 600
     """Seconds without a step after which a run is taken to hang: it says which rank is missing, and ends with exit code 3. More
     than the longest step takes. The first step, validation and saving have ten minutes at least."""
+    shutdown_timeout: Positive = 30
+    """Seconds from a stop signal until the launcher kills the processes: the time available for a last checkpoint. torchrun's
+    default is 30, SageMaker's 120."""
 
 
 @section
@@ -92,14 +95,14 @@ class Data:
     """What a record does that cannot be read: `stop` the run, or be left out, and told."""
     document_masks: bool = False
     """Keep the documents of a sequence apart: none sees another, and each has its positions counted from 0."""
-    validation_every: NonNegative = 50
+    holdout_every: NonNegative = 50
     """One sequence in so many, evenly spread, is held out for validation and never trained on. 0 holds nothing out, and
     goes with `validation.interval = 0`. Shards with a validation split have that in its place."""
     validation_path: str = ""
     """Shards or text for validation alone: nothing of the training data is held out then."""
     cache: str = ""
     """A folder that keeps the tokens of `text` for later starts. Empty: `~/.cache/titanlike`."""
-    ahead: NonNegative = 2
+    prefetch: NonNegative = 2
     """Batches that are made before they are asked for, beside the training. 0: none."""
     workers: Positive = 4
     """Threads that read a `stream`. They do not change what is read."""
@@ -165,8 +168,8 @@ class Optimizer:
     weight_decay: NonNegativeFloat = 0.1
     """Share of a matrix, times the learning rate, taken off at each step."""
     fused: bool = True
-    """One kernel for the whole update. Turn it off only to compare. For `state = "full"`."""
-    state: Literal["full", "bfloat16", "8bit"] = "full"
+    """One kernel for the whole update. Turn it off only to compare. For `state_dtype = "full"`."""
+    state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
     """Precision of Adam's two averages. `full`: that of the weights, 8 bytes a parameter in float32. `bfloat16`: 4 bytes.
     `8bit`: 2, in blocks that share a scale."""
     stochastic_rounding: bool = False
@@ -200,7 +203,7 @@ class Parallelism:
     tensor: Positive = 1
     """Ranks that share each matrix, and between matrices the tokens of a sequence. They talk all the time: keep them on one
     machine."""
-    async_tensor: bool = False
+    async_tensor_parallel: bool = False
     """Overlap the talk of `tensor` with its products. Wants GPUs that reach each other's memory, and a compiled block."""
     pipeline: Positive = 1
     """Ranks that share the blocks, each holding whole ones. They talk least: for between machines."""
@@ -226,7 +229,7 @@ class Parallelism:
         """The five dimensions by name, from the one whose ranks talk least to the one whose ranks talk most."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
-    def split(self, model: Llama | GPT) -> list[int]:
+    def split(self, model: LlamaConfig | GPTConfig) -> list[int]:
         """How many of the model's blocks each stage of the pipeline has."""
         if self.pipeline_split:
             return list(self.pipeline_split)
@@ -303,12 +306,9 @@ class Checkpoint:
     dir: str = ""
     """Where to keep them: a folder, or an address that fsspec knows, such as `s3://bucket/runs`; in it each run has a folder.
     Empty: in the run's own folder."""
-    tries: Positive = 3
+    max_failures: Positive = 3
     """Saves in a row that may fail, as on a full disk, before the run stops: with the first that succeeds it is as before.
     1 stops at the first."""
-    grace: Positive = 30
-    """Seconds from the signal to stop until the processes are killed: the time for a last save. torchrun's own is 30,
-    SageMaker's 120."""
     verify: Literal["content", "size"] = "content"
     """What is looked at before a checkpoint is loaded: the hash of every file, or its size alone, where reading all of a very
     large one twice takes too long."""
@@ -318,7 +318,7 @@ class Checkpoint:
     resume_from: NonNegative = 0
     """The step to go on from, if not the newest. Later checkpoints are put aside, and the recipe in the run's folder does not
     have this key, so the next start goes on from the newest again."""
-    allow: tuple[str, ...] = ()
+    allow_changed: tuple[str, ...] = ()
     """Keys that may be other than when the checkpoint was saved though they change what is trained, such as
     `["optimizer.lr"]`. What is read back then need not be what the recipe would have led to."""
 
@@ -363,7 +363,7 @@ class PretrainRecipe:
     recipe: str = "pretrain"
     """The program that this recipe is for: a file of that name beside the recipe, or in `recipes/`; or a path to one."""
     run: Run = Run()
-    model: Annotated[Llama | GPT, Field(discriminator="name")] = Llama()
+    model: Annotated[LlamaConfig | GPTConfig, Field(discriminator="name")] = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
     training: Training = Training()

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.data.token_shards import Shards, read_manifest, totals
+from titanlike.data.packed_dataset import SequenceBatch, document_ids_and_positions
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.packed_dataset import Rows, documents_of
+from titanlike.data.token_shards import Shards, read_manifest, totals
 
 DOCUMENTS = ("default", "cyan")  # colours, in turn
 GIVEN, SEPARATOR = "dim", "bold black on yellow"
@@ -84,14 +84,14 @@ def inspect_shards(place: str, *, verify: bool, most: int, console: Console) -> 
         console.print("        every file is what was written", style="green")
 
 
-def show(rows: Rows, tokenizer: Tokenizer, most: int) -> Iterator[Text]:
+def show(rows: SequenceBatch, tokenizer: Tokenizer, most: int) -> Iterator[Text]:
     """Some of the sequences: documents in turning colours, what is given and not learnt dim, what parts documents marked."""
     separator = tokenizer.separator
-    numbers, _ = documents_of(rows.tokens[:, :-1], separator)
+    numbers, _ = document_ids_and_positions(rows.tokens[:, :-1], separator)
     names = {tokenizer.eos: "<eos>", tokenizer.bos: "<bos>"}
     for row in range(min(most, len(rows.tokens))):
         tokens = rows.tokens[row, :-1].tolist()
-        learnt = [True] * len(tokens) if rows.learnt is None else rows.learnt[row, :-1].tolist()
+        loss_mask = [True] * len(tokens) if rows.loss_mask is None else rows.loss_mask[row, :-1].tolist()
         text = Text("\n")
         text.append(f"sequence {rows.numbers[row]}  ", style="bold")
         count = int(numbers[row, -1]) + 1
@@ -99,8 +99,8 @@ def show(rows: Rows, tokenizer: Tokenizer, most: int) -> Iterator[Text]:
         text.append("\n")
         start = 0
         for place in range(1, len(tokens) + 1):
-            kind = _kind(tokens, numbers[row], learnt, start, names)
-            if place < len(tokens) and _kind(tokens, numbers[row], learnt, place, names) == kind and kind[2] is None:
+            kind = _kind(tokens, numbers[row], loss_mask, start, names)
+            if place < len(tokens) and _kind(tokens, numbers[row], loss_mask, place, names) == kind and kind[2] is None:
                 continue
             document, is_learnt, name = kind
             style = SEPARATOR if name else f"{DOCUMENTS[document % 2]}{'' if is_learnt else ' ' + GIVEN}"
@@ -110,6 +110,6 @@ def show(rows: Rows, tokenizer: Tokenizer, most: int) -> Iterator[Text]:
 
 
 def _kind(
-    tokens: list[int], documents: "list[int]", learnt: list[bool], place: int, names: dict[int | None, str]
+    tokens: list[int], documents: "list[int]", loss_mask: list[bool], place: int, names: dict[int | None, str]
 ) -> tuple[int, bool, str | None]:
-    return int(documents[place]), learnt[place], names.get(tokens[place])
+    return int(documents[place]), loss_mask[place], names.get(tokens[place])

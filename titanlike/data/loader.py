@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titanlike.distributed import process_group
+from titanlike.data.packed_dataset import BatchSource, SequenceBatch, ShuffledMixture, document_ids_and_positions
 from titanlike.data.text.tokenizer import Separator
-from titanlike.data.packed_dataset import Feed, Rows, Shuffled, documents_of
+from titanlike.distributed import process_group
 from titanlike.models.loss import IGNORE
-from titanlike.utils.counter_rng import seed_of
+from titanlike.utils.counter_rng import derive_seed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Batches:
 
     def __init__(
         self,
-        feed: Feed,
+        feed: BatchSource,
         *,
         global_batch_size: int,
         local_batch_size: int,
@@ -87,12 +87,12 @@ class Batches:
         """What it takes, besides the step, to go on from here; None: nothing. All ranks ask together."""
         if self._position is None:
             return None
-        lanes = {lane[0]: lane for part in distributed.gather(self._position) for lane in part}
+        lanes = {lane[0]: lane for part in process_group.all_gather_object(self._position) for lane in part}
         return [lanes[number] for number in sorted(lanes)]
 
     def num_distinct(self, wanted: int) -> int:
         """How many of so many global batches have no window twice; at least one."""
-        assert isinstance(self.feed, Shuffled)
+        assert isinstance(self.feed, ShuffledMixture)
         return min(wanted, self.feed.num_distinct)
 
     def make(self, step: int) -> tuple[dict[str, Tensor], list[Any] | None]:
@@ -107,17 +107,17 @@ class Batches:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return tensors, self.feed.position()
 
-    def _arrays(self, rows: Rows) -> dict[str, npt.NDArray[np.int64]]:
+    def _arrays(self, rows: SequenceBatch) -> dict[str, npt.NDArray[np.int64]]:
         """What a model is given, for whole sequences (N, T)."""
-        tokens, learnt = rows.tokens, rows.learnt
+        tokens, loss_mask = rows.tokens, rows.loss_mask
         arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
         if self.apart:
-            documents, positions = documents_of(tokens, self.apart)
+            documents, positions = document_ids_and_positions(tokens, self.apart)
             same = documents[:, 1:] == documents[:, :-1]  # the first token of a document follows from nothing
             arrays |= {"positions": positions[:, :-1], "documents": documents[:, :-1]}
             arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
-        if learnt is not None:
-            arrays["labels"] = np.where(learnt[:, 1:], arrays["labels"], IGNORE)
+        if loss_mask is not None:
+            arrays["labels"] = np.where(loss_mask[:, 1:], arrays["labels"], IGNORE)
         return arrays
 
 
@@ -168,7 +168,7 @@ class _Ahead(threading.Thread):
 
 def _noise(seed: int, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """32 random bits for each place of each sequence of the stream."""
-    start = np.uint64(seed_of(seed, "dropout"))
+    start = np.uint64(derive_seed(seed, "dropout"))
     bits = start + (sequences.astype(np.uint64)[:, None] << np.uint64(32)) + places.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

@@ -18,15 +18,15 @@ FORESEEN = 16  # steps whose order is found at once
 
 
 @dataclass(frozen=True)
-class Rows:
+class SequenceBatch:
     """Sequences for one rank, each with one token more for its last label."""
 
     numbers: Numbers  # of the sequences in the endless stream (N,)
     tokens: Numbers  # (N, T + 1)
-    learnt: Flags | None = None  # which of them are labels (N, T + 1); None: all
+    loss_mask: Flags | None = None  # which of them are labels (N, T + 1); None: all
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """What batches are made of."""
 
     seq_len: int
@@ -37,14 +37,14 @@ class Feed(Protocol):
     def begin(self, position: list[Any] | None) -> None:
         """Go on from what all ranks' `position` was."""
 
-    def rows(self, step: int, mine: range) -> Rows:
+    def rows(self, step: int, mine: range) -> SequenceBatch:
         """These rows of the global batch of a step, counted from 1."""
 
     def position(self) -> list[Any] | None:
         """What it takes, besides the step, to go on after the last rows that were asked for; None: nothing."""
 
 
-class TokenRow(Protocol):
+class TokenArray(Protocol):
     """Tokens that can be read from any place."""
 
     @property
@@ -58,11 +58,11 @@ class TokenRow(Protocol):
     def read(self, starts: Numbers, length: int) -> Numbers:
         """So many tokens from each of these places (N, length)."""
 
-    def learnt(self, starts: Numbers, length: int) -> Flags | None:
+    def loss_mask(self, starts: Numbers, length: int) -> Flags | None:
         """Which of these are learnt (N, length); None if all are."""
 
 
-class InMemory:
+class InMemoryTokens:
     """Tokens in an array."""
 
     def __init__(self, tokens: npt.NDArray[Any]) -> None:
@@ -82,27 +82,27 @@ class InMemory:
             found[row] = self.tokens[start : start + length]
         return found
 
-    def learnt(self, starts: Numbers, length: int) -> Flags | None:
+    def loss_mask(self, starts: Numbers, length: int) -> Flags | None:
         return None
 
 
-class Windows:
+class PackedDataset:
     """A row of tokens cut into sequences, some of them held out, evenly spread."""
 
     def __init__(
         self,
-        tokens: TokenRow,
+        tokens: TokenArray,
         seq_len: int,
         *,
         held_out: bool = False,
-        validation_every: int = 0,
+        holdout_every: int = 0,
         name: str = "the data",
     ) -> None:
         self.tokens = tokens
         self.name = name
         self.seq_len = seq_len
         self.held_out = held_out
-        self.period = validation_every  # the last of every so many windows is held out; 0 means none
+        self.period = holdout_every  # the last of every so many windows is held out; 0 means none
         total = (tokens.num_tokens - 1) // seq_len  # a window needs one token more, for its last label
         reserved = max(total, 0) // self.period if self.period else 0
         self.count = reserved if held_out else total - reserved
@@ -119,15 +119,15 @@ class Windows:
         elif self.period:
             indices = indices + indices // (self.period - 1)
         starts, length = indices * self.seq_len, self.seq_len + 1
-        return self.tokens.read(starts, length), self.tokens.learnt(starts, length)
+        return self.tokens.read(starts, length), self.tokens.loss_mask(starts, length)
 
 
-class Shuffled:
+class ShuffledMixture:
     """Windows of one or more rows of tokens in an endless order, each row's once an epoch of its own."""
 
     def __init__(
         self,
-        parts: Sequence[Windows],
+        parts: Sequence[PackedDataset],
         weights: Sequence[float] = (1.0,),
         *,
         seed: int,
@@ -167,21 +167,21 @@ class Shuffled:
     def begin(self, position: list[Any] | None) -> None:
         pass
 
-    def rows(self, step: int, mine: range) -> Rows:
+    def rows(self, step: int, mine: range) -> SequenceBatch:
         numbers, stream, windows = (found[(step - 1) % FORESEEN] for found in self._order((step - 1) // FORESEEN, mine))
         if len(self.parts) == 1:
-            return Rows(numbers, *self.parts[0].read(windows))
+            return SequenceBatch(numbers, *self.parts[0].read(windows))
         tokens = np.empty((len(numbers), self.seq_len + 1), np.int64)
-        learnt: Flags | None = None
+        loss_mask: Flags | None = None
         for number, part in enumerate(self.parts):
             there = np.flatnonzero(stream == number)
             if not len(there):
                 continue
             tokens[there], flags = part.read(windows[there])
             if flags is not None:
-                learnt = np.ones(tokens.shape, bool) if learnt is None else learnt
-                learnt[there] = flags
-        return Rows(numbers, tokens, learnt)
+                loss_mask = np.ones(tokens.shape, bool) if loss_mask is None else loss_mask
+                loss_mask[there] = flags
+        return SequenceBatch(numbers, tokens, loss_mask)
 
     def _order(self, block: int, mine: range) -> tuple[Numbers, Numbers, Numbers]:
         """For each of some steps (S, N): the numbers of this rank's sequences, from which part each is, and which window there.
@@ -201,11 +201,11 @@ class Shuffled:
         return None
 
     @property
-    def _shared(self) -> list[tuple[Windows, int]]:
+    def _shared(self) -> list[tuple[PackedDataset, int]]:
         return list(zip(self.parts, self.mixture.counts, strict=True))
 
 
-def documents_of(tokens: Numbers, separator: Separator) -> tuple[Numbers, Numbers]:
+def document_ids_and_positions(tokens: Numbers, separator: Separator) -> tuple[Numbers, Numbers]:
     """For tokens (N, T): which document of its window each belongs to, and its place in it."""
     begins = tokens == separator.token
     if separator.closes:

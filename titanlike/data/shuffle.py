@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from titanlike.utils.counter_rng import seed_of
+from titanlike.utils.counter_rng import derive_seed
 
 Numbers = npt.NDArray[np.int64]
 
@@ -39,7 +39,7 @@ def epochs(places: Numbers, size: int, seed: int) -> Numbers:
     found = np.empty_like(places)
     for epoch in np.unique(number).tolist():
         there = number == epoch
-        found[there] = shuffled(place[there], size, seed_of(seed, f"epoch {epoch}"))
+        found[there] = shuffled(place[there], size, derive_seed(seed, f"epoch {epoch}"))
     return found
 
 
@@ -58,7 +58,7 @@ class Mixture:
         stream, before = np.empty_like(places), np.empty_like(places)
         for cycle in np.unique(cycles).tolist():
             there = cycles == cycle
-            order = shuffled(np.arange(CYCLE), CYCLE, seed_of(self.seed, f"mixture {cycle}"))
+            order = shuffled(np.arange(CYCLE), CYCLE, derive_seed(self.seed, f"mixture {cycle}"))
             pattern = np.repeat(np.arange(len(self.counts)), self.counts)[order]
             earlier = np.empty(CYCLE, np.int64)
             for number, count in enumerate(self.counts):

@@ -14,15 +14,15 @@ import numpy as np
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Data
+from titanlike.data.packed_dataset import BatchSource, InMemoryTokens, PackedDataset, ShuffledMixture, TokenArray
+from titanlike.data.prepare.prepare import prepare
+from titanlike.data.stream import Stream
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.files import File, is_address, list_files, local_file
-from titanlike.data.prepare.prepare import prepare
-from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
-from titanlike.data.stream import Stream
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.packed_dataset import Feed, InMemory, Shuffled, TokenRow, Windows
-from titanlike.distributed.environment import cache_folder
-from titanlike.utils.file_lock import Held, Lock
+from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
+from titanlike.utils.file_lock import FileLock, LockHeld
+from titanlike.utils.system import cache_folder
 
 SYNTHETIC_TOKENS = 4_000_000  # enough that batches differ, made in a moment
 MUCH_TEXT = 200_000_000  # bytes that one process makes into tokens in a minute or so
@@ -32,8 +32,8 @@ MUCH_TEXT = 200_000_000  # bytes that one process makes into tokens in a minute 
 class Sources:
     """What a run reads."""
 
-    training: Feed
-    validation: Shuffled | None
+    training: BatchSource
+    validation: ShuffledMixture | None
     fingerprint: str  # tells this data from any other: saved with a run, and compared when it is resumed
 
 
@@ -48,11 +48,11 @@ def open_sources(
     tell: Callable[[str], None] = print,
 ) -> Sources:
     """Open what the recipe names. Text that is made into tokens first may take a while, and `tell` is told."""
-    shuffle = partial(Shuffled, seed=seed, global_batch_size=global_batch_size)
+    shuffle = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
     places, weights = places_of(section)
-    held_out: Shuffled | None = None
+    held_out: ShuffledMixture | None = None
     prints: list[str]
-    training: Feed
+    training: BatchSource
     if section.source == "stream":
         files = [list_files(place) for place in places]
         prints = [_print_of(each) for each in files] + [tokenizer.fingerprint, section.text_field, section.prompt_field]
@@ -64,27 +64,27 @@ def open_sources(
         rows = [_row(section, place, tokenizer, TRAIN, tell) for place in places]
         prints = [row.fingerprint for row in rows]
         apart = [_validation_row(row) for row in rows]
-        every = 0 if section.validation_path or any(apart) else section.validation_every
+        every = 0 if section.validation_path or any(apart) else section.holdout_every
         windows = [
-            Windows(row, seq_len, validation_every=every, name=name) for row, name in zip(rows, places, strict=True)
+            PackedDataset(row, seq_len, holdout_every=every, name=name) for row, name in zip(rows, places, strict=True)
         ]
         training = shuffle(windows, weights)
         if validate and not section.validation_path:
             if not any(apart) and not every:
                 raise UserError(
-                    f"validation.interval is set, but {places[0]} has no validation split, and data.validation_every = 0; set "
+                    f"validation.interval is set, but {places[0]} has no validation split, and data.holdout_every = 0; set "
                     "that, data.validation_path, or validation.interval = 0"
                 )
             # Of a mixture, parts without a split of their own are not validated.
             parts = [
-                (Windows(own or row, seq_len, held_out=own is None, validation_every=every, name=name), weight)
+                (PackedDataset(own or row, seq_len, held_out=own is None, holdout_every=every, name=name), weight)
                 for row, own, name, weight in zip(rows, apart, places, weights, strict=True)
                 if own or every
             ]
             held_out = shuffle([part for part, _ in parts], [weight for _, weight in parts])
     if validate and section.validation_path:
         row = _row(section, section.validation_path, tokenizer, VALIDATION, tell)
-        held_out = shuffle([Windows(row, seq_len, name=section.validation_path)])
+        held_out = shuffle([PackedDataset(row, seq_len, name=section.validation_path)])
     if len(prints) > 1:
         prints = [hashlib.sha256(json.dumps([prints, weights]).encode()).hexdigest()[:16]]
     return Sources(training, held_out, prints[0])
@@ -119,7 +119,7 @@ def _check_made_by(manifest: Manifest, place: str, tokenizer: Tokenizer) -> None
         )
 
 
-def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Callable[[str], None]) -> TokenRow:
+def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Callable[[str], None]) -> TokenArray:
     """The tokens of one place. What is named for validation may be shards or text, whatever the training reads."""
     if section.source == "synthetic" and split == TRAIN:
         return _synthetic(tokenizer)
@@ -133,9 +133,9 @@ def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Call
     return Shards(str(_prepared(files, section, tokenizer, place, tell)))
 
 
-def _synthetic(tokenizer: Tokenizer) -> InMemory:
+def _synthetic(tokenizer: Tokenizer) -> InMemoryTokens:
     drawn = np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS, dtype=tokenizer.dtype)
-    return InMemory(drawn)
+    return InMemoryTokens(drawn)
 
 
 def _has_manifest(place: str) -> bool:
@@ -148,7 +148,7 @@ def _has_manifest(place: str) -> bool:
     return True
 
 
-def _validation_row(row: TokenRow) -> TokenRow | None:
+def _validation_row(row: TokenArray) -> TokenArray | None:
     """The split for validation, where the data has one."""
     apart = isinstance(row, Shards) and row.manifest.splits.get(VALIDATION)
     return Shards(row.path, VALIDATION) if isinstance(row, Shards) and apart else None
@@ -167,8 +167,8 @@ def _prepared(
     try:
         while not (out / MANIFEST).exists():
             try:
-                lock = Lock(folder / f"{out.name}.lock")
-            except Held:
+                lock = FileLock(folder / f"{out.name}.lock")
+            except LockHeld:
                 time.sleep(0.1)
                 continue
             try:

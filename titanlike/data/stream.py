@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titanlike.config import UserError
+from titanlike.data.packed_dataset import Flags, SequenceBatch
+from titanlike.data.shuffle import Mixture, Numbers, shuffled
 from titanlike.data.text.documents import BadRecord, Document, Fields, read_documents
 from titanlike.data.text.files import File
-from titanlike.data.shuffle import Mixture, Numbers, shuffled
 from titanlike.data.text.tokenizer import Tokenizer
-from titanlike.data.packed_dataset import Flags, Rows
-from titanlike.utils.counter_rng import seed_of
+from titanlike.utils.counter_rng import derive_seed
 
 BLOCK = 256  # records that are shuffled among each other: what is read again, at most, to go on from a position
-MOST_LANES = 64
+MAX_READERS = 64
 SHOWN = 5  # bad records of a file that are told one by one
 
 
-class Place(NamedTuple):
+class Cursor(NamedTuple):
     """Where a token is: the epoch, the file and the document in the orders of that epoch, and how far into the document."""
 
     epoch: int = 0
@@ -55,38 +55,44 @@ class Stream:
     ) -> None:
         self.seq_len = seq_len
         self.sources = sources
-        few = min([MOST_LANES, *map(len, sources)])
-        self.num_lanes = max(number for number in range(1, few + 1) if global_batch_size % number == 0)
-        self.rows_per_lane = global_batch_size // self.num_lanes
+        few = min([MAX_READERS, *map(len, sources)])
+        self.num_readers = max(number for number in range(1, few + 1) if global_batch_size % number == 0)
+        self.rows_per_reader = global_batch_size // self.num_readers
         self.global_batch_size = global_batch_size
-        self._lanes: dict[int, _Lane] = {}
-        self._positions: dict[int, tuple[int, list[Place]]] = {}
+        self._readers: dict[int, _Reader] = {}
+        self._positions: dict[int, tuple[int, list[Cursor]]] = {}
         self.workers = workers
 
-        def lane(number: int) -> _Lane:
+        def reader(number: int) -> _Reader:
             texts = [
-                _Text(files[number :: self.num_lanes], tokenizer, fields, seed_of(seed, f"source {source}"), skip_bad)
+                _Text(
+                    files[number :: self.num_readers],
+                    tokenizer,
+                    fields,
+                    derive_seed(seed, f"source {source}"),
+                    skip_bad,
+                )
                 for source, files in enumerate(sources)
             ]
-            return _Lane(texts, Mixture(weights, seed_of(seed, f"lane {number}")), seq_len)
+            return _Reader(texts, Mixture(weights, derive_seed(seed, f"lane {number}")), seq_len)
 
-        self._make_lane = lane
+        self._make_reader = reader
 
     def describe(self, steps: int) -> str:
         files = [file for source in self.sources for file in source]
         size = sum(file.size for file in files)
-        return f"{len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes, lanes: {self.num_lanes}"
+        return f"{len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes, lanes: {self.num_readers}"
 
     def begin(self, position: list[Any] | None) -> None:
         for number, taken, places in position or ():
-            self._positions[number] = taken, [Place(*place) for place in places]
+            self._positions[number] = taken, [Cursor(*place) for place in places]
 
-    def rows(self, step: int, mine: range) -> Rows:
+    def rows(self, step: int, mine: range) -> SequenceBatch:
         """These rows of the global batch. Steps follow one another."""
-        numbers = range(mine.start // self.rows_per_lane, (mine.stop - 1) // self.rows_per_lane + 1)
+        numbers = range(mine.start // self.rows_per_reader, (mine.stop - 1) // self.rows_per_reader + 1)
 
         def make(number: int) -> tuple[Numbers, Flags]:
-            return self._lane(number, step).take(self.rows_per_lane)
+            return self._reader(number, step).take(self.rows_per_reader)
 
         if self.workers > 1 and len(numbers) > 1:
             # Lanes are independent of each other, and both reading and the tokenizer let other threads run.
@@ -94,32 +100,35 @@ class Stream:
                 made = pool.map(make, numbers, chunksize=1)
         else:
             made = [make(number) for number in numbers]
-        start = mine.start - numbers.start * self.rows_per_lane
+        start = mine.start - numbers.start * self.rows_per_reader
         wanted = slice(start, start + len(mine))
-        learnt = np.concatenate([flags for _, flags in made])[wanted]
-        return Rows(
+        loss_mask = np.concatenate([flags for _, flags in made])[wanted]
+        return SequenceBatch(
             numbers=np.array(mine, np.int64) + (step - 1) * self.global_batch_size,
             tokens=np.concatenate([tokens for tokens, _ in made])[wanted],
-            learnt=None if learnt.all() else learnt,
+            loss_mask=None if loss_mask.all() else loss_mask,
         )
 
     def position(self) -> list[Any]:
         """Where each lane that this rank reads is: its number, the sequences it has given, and a place in each source."""
-        return [[number, lane.taken, [list(text.place) for text in lane.texts]] for number, lane in self._lanes.items()]
+        return [
+            [number, reader.taken, [list(text.place) for text in reader.texts]]
+            for number, reader in self._readers.items()
+        ]
 
-    def _lane(self, number: int, step: int) -> "_Lane":
-        if number not in self._lanes:
-            lane = self._lanes[number] = self._make_lane(number)
+    def _reader(self, number: int, step: int) -> "_Reader":
+        if number not in self._readers:
+            reader = self._readers[number] = self._make_reader(number)
             if number in self._positions:
-                lane.taken, places = self._positions[number]
-                for text, place in zip(lane.texts, places, strict=True):
+                reader.taken, places = self._positions[number]
+                for text, place in zip(reader.texts, places, strict=True):
                     text.begin(place)
-        lane = self._lanes[number]
-        assert lane.taken == (step - 1) * self.rows_per_lane, "a stream is read one step after the other"
-        return lane
+        reader = self._readers[number]
+        assert reader.taken == (step - 1) * self.rows_per_reader, "a stream is read one step after the other"
+        return reader
 
 
-class _Lane:
+class _Reader:
     """What serves some rows of each batch."""
 
     def __init__(self, texts: "list[_Text]", mixture: Mixture, seq_len: int) -> None:
@@ -131,8 +140,8 @@ class _Lane:
         chosen, _ = self.mixture.pick(np.arange(self.taken, self.taken + count))
         made = [self.texts[number].take(self.seq_len) for number in chosen.tolist()]
         self.taken += count
-        tokens, learnt = (np.stack(each) for each in zip(*made, strict=True))
-        return tokens, learnt
+        tokens, loss_mask = (np.stack(each) for each in zip(*made, strict=True))
+        return tokens, loss_mask
 
 
 class _Text:
@@ -142,13 +151,13 @@ class _Text:
         self.files, self.tokenizer, self.fields, self.seed = files, tokenizer, fields, seed
         self.skip_bad = skip_bad
         self.bad: dict[str, _Bad] = {}  # by the name of the file
-        self.begin(Place())
+        self.begin(Cursor())
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: Cursor) -> None:
         """Go on from a place."""
         self.place = place
         self._documents = self._read(place)
-        self._waiting: deque[tuple[Place, Numbers, int]] = deque()  # place, tokens, how many of them are given
+        self._waiting: deque[tuple[Cursor, Numbers, int]] = deque()  # place, tokens, how many of them are given
         self._num_waiting = -place.token  # of the first document, so many have been taken already
 
     def take(self, length: int) -> tuple[Numbers, Flags]:
@@ -158,18 +167,18 @@ class _Text:
             found, given = self.tokenizer.document(document.text, document.prompt)
             self._waiting.append((place, found.astype(np.int64), given))
             self._num_waiting += len(found)
-        tokens, learnt = np.empty(length + 1, np.int64), np.ones(length + 1, bool)
+        tokens, loss_mask = np.empty(length + 1, np.int64), np.ones(length + 1, bool)
         filled, start = 0, self.place.token
         for _, piece, given in self._waiting:
             part = piece[start : start + length + 1 - filled]
             tokens[filled : filled + len(part)] = part
-            learnt[filled : filled + min(max(given - start, 0), len(part))] = False
+            loss_mask[filled : filled + min(max(given - start, 0), len(part))] = False
             filled, start = filled + len(part), 0
             if filled > length:
                 break
         self._num_waiting -= length
         self._forget(self.place.token + length)
-        return tokens, learnt
+        return tokens, loss_mask
 
     def _forget(self, start: int) -> None:
         """Let go of what has been taken: the next token is the one at `start`, counted from what waits first."""
@@ -177,20 +186,20 @@ class _Text:
             start -= len(self._waiting.popleft()[1])
         self.place = self._waiting[0][0]._replace(token=start)
 
-    def _read(self, place: Place) -> Iterator[tuple[Place, Document]]:
+    def _read(self, place: Cursor) -> Iterator[tuple[Cursor, Document]]:
         """Documents from that of `place` on."""
         epoch, first_file, first_block, first_document, _ = place
         while True:
-            order = shuffled(np.arange(len(self.files)), len(self.files), seed_of(self.seed, f"epoch {epoch}"))
+            order = shuffled(np.arange(len(self.files)), len(self.files), derive_seed(self.seed, f"epoch {epoch}"))
             found = False
             for number in range(first_file, len(self.files)):
                 file = self.files[int(order[number])]
                 for block, documents in self._blocks(file, first_block):
-                    seed = seed_of(self.seed, f"{epoch} {order[number]} {block}")
+                    seed = derive_seed(self.seed, f"{epoch} {order[number]} {block}")
                     mixed = shuffled(np.arange(len(documents)), len(documents), seed).tolist()
                     for index in range(first_document, len(documents)):
                         found = True
-                        yield Place(epoch, number, block, index), documents[mixed[index]]
+                        yield Cursor(epoch, number, block, index), documents[mixed[index]]
                     first_document = 0
                 first_block = first_document = 0
             if not found:

@@ -143,7 +143,7 @@ class Shards:
             found[row, column : column + count] = np.frombuffer(content, self.dtype)
         return found
 
-    def learnt(self, starts: Numbers, length: int) -> npt.NDArray[np.bool_] | None:
+    def loss_mask(self, starts: Numbers, length: int) -> npt.NDArray[np.bool_] | None:
         """Which of these tokens are learnt (N, length); None if all are."""
         if not self.has_given:
             return None

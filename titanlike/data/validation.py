@@ -14,18 +14,18 @@ def data_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             f"model.vocab_size = {recipe.model.vocab_size} is smaller than the tokenizer's 257 tokens; use 257 or more"
         )
-    if data.validation_every == 1:
-        problems.append("data.validation_every = 1 holds everything out; use 2 or more, or 0 for nothing")
+    if data.holdout_every == 1:
+        problems.append("data.holdout_every = 1 holds everything out; use 2 or more, or 0 for nothing")
     if recipe.validation.interval and not data.validation_path:
         if data.source == "stream":
             problems.append(
                 "validation.interval is set, but nothing is held out of a stream; set data.validation_path to shards or text, "
                 "or validation.interval = 0"
             )
-        elif data.source != "shards" and not data.validation_every:  # shards may have a split of their own
+        elif data.source != "shards" and not data.holdout_every:  # shards may have a split of their own
             problems.append(
-                "validation.interval is set, but data.validation_every = 0 holds nothing out; "
-                "set validation.interval = 0, or data.validation_every = 50"
+                "validation.interval is set, but data.holdout_every = 0 holds nothing out; "
+                "set validation.interval = 0, or data.holdout_every = 50"
             )
     if data.mixture and data.source in ("python_stdlib", "synthetic"):
         problems.append(

@@ -3,28 +3,23 @@
 The one reader of environment variables: the launcher asks it how many processes to start, every program which of them it is.
 """
 
-import ctypes
 import os
-import platform
 import re
 import secrets
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from titanlike.config import UserError
+from titanlike.utils.system import num_gpus, signal_at_parent_death
 
 DEFAULT_PORT = 29500
 STARTED = "TITANLIKE_STARTED"  # set by the launcher, for the processes that it starts and starts again
-RANK_IS_MISSING = 3  # exit code of a run that hung, and has said so
-SPEAK_AFTER = 3.0  # seconds: torchrun looks at its processes ten times a second
+EXIT_RANK_MISSING = 3  # exit code of a run that hung, and has said so
+ERROR_DELAY = 3.0  # seconds: torchrun looks at its processes ten times a second
 
 
 @dataclass(frozen=True)
@@ -84,19 +79,19 @@ class Restarts:
 
 def restarts(environ: Mapping[str, str] = os.environ) -> Restarts:
     """What torchrun says of restarts; none where it did not start this process."""
-    if not started_by_another_launcher(environ):
+    if not has_rank_variables(environ):
         return Restarts()
     return Restarts(_number(environ, "TORCHELASTIC_RESTART_COUNT", 0), _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0))
 
 
-def new_stamp() -> str:
+def new_launch_id() -> str:
     """What tells one start from another. The last part keeps apart what starts within one second, as an array's jobs do."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def launchers_stamp(environ: Mapping[str, str] = os.environ) -> str | None:
+def launch_id(environ: Mapping[str, str] = os.environ) -> str | None:
     """The launcher's own, the same for every process that it starts, and starts again; None where it started none."""
-    return environ.get(STARTED) if started_by_another_launcher(environ) else None
+    return environ.get(STARTED) if has_rank_variables(environ) else None
 
 
 def is_first_on_machine(environ: Mapping[str, str] = os.environ) -> bool:
@@ -111,40 +106,17 @@ def fail(error: UserError, code: int = 2) -> NoReturn:
     ends them. One that has met a mistake of its own is not ended, and speaks after its wait.
     """
     if not is_first_on_machine():
-        time.sleep(SPEAK_AFTER)
+        time.sleep(ERROR_DELAY)
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
-def end_quietly_on_interrupt() -> None:
-    """Let Ctrl-C end this process without a stack trace, while there is nothing yet to tidy up."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+def terminate_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Be told to stop (SIGTERM) when torchrun dies: nobody else would end this process, and it would go on writing into a
     run's folder that the next start takes up. Linux alone can do this."""
     if "TORCHELASTIC_RUN_ID" in environ:
-        _end_with_parent(os.getppid(), signal.SIGTERM)
-
-
-def end_with_parent(parent: int) -> None:
-    """Be killed when this process dies, which has started us. Linux alone can do this."""
-    _end_with_parent(parent, signal.SIGKILL)
-
-
-def _end_with_parent(parent: int, how: signal.Signals) -> None:
-    if sys.platform == "linux":
-        tell_me = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(tell_me, how)
-        if os.getppid() != parent:  # it has just died
-            os.kill(os.getpid(), how)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        signal_at_parent_death(os.getppid(), signal.SIGTERM)
 
 
 def job(environ: Mapping[str, str] = os.environ) -> Job:
@@ -207,63 +179,9 @@ def first_host(node_list: str) -> str:
     return match.group(1) + (match.group(2) or "")
 
 
-def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """NVIDIA GPUs that a process started here may use, found without torch."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    if shutil.which("nvidia-smi"):
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-        return sum(line.startswith("GPU ") for line in listing.splitlines())
-    return len([device for device in Path("/dev").glob("nvidia[0-9]*")])
-
-
-def share_cores(processes: int) -> dict[str, str]:
-    """Variables that give each of so many processes an even share of the cores."""
-    return {"OMP_NUM_THREADS": str(max(1, num_cores() // processes))}
-
-
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:
-    """Let the process keep what it frees: the next step takes the same sizes again, and the system is slow to give them anew.
-    Does nothing where the C library is not glibc, or the user has set its variables."""
-    keep_all, from_system_never = (-1, -1), (-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt and not any(name.startswith("MALLOC_") for name in environ):
-        for setting in (keep_all, from_system_never):
-            mallopt(*setting)
-
-
-def trust_compiler() -> dict[str, str]:
-    """Variables that spare torch.compile its trials of the processor's instructions, seven seconds of a first start on a CPU:
-    a compiler of these years knows them all."""
-    command = [os.environ.get("CXX", "g++"), "-dumpversion"]
-    try:
-        version = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except OSError:
-        return {}
-    recent = version.partition(".")[0].strip().isdigit() and int(version.partition(".")[0]) >= 11
-    return {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if recent and platform.machine() == "x86_64" else {}
-
-
-def started_by_another_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+def has_rank_variables(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun or the like has already made this process one rank of many."""
     return bool(environ.get("RANK"))
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a server could listen on this port now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def cache_folder(given: str = "", environ: Mapping[str, str] = os.environ) -> Path:
-    """Where what can be made again is kept for later runs: the given folder, or the user's own."""
-    return Path(given or environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / ("" if given else "titanlike")
 
 
 def variables(changes: Mapping[str, str]) -> dict[str, str]:
@@ -288,15 +206,9 @@ def variables(changes: Mapping[str, str]) -> dict[str, str]:
     return kept | dict(changes)
 
 
-def stamp_what_is_started() -> None:
+def set_launch_id() -> None:
     """Give the processes that this one starts a stamp in common, whatever the user's own variables say."""
-    os.environ[STARTED] = new_stamp()
-
-
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Set variables that a library reads, except those that the user has set."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+    os.environ[STARTED] = new_launch_id()
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

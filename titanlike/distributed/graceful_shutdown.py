@@ -13,7 +13,7 @@ from titanlike.distributed import process_group
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Stop:
+class GracefulShutdown:
     """Within this context a signal does not end the process but asks for a stop. A second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
@@ -24,14 +24,14 @@ class Stop:
         self._answer = torch.tensor(0)
         self._before: dict[int, Any] = {}
 
-    def ask(self, otherwise: bool = False) -> None:
+    def begin_sync(self, otherwise: bool = False) -> None:
         """Ask all ranks whether one was told to stop, or has to for a reason of its own. The answer comes while the work
         goes on."""
         self._answer = torch.tensor(self.wanted or int(otherwise))
-        if distributed.world_size() > 1:
+        if process_group.world_size() > 1:
             self._question = dist.all_reduce(self._answer, op=dist.ReduceOp.MAX, async_op=True)
 
-    def answer(self) -> int:
+    def result(self) -> int:
         """The signal that some rank was sent, or another number that is not 0, or 0. The same on all ranks."""
         if self._question is not None:
             self._question.wait()
@@ -49,11 +49,11 @@ class Stop:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-            if distributed.is_main():  # not print: this may be in the middle of one
+            if process_group.is_main():  # not print: this may be in the middle of one
                 os.write(2, b"\nstopping at the end of this step; again to leave at once\n")
         self.request(number)
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "GracefulShutdown":
         self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
         return self
 
@@ -62,6 +62,6 @@ class Stop:
             signal.signal(number, handler)
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     """SIGTERM of 15."""
     return signal.Signals(number).name

@@ -14,7 +14,7 @@ RECONNECT = 60.0  # seconds
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """What a rank says of itself."""
 
     step: int
@@ -27,13 +27,15 @@ class Sign:
     left: bool = False  # the loop is behind it
 
 
-class RollCall:
+class HeartbeatThread:
     """Tells the others about this rank, and hears from them, through a connection of its own to the job's store.
 
     Its thread may block for ever, so nobody waits for it without a limit. Keys are of this run: a process may see several.
     """
 
-    def __init__(self, rank: int, world_size: int, sign: Callable[[], Sign], interval: float, hearing: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, sign: Callable[[], Heartbeat], interval: float, hearing: float
+    ) -> None:
         self.rank, self.world_size, self.interval, self.hearing = rank, world_size, interval, hearing
         self.alarm = self.is_reporter = self.told = False
         # Set while this rank is stuck and others have said that they take longer.
@@ -69,7 +71,7 @@ class RollCall:
         self.wait_for(lambda: self.told, self.hearing)
         time.sleep(0.5)
 
-    def answers(self) -> tuple[dict[int, Sign | None], list[int]]:
+    def answers(self) -> tuple[dict[int, Heartbeat | None], list[int]]:
         """What each rank said last, and who is silent: after all others have dumped their stacks."""
         began = time.monotonic()
 
@@ -110,16 +112,16 @@ class RollCall:
             time.sleep(0.05)
         return True
 
-    def _last(self, rank: int) -> Sign | None:
+    def _last(self, rank: int) -> Heartbeat | None:
         said = self._heard.get(rank, (b"", 0.0))[0]
-        return Sign(**json.loads(said)[1]) if said else None
+        return Heartbeat(**json.loads(said)[1]) if said else None
 
     def _talk(self) -> None:
-        store: distributed.Store | None = None
+        store: process_group.Store | None = None
         while True:
             left = self._stop.is_set()
             try:
-                store = store or distributed.store_of_its_own()
+                store = store or process_group.connect_to_store()
                 self._exchange(store, left)
             except RuntimeError:  # the connection is lost, perhaps with the machine that keeps the store
                 store = None
@@ -130,7 +132,7 @@ class RollCall:
             self._wake.wait(0.1 if self.alarm else self.interval)
             self._wake.clear()
 
-    def _exchange(self, store: "distributed.Store", left: bool) -> None:
+    def _exchange(self, store: "process_group.Store", left: bool) -> None:
         # As many runs as this process has seen, all others have seen.
         self._run = self._run or store.add(f"watch/runs/{self.rank}", 1)
         here = f"watch/{self._run}"
@@ -153,7 +155,7 @@ class RollCall:
         elif self.alarm:
             self.told = store.check([f"{here}/told"])
 
-    def _listen(self, store: "distributed.Store", here: str) -> None:
+    def _listen(self, store: "process_group.Store", here: str) -> None:
         for rank in range(self.world_size):
             key = f"{here}/{rank}"
             said = store.get(key) if store.check([key]) else b""
@@ -161,7 +163,7 @@ class RollCall:
                 self._heard[rank] = said, time.monotonic()
 
 
-def who_is_missing(signs: Mapping[int, Sign | None], silent: Collection[int], now: float) -> list[str]:
+def diagnose_missing_ranks(signs: Mapping[int, Heartbeat | None], silent: Collection[int], now: float) -> list[str]:
     """What is to be said of a run that hangs, from each rank's last sign and from who gives none any more."""
     lines = [_of_silent(rank, signs[rank], now) for rank in sorted(silent)[:AT_MOST]]
     if len(silent) > AT_MOST:
@@ -188,7 +190,7 @@ def who_is_missing(signs: Mapping[int, Sign | None], silent: Collection[int], no
     return lines + waiting[:AT_MOST]
 
 
-def _of_silent(rank: int, sign: Sign | None, now: float) -> str:
+def _of_silent(rank: int, sign: Heartbeat | None, now: float) -> str:
     if sign is None:
         return f"rank {rank} has not been heard of: it has not come to the loop, or its machine is gone"
     return (

@@ -4,20 +4,18 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
-from torch import Tensor
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store
 
-from titanlike.distributed import environment
 from titanlike.config import UserError
-from titanlike.utils.dtensor import is_dtensor
+from titanlike.distributed import environment
+from titanlike.utils import system
 
 T = TypeVar("T")
 
@@ -28,24 +26,24 @@ def session(
     *,
     deterministic: bool = False,
     timeout: float = 600.0,
-    farewell: Callable[[], str] = lambda: "stopped",
+    shutdown_message: Callable[[], str] = lambda: "stopped",
 ) -> Iterator[torch.device]:
-    """Join the process group, and leave it at the end. A user's mistake ends the process without a stack trace, and so
-    does Ctrl-C, with `farewell`. A collective fails after `timeout` seconds."""
+    """Join the process group, and barrier_and_exit it at the end. A user's mistake ends the process without a stack trace, and so
+    does Ctrl-C, with `shutdown_message`. A collective fails after `timeout` seconds."""
     try:
         chosen = _join(device, timeout)
         # Until here Ctrl-C ended the process by itself, even where it waits inside torch for ranks that do not come.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if deterministic:
-            environment.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+            system.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
         yield chosen
-        barrier()  # leave together: a rank that still talks to one that has left may be ended by it
+        barrier()  # barrier_and_exit together: a rank that still talks to one that has left may be ended by it
     except UserError as error:
         environment.fail(error)
     except KeyboardInterrupt:
         if is_main():
-            print(farewell(), file=sys.stderr, flush=True)
+            print(shutdown_message(), file=sys.stderr, flush=True)
         os._exit(130)  # at once, whatever is under way
     finally:
         if dist.is_initialized():
@@ -58,9 +56,9 @@ def _join(device: str, timeout: float) -> torch.device:
         raise UserError(
             "run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu', or install torch for CUDA"
         )
-    if device == "auto" and not torch.cuda.is_available() and environment.num_gpus():
+    if device == "auto" and not torch.cuda.is_available() and system.num_gpus():
         raise UserError(
-            f"this machine has {environment.num_gpus()} GPU(s) that the installed torch {torch.__version__} cannot use; "
+            f"this machine has {system.num_gpus()} GPU(s) that the installed torch {torch.__version__} cannot use; "
             "install torch for CUDA, or set run.device = 'cpu'"
         )
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -73,13 +71,13 @@ def _join(device: str, timeout: float) -> torch.device:
     if on_gpu:
         torch.cuda.set_device(chosen)
     else:
-        environment.keep_freed_memory()
+        system.keep_freed_memory()
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)}
     if not ranks.started_by_launcher:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # alone: no port, no address, no waiting
-    environment.set_variables({"TORCH_FR_BUFFER_SIZE": "2000"})  # collectives that torch can tell of after a hang
+    system.set_variables({"TORCH_FR_BUFFER_SIZE": "2000"})  # collectives that torch can tell of after a hang
     try:
-        if environment.launchers_stamp() and environment.restarts().count:
+        if environment.launch_id() and environment.restarts().count:
             options |= _fresh_store(options["timeout"])
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
     except dist.DistNetworkError as error:
@@ -115,21 +113,21 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
-def agree(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """Rank 0's value, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, on every rank: of a group, or of all."""
     box: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(box, value, group=group)
     return box
 
 
-def leave(code: int) -> NoReturn:
+def barrier_and_exit(code: int) -> NoReturn:
     """End this process when all ranks have come this far: one that still talks to one that has left may be ended by it."""
     barrier()
     sys.exit(code)
@@ -141,9 +139,9 @@ def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def same_everywhere(what: str, value: T) -> T:
+def assert_equal_across_ranks(what: str, value: T) -> T:
     """The value, after making sure that every rank has the same: machines that differ would train on a mixture."""
-    for rank, other in enumerate(gather(value)):
+    for rank, other in enumerate(all_gather_object(value)):
         if other != value:
             raise UserError(
                 f"{what} is not the same on all ranks: {value} here, {other} on rank {rank}; make them equal"
@@ -151,7 +149,7 @@ def same_everywhere(what: str, value: T) -> T:
     return value
 
 
-def store_of_its_own() -> Store:
+def connect_to_store() -> Store:
     """The job's key-value store, for a thread: through a connection of its own where there are connections."""
     store = _get_default_store()
     return store.clone() if hasattr(store, "clone") else store
@@ -160,79 +158,3 @@ def store_of_its_own() -> Store:
 def barrier() -> None:
     """Wait until every rank is here."""
     dist.barrier()
-
-
-def sum_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The sum over one group of ranks after the other, in place, without the host waiting for it on a GPU."""
-    for group in groups:
-        if group.size() > 1:
-            dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-# torch 2.13 has new names for these, and warnings for the old ones.
-_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
-
-
-def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's tensor, one after the other along `dim`. Each rank's gradient is the sum of what all make of its part."""
-    return _Gather.apply(tensor, dim, group)
-
-
-def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, of which each gets its share along `dim`. The gradient is that of all shares."""
-    return _ScatterSum.apply(tensor, dim, group)
-
-
-def named_group(name: str) -> dist.ProcessGroup:
-    """The group of this name: compiled code keeps names."""
-    return _resolve_process_group(cast(Any, name))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, as plain memory."""
-    mine = tensor.to_local() if is_dtensor(tensor) else tensor
-    return getattr(mine, "stored", mine)  # of a shard that FSDP gathers in float8
-
-
-def sharers(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that have other parts of the tensor."""
-    if not is_dtensor(tensor):
-        return ()
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_plain(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_sum_plain(gradient, ctx.dim, ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return scatter_sum_plain(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather_plain(gradient, ctx.dim, ctx.group), None, None
-
-
-def scatter_sum_plain(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """`scatter_sum_along` without a gradient."""
-    return collectives.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim, group))
-
-
-def gather_plain(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """`gather_along` without a gradient."""
-    # Along the first dimension, then moved: torch 2.11 cannot compile its own way of gathering along another one.
-    gathered = collectives.wait_tensor(_all_gather(tensor.contiguous(), 0, group))
-    return torch.cat(gathered.chunk(group.size()), dim) if dim else gathered

@@ -21,9 +21,8 @@ from typing import NoReturn
 
 import torch
 
-from titanlike.distributed import process_group
-from titanlike.distributed import environment
-from titanlike.distributed.heartbeat import RollCall, Sign, who_is_missing
+from titanlike.distributed import environment, process_group
+from titanlike.distributed.heartbeat import Heartbeat, HeartbeatThread, diagnose_missing_ranks
 
 PATIENCE = 600.0  # seconds, at least: for a first step that compiles, for validating and saving
 
@@ -33,12 +32,12 @@ def group_timeout(seconds: float) -> float:
     return max(seconds, PATIENCE) + 120.0
 
 
-class Watch:
+class Watchdog:
     """Ends the process, with a report, when the thread that made it has been without a step for so many seconds.
 
         with Watch(600, folder) as watch:
             for step in ...:
-                watch.beat(step)
+                watchdog.step(step)
 
     It counts from the first beat. Of the ranks that live, one says on stderr who is missing, and each leaves its stacks and
     torch's flight records in `folder/hang`.
@@ -48,22 +47,22 @@ class Watch:
         self.seconds, self.folder = seconds, folder / "hang"
         self.interval = min(1.0, seconds / 20)
         self.hearing = max(5.0, 10 * self.interval)  # who says nothing for so long is silent
-        self.rank, self.world_size = distributed.rank(), distributed.world_size()
+        self.rank, self.world_size = process_group.rank(), process_group.world_size()
         self._step = self._beats = self._waits = 0
         self._trainer = threading.get_ident()
         self._place, self._dumped, self._left = "", False, False
         self._ending = False
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._roll_call = RollCall(self.rank, self.world_size, self._sign, self.interval, self.hearing)
+        self._roll_call = HeartbeatThread(self.rank, self.world_size, self._sign, self.interval, self.hearing)
 
-    def beat(self, step: int) -> None:
+    def step(self, step: int) -> None:
         """This step begins."""
         self._step = step
         self._beats += 1
 
     @contextmanager
-    def patient(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """What may take longer than a step: ten minutes at least."""
         self._waits += 1
         try:
@@ -72,7 +71,7 @@ class Watch:
             self._waits -= 1
             self._beats += 1
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         if self.world_size > 1:
             self._roll_call.start()
         self._watcher.start()
@@ -90,8 +89,8 @@ class Watch:
     def _is_patient(self) -> bool:
         return self._waits > 0 or self._beats < 2
 
-    def _sign(self) -> Sign:
-        return Sign(
+    def _sign(self) -> Heartbeat:
+        return Heartbeat(
             self._step,
             platform.node(),
             os.getpid(),
@@ -130,11 +129,11 @@ class Watch:
             self._dumped = True
             self._speak(stuck)
         finally:
-            os._exit(environment.RANK_IS_MISSING)
+            os._exit(environment.EXIT_RANK_MISSING)
 
     def _speak(self, stuck: float) -> None:
         """Report if this rank is the one to do it, and return when all may leave."""
-        limit = f"run.hang_seconds = {self.seconds:g}"
+        limit = f"run.hang_timeout = {self.seconds:g}"
         head = f"the run hangs: {stuck:.0f} seconds without progress in step {self._step} ({limit})"
         if self.world_size == 1:
             self._report([head, f"the process waits in {self._place}"])
@@ -145,7 +144,7 @@ class Watch:
                 self._report([head, f"{gone} its process is stopped", f"rank {self.rank} waits in {self._place}"])
         elif self._roll_call.is_reporter:
             signs, silent = self._roll_call.answers()
-            self._report([head, *who_is_missing(signs, silent, time.time())])
+            self._report([head, *diagnose_missing_ranks(signs, silent, time.time())])
             _kill_siblings(signs[rank] for rank in silent)
             self._roll_call.tell()
         else:
@@ -192,7 +191,7 @@ def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"
 
 
-def _kill_siblings(signs: Iterable[Sign | None]) -> None:
+def _kill_siblings(signs: Iterable[Heartbeat | None]) -> None:
     """A stopped process does not hear that it shall end, and its launcher would wait half a minute for it. It is killed some
     moments later, after those that live have left: the launcher shall see their exit code."""
     for sign in signs:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from titanlike.distributed.process_group import sharers
 from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, dtype_of, scale_of, to_float8
+from titanlike.utils.dtensor import shard_groups
 
 aten = torch.ops.aten
 
@@ -162,7 +162,7 @@ class Scales:
             self.weights = [p for p in parameters if isinstance(p._local_tensor, Shard)]
         by_group: dict[tuple[dist.ProcessGroup, ...], list[Shard]] = {}
         for weight in self.weights:
-            by_group.setdefault(sharers(weight), []).append(cast(Shard, weight._local_tensor))
+            by_group.setdefault(shard_groups(weight), []).append(cast(Shard, weight._local_tensor))
         for groups, shards in by_group.items():
             full = [shard.stored for shard in shards if shard.numel()]  # there may be more ranks than rows
             norms = iter(torch._foreach_norm(full, ord=torch.inf) if full else [])

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
-from titanlike.distributed.process_group import named_group
-from titanlike.float8.validation import hardware_problems
+from titanlike.distributed.collectives import resolve_group
 from titanlike.float8.selection import select
-from titanlike.models.loss import head_loss
+from titanlike.float8.validation import hardware_problems
 from titanlike.models.layers import LossOf
-from titanlike.utils.suppress_warnings import quietly
+from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.utils.suppress_warnings import suppress_import_warnings
 
-with quietly():
+with suppress_import_warnings():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as multiply
@@ -45,7 +45,7 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
         matrix.linear_mm_config = converted[0].linear_mm_config  # one for all, so that one compiled block serves all
 
 
-def refuse_hardware(device_type: str, float8: Float8) -> None:
+def check_hardware(device_type: str, float8: Float8) -> None:
     """Raise `UserError` if this device cannot multiply in float8 and the recipe does not say to emulate it."""
     device, capability = "the CPU", None
     if device_type == "cuda":
@@ -81,7 +81,7 @@ class Float8Linear(TorchaoLinear):
 class Float8Head(Float8Linear):
     """The same as the last matrix: a `Head`, whose logits are there all at once."""
 
-    loss: LossOf = staticmethod(head_loss)
+    loss: LossOf = staticmethod(chunked_linear_cross_entropy)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         logits = super().forward(x)
@@ -103,7 +103,7 @@ def to_float8(
 def _largest(x: Tensor, groups: tuple[str, ...]) -> Tensor:
     largest = x.abs().max()
     for name in groups:
-        largest = collectives.wait_tensor(collectives.all_reduce(largest, "max", named_group(name)))
+        largest = collectives.wait_tensor(collectives.all_reduce(largest, "max", resolve_group(name)))
     return largest
 
 

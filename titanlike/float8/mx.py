@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.utils.suppress_warnings import quietly
+from titanlike.utils.suppress_warnings import suppress_import_warnings
 
 try:
-    with quietly():
+    with suppress_import_warnings():
         from torchao.prototype.mx_formats.config import (
             MXFP8Dim0CastKernelChoice,
             MXFP8Dim1CastKernelChoice,

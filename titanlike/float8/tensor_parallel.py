@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.distributed.process_group import gather_plain, named_group, scatter_sum_plain
+from titanlike.distributed.collectives import all_gather_no_grad, reduce_scatter_no_grad, resolve_group
 from titanlike.float8.linear import GRADIENT, INPUT, Float8Linear, Float8TrainingTensor, dtype_of, to_float8
 
 
@@ -67,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return scatter_sum_plain(gradient, ctx.dim, named_group(ctx.group)), None, None, None, None
+        return reduce_scatter_no_grad(gradient, ctx.dim, resolve_group(ctx.group)), None, None, None, None
 
 
 @torch._dynamo.allow_in_graph
@@ -77,7 +77,7 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str, mm_config: Any, groups: tuple[str, ...]) -> Tensor:
         ctx.dim, ctx.group, ctx.mm_config, ctx.groups = dim, group, mm_config, groups
-        return scatter_sum_plain(x, dim, named_group(group))
+        return reduce_scatter_no_grad(x, dim, resolve_group(group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -88,5 +88,5 @@ class _ScatterSum(torch.autograd.Function):
 def _gathered(mine: Any, dim: int, group: str) -> Tensor:
     role = mine._gemm_input_role
     # As plain bytes: not every backend knows float8.
-    data = gather_plain(mine._data.view(torch.uint8), dim, named_group(group)).view(dtype_of(role))
+    data = all_gather_no_grad(mine._data.view(torch.uint8), dim, resolve_group(group)).view(dtype_of(role))
     return Float8TrainingTensor(data, mine._scale, mine._orig_dtype, mine._linear_mm_config, role)

@@ -4,8 +4,8 @@ import difflib
 import math
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.layout import SPLIT_BY_INPUTS
 from titanlike.config.base import one_of
+from titanlike.config.layout import SPLIT_BY_INPUTS
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import GRAIN, HEAD, names, select
 

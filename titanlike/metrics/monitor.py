@@ -12,9 +12,9 @@ from torch import Tensor
 
 from titanlike.checkpoint import Outcome
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
-from titanlike.metrics.trackers import Records
 from titanlike.metrics.terminal import Screen
-from titanlike.utils.async_d2h import Readback
+from titanlike.metrics.trackers import Records
+from titanlike.utils.async_d2h import AsyncD2H
 
 
 class Monitor:
@@ -50,7 +50,7 @@ class Monitor:
         self.started = self.window_started = time.perf_counter()
         self.window_steps = 0
         self.data_wait = 0.0
-        self.unseen: tuple[int, Readback, float] | None = None
+        self.unseen: tuple[int, AsyncD2H, float] | None = None
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ class Monitor:
         self._record_last()
         self.window_steps += 1
         if step % self.interval == 0 or step in (1, self.num_steps):
-            self.unseen = step, Readback(loss, grad_norm), learning_rate
+            self.unseen = step, AsyncD2H(loss, grad_norm), learning_rate
             if self.unseen[1].here or step == self.num_steps:
                 self._record_last()
 

@@ -2,14 +2,14 @@
 
 from torch import nn
 
-from titanlike.config import model_configs as shapes
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.models.gpt import GPT
 from titanlike.models.llama import Llama
 
 
-def build_model(shape: shapes.Llama | shapes.GPT) -> Llama | GPT:
+def build_model(shape: LlamaConfig | GPTConfig) -> Llama | GPT:
     """The model of this shape. Build it under `torch.device("meta")`: `initialize` gives it memory and values."""
-    return Llama(shape) if isinstance(shape, shapes.Llama) else GPT(shape)
+    return Llama(shape) if isinstance(shape, LlamaConfig) else GPT(shape)
 
 
 def blocks(model: nn.Module) -> nn.ModuleDict:

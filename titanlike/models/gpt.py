@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config import model_configs as shapes
+from titanlike.config.model_configs import GPTConfig
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedHead
 
 # How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
@@ -38,7 +38,7 @@ class GPT(nn.Module):
 
     tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
 
-    def __init__(self, shape: shapes.GPT) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.shape = shape
         self.tok_embeddings: nn.Embedding | None = Embedding(shape.vocab_size, shape.dim)
@@ -85,7 +85,7 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalized stream and added back to it."""
 
-    def __init__(self, shape: shapes.GPT, index: int) -> None:
+    def __init__(self, shape: GPTConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
@@ -102,7 +102,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention. Three projections and not GPT-2's fused one: each can then be split by heads."""
 
-    def __init__(self, shape: shapes.GPT) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.wq = nn.Linear(shape.dim, shape.dim)
@@ -121,7 +121,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two layers with GELU, in the tanh form that GPT-2 was trained with."""
 
-    def __init__(self, shape: shapes.GPT) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(shape.dim, 4 * shape.dim)
         self.w2 = nn.Linear(4 * shape.dim, shape.dim)

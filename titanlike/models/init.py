@@ -10,8 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import is_dtensor
-from titanlike.utils.counter_rng import seed_of
 
 # What a model offers: fill one whole parameter in place, given its name and a seeded generator.
 Initialize = Callable[[str, Tensor, torch.Generator], None]
@@ -26,7 +26,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
     for own_name, parameter in model.named_parameters():
         name = copies.get(own_name, own_name)
         full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
-        init_parameter(name, full, torch.Generator(device).manual_seed(seed_of(seed, name)))
+        init_parameter(name, full, torch.Generator(device).manual_seed(derive_seed(seed, name)))
         # The model of another may forget a parameter; a NaN here is found now and not in step 300.
         if bool(full.isnan().any()):
             raise ValueError(f"{type(model).__name__}.init_parameter left {name} without values")

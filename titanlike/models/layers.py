@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlike.models.loss import head_loss
+from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.utils.counter_rng import spread
 
 # Of attention, the fastest first.
@@ -48,7 +48,7 @@ def visible(seeing: Tensor, seen: Tensor, seeing_documents: Tensor, seen_documen
     return same & (seeing[:, None] >= seen[None, :])
 
 
-def attention_by(kernel: str) -> AbstractContextManager[Any]:
+def attention_backend(kernel: str) -> AbstractContextManager[Any]:
     """Which kernel of torch's `CausalAttention` takes in here: one by name, or with `auto` the first that can do it."""
     names = list(KERNELS) if kernel == "auto" else [kernel]
     return sdpa_kernel([KERNELS[name] for name in names], set_priority=True)
@@ -66,7 +66,7 @@ class Embedding(nn.Embedding):
 class Head(nn.Linear):
     """The last matrix. Given labels, it gives their summed loss in place of logits, which then need never be there at once."""
 
-    loss: LossOf = staticmethod(head_loss)
+    loss: LossOf = staticmethod(chunked_linear_cross_entropy)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         return super().forward(x) if labels is None else self.loss(x, self.weight, labels)
@@ -75,7 +75,7 @@ class Head(nn.Linear):
 class TiedHead(nn.Module):
     """The embedding's weight used once more, as the head."""
 
-    loss: LossOf = staticmethod(head_loss)
+    loss: LossOf = staticmethod(chunked_linear_cross_entropy)
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config import model_configs as shapes
+from titanlike.config.model_configs import LlamaConfig
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, Head, TiedHead
 
 # How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
@@ -38,7 +38,7 @@ class Llama(nn.Module):
 
     tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
 
-    def __init__(self, shape: shapes.Llama) -> None:
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.shape = shape
         self.tok_embeddings: nn.Embedding | None = Embedding(shape.vocab_size, shape.dim)
@@ -87,7 +87,7 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalized stream and added back to it."""
 
-    def __init__(self, shape: shapes.Llama, index: int) -> None:
+    def __init__(self, shape: LlamaConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
@@ -106,7 +106,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention with rotary positions; groups of query heads share a key and value head."""
 
-    def __init__(self, shape: shapes.Llama) -> None:
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.wq = nn.Linear(shape.dim, shape.num_heads * shape.head_dim, bias=False)
@@ -125,7 +125,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: shapes.Llama) -> None:
+    def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
         self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
@@ -135,7 +135,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def rotary_angles(shape: shapes.Llama, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_angles(shape: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine (B, 1, T, E) of each position's rotation (B, T), in float32: made anew in each pass, so there is no
     buffer to keep right."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim

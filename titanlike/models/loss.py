@@ -1,7 +1,7 @@
 """The loss: a sum over valid tokens. Who calls it divides by the number of valid tokens in the whole batch.
 
 Its gradient is simple, so it is found together with the loss: what takes the memory, a number for each token and word, is
-never kept for the backward pass, and by way of `head_loss` it is never there for more than some tokens at a time.
+never kept for the backward pass, and by way of `chunked_linear_cross_entropy` it is never there for more than some tokens at a time.
 
 Shapes: N tokens, D width, V words of the vocabulary, or of this rank's slice of it.
 """
@@ -23,7 +23,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGr
     return _OfLogits.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
 
 
-def head_loss(
+def chunked_linear_cross_entropy(
     x: Tensor,
     weight: Tensor | None,
     labels: Tensor,
@@ -41,7 +41,7 @@ def head_loss(
     return _OfHead.apply(x, weight, labels, chunk or x.shape[0], vocabulary, backend, learning)
 
 
-def loss_in_place(logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None = None) -> Tensor:
+def cross_entropy_inplace(logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None = None) -> Tensor:
     """The loss of logits (N, V), which become its gradient: there are never two of what takes so much memory."""
     valid = labels != IGNORE
     largest = logits.amax(-1, keepdim=True)  # so that the exponentials do not overflow; it cancels out
@@ -85,7 +85,7 @@ class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: dist.ProcessGroup | None) -> Tensor:
         gradient = logits.clone()
-        loss = loss_in_place(gradient, labels, vocabulary)
+        loss = cross_entropy_inplace(gradient, labels, vocabulary)
         ctx.save_for_backward(gradient)
         return loss
 
@@ -114,7 +114,7 @@ class _OfHead(torch.autograd.Function):
         for first in range(0, x.shape[0], chunk):
             piece = slice(first, first + chunk)
             gradient = x[piece] @ weight.t()  # the logits, as yet
-            total += compiled(loss_in_place, backend)(gradient, labels[piece], vocabulary)
+            total += compiled(cross_entropy_inplace, backend)(gradient, labels[piece], vocabulary)
             if learning:
                 x_gradient[piece] = gradient @ weight
                 weight_gradient.addmm_(gradient.t(), x[piece])

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from titanlike.config.layout import BLOCK
-from titanlike.distributed.process_group import local_part
-from titanlike.utils.dtensor import is_dtensor
-from titanlike.utils.counter_rng import seed_of, spread
-from titanlike.utils.suppress_warnings import quietly
+from titanlike.utils.counter_rng import derive_seed, spread
+from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.suppress_warnings import suppress_import_warnings
 
 PIECE = 1 << 22  # numbers that are updated at once
 AVERAGES = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
 
 
-class LowMemoryAdamW(torch.optim.Optimizer):
+class LowPrecisionAdamW(torch.optim.Optimizer):
     """One step a call, as torch's AdamW; arithmetic in float32, whatever is kept."""
 
     def __init__(
@@ -67,9 +66,9 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             correction2=1.0 - beta2**step,
         )
         tensors = {name: torch.tensor(number, dtype=torch.float32) for name, number in numbers.items()}
-        weight = _rows(local_part(parameter))
-        gradient = _rows(local_part(cast(Tensor, parameter.grad)).contiguous())
-        kept = {name: _rows(local_part(value), name) for name, value in state.items() if name != "step"}
+        weight = _rows(local_tensor(parameter))
+        gradient = _rows(local_tensor(cast(Tensor, parameter.grad)).contiguous())
+        kept = {name: _rows(local_tensor(value), name) for name, value in state.items() if name != "step"}
         levels = {name: _levels(name, weight.device) for name in AVERAGES if self.kind == "8bit"}
         seed = self.seeds.get(parameter)
         update = _compiled() if weight.is_cuda else _update
@@ -80,7 +79,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             bits = None
             if seed is not None:
                 bits = _bits(
-                    parameter, seed_of(seed, f"step {step:.0f}"), first * weight.shape[1], weight[piece].numel()
+                    parameter, derive_seed(seed, f"step {step:.0f}"), first * weight.shape[1], weight[piece].numel()
                 )
             update(
                 weight[piece],
@@ -149,7 +148,7 @@ def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: dict[str,
 @cache
 def _levels(name: str, device: torch.device) -> Tensor:
     """The 256 numbers that 8 bits stand for: close together near 0, where most are, and far apart near 1."""
-    with quietly():
+    with suppress_import_warnings():
         from torchao.optim.quant_utils import create_dynamic_map  # only here: it takes two seconds
 
     return torch.tensor(create_dynamic_map(signed=name == "exp_avg"), dtype=torch.float32, device=device)
@@ -175,7 +174,7 @@ def _scales(parameter: Tensor) -> Tensor:
         return torch.zeros(shape, device=parameter.device)
     from torch.distributed.tensor import DTensor
 
-    local = local_part(parameter)
+    local = local_tensor(parameter)
     mine = torch.zeros(local.shape[0], local.shape[1] // BLOCK, device=local.device)
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
@@ -183,7 +182,7 @@ def _scales(parameter: Tensor) -> Tensor:
 
 def _bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor:
     """16 random bits for each of so many numbers of this rank's part: a function of the seed and of the place in the whole."""
-    local = local_part(parameter)
+    local = local_tensor(parameter)
     offset: tuple[int, ...] = (0,) * parameter.dim()
     if is_dtensor(parameter):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

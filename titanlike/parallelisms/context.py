@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlike.distributed.process_group import gather_along
+from titanlike.distributed.collectives import all_gather
 from titanlike.models.layers import visible
 
 
-def context_places(seq_len: int, mesh: DeviceMesh) -> Tensor:
+def context_position_ids(seq_len: int, mesh: DeviceMesh) -> Tensor:
     """Which places of a sequence this rank holds, in the order in which it holds them."""
     if mesh.size() == 1:
         return torch.arange(seq_len)
@@ -31,7 +31,7 @@ def gather_sequence(mine: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """The whole sequence, in its own order, from every rank's share of it."""
     if mesh.size() == 1:
         return mine
-    pieces = gather_along(mine, dim, mesh.get_group()).chunk(2 * mesh.size(), dim)
+    pieces = all_gather(mine, dim, mesh.get_group()).chunk(2 * mesh.size(), dim)
     return torch.cat((*pieces[0::2], *reversed(pieces[1::2])), dim)
 
 
@@ -58,11 +58,11 @@ def attend_over(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
         whose = None
         if documents is not None and all_documents is not None:
             whose = documents[:, mine], all_documents[:, seen]
-        attended.append(attend_last(q[:, :, mine], keys[:, :, seen], values[:, :, seen], whose))
+        attended.append(attend_to_prefix(q[:, :, mine], keys[:, :, seen], values[:, :, seen], whose))
     return torch.cat(attended, dim=2)
 
 
-def attend_last(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Causal attention of queries (B, H, T, E) that belong to the last T of the keys and values (B, K, S, E)."""
     if documents is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         # To this kernel causal means just that, and it needs no mask. (By way of F.scaled_dot_product_attention it would mean

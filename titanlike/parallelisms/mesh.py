@@ -63,12 +63,12 @@ def build_mesh(
 
     groups = [group_of(grid, dimension) for dimension in range(grid.ndim)]
     weights = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
-    sharers = group_of(grid.view(-1, context, tensor), 1)
+    shard_groups = group_of(grid.view(-1, context, tensor), 1)
     return Mesh(
         sizes=dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True)),
         weights=weights["replicate", "shard"] if replicate > 1 else weights["shard"],
         tensor=weights["tensor"],
-        context=DeviceMesh.from_group(sharers, device_type, mesh_dim_names=("context",)),
+        context=DeviceMesh.from_group(shard_groups, device_type, mesh_dim_names=("context",)),
         pipeline=weights["pipeline"],
         data_rank=weights["replicate"].get_local_rank() * shard + weights["shard"].get_local_rank() // context,
         data_ranks=replicate * shard,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
-from titanlike.distributed.process_group import local_part
 from titanlike.models.layers import Head, TiedHead
+from titanlike.utils.dtensor import local_tensor
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 
@@ -197,7 +197,7 @@ class Pipeline(nn.Module):
     def _add_tied_gradients(self) -> None:
         """Give the embedding and the head that is its copy the sum of their gradients, wherever each of them is."""
         found = {name: parameter for name, parameter in self.named_parameters() if name in (EMBEDDING, HEAD)}
-        gradients = [local_part(cast(Tensor, parameter.grad)) for parameter in found.values()]
+        gradients = [local_tensor(cast(Tensor, parameter.grad)) for parameter in found.values()]
         if len(gradients) == 2:
             total = gradients[0] + gradients[1]
         elif len(gradients) == 1:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlike.config import UserError
-from titanlike.distributed.process_group import gather_along, scatter_sum_along
+from titanlike.distributed.collectives import all_gather, reduce_scatter
 from titanlike.models import blocks
 from titanlike.parallelisms.param_override import seeing
 
@@ -71,7 +71,7 @@ def apply_tensor(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
     layers = blocks(model).values()
     ends = [module for name, module in model.named_children() if name != "layers"]
     for place in (*layers, *ends):
-        parts = [module for module in place.modules() if hasattr(module, "take_mine")]
+        parts = [module for module in place.modules() if hasattr(module, "refresh_local_params")]
         if parts:
             place.register_forward_pre_hook(partial(_take_shares, parts))
     forgotten = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -93,7 +93,7 @@ def overlap_tensor(mesh: DeviceMesh) -> None:
     """Async tensor parallelism: the compiler cuts each gather and sum into pieces and multiplies in between."""
     if mesh.device_type != "cuda":
         raise UserError(
-            "parallelism.async_tensor = true wants GPUs that reach each other's memory, but this runs on "
+            "parallelism.async_tensor_parallel = true wants GPUs that reach each other's memory, but this runs on "
             f"{mesh.device_type}; set it false"
         )
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -112,10 +112,10 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
 
     class Shared(seeing(kind, ("weight", "bias"), share)):  # type: ignore[misc]
         mine: dict[str, Tensor]  # kept after a pass: the backward pass may recompute with it
-        gather = staticmethod(gather_along)  # a transform may put others in the place of these two
-        scatter_sum = staticmethod(scatter_sum_along)
+        gather = staticmethod(all_gather)  # a transform may put others in the place of these two
+        scatter_sum = staticmethod(reduce_scatter)
 
-        def take_mine(self) -> None:
+        def refresh_local_params(self) -> None:
             """Look up this rank's share of the parameters."""
             mine = {}
             for name, placement in (("weight", style.weight), ("bias", style.bias)):
@@ -151,7 +151,7 @@ def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
 
 def _take_shares(parts: Sequence[Any], *call: object) -> None:
     for part in parts:
-        part.take_mine()
+        part.refresh_local_params()
 
 
 def _its_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -5,14 +5,14 @@ import os
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import one_of
 from titanlike.config.layout import BLOCK, SCHEDULES, SPLIT_BY_INPUTS
 from titanlike.config.load import nearest
-from titanlike.config.model_configs import Llama
+from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.schema import describe
-from titanlike.config.base import one_of
 from titanlike.data.validation import data_problems, missing_data
-from titanlike.distributed.environment import num_gpus
 from titanlike.float8.validation import float8_problems, hardware_problems, token_problems
+from titanlike.utils.system import num_gpus
 
 
 def check(recipe: PretrainRecipe, world_size: int) -> None:
@@ -37,7 +37,7 @@ def check(recipe: PretrainRecipe, world_size: int) -> None:
         raise UserError("\n".join(problems))
 
 
-def check_here(recipe: PretrainRecipe) -> None:
+def check_machine(recipe: PretrainRecipe) -> None:
     """Raise `UserError` if this machine lacks what the recipe wants: data, a folder to write to, float8. Creates nothing."""
     problems = []
     if recipe.run.device == "cpu" or not num_gpus():
@@ -70,11 +70,11 @@ def _model_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             f"model.num_heads = {model.num_heads} does not divide model.dim = {model.dim}; use {one_of(near[-4:])}"
         )
-    elif isinstance(model, Llama) and model.head_dim % 2:
+    elif isinstance(model, LlamaConfig) and model.head_dim % 2:
         problems.append(
             f"model.dim / model.num_heads = {model.head_dim} is odd, but rotary positions turn pairs; change num_heads"
         )
-    if isinstance(model, Llama) and model.num_heads % model.num_kv_heads:
+    if isinstance(model, LlamaConfig) and model.num_heads % model.num_kv_heads:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
         problems.append(
             f"model.num_kv_heads = {model.num_kv_heads} does not divide model.num_heads = {model.num_heads}; "
@@ -94,7 +94,7 @@ def _tensor_problems(recipe: PretrainRecipe) -> list[str]:
     tensor, context = parallelism.tensor, parallelism.context
     problems = []
     shared = {"num_heads": model.num_heads, "vocab_size": model.vocab_size}
-    if isinstance(model, Llama):
+    if isinstance(model, LlamaConfig):
         shared |= {"num_kv_heads": model.num_kv_heads, "ffn_dim": model.ffn_dim}
     common = [n for n in range(1, tensor + 1) if all(size % n == 0 for size in shared.values())]
     for name, size in shared.items():
@@ -114,22 +114,24 @@ def _tensor_problems(recipe: PretrainRecipe) -> list[str]:
         )
     cut = {name: inputs for name, (_, inputs) in model.block_matrices().items() if name in SPLIT_BY_INPUTS}
     for name, inputs in cut.items():
-        if recipe.optimizer.state == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):
+        if recipe.optimizer.state_dtype == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):
             problems.append(
-                f"optimizer.state = '8bit' keeps {BLOCK} neighbours together, but parallelism.tensor = {tensor} cuts the "
-                f"{inputs} inputs of {name} in between; use another tensor, or optimizer.state = 'bfloat16'"
+                f"optimizer.state_dtype = '8bit' keeps {BLOCK} neighbours together, but parallelism.tensor = {tensor} cuts the "
+                f"{inputs} inputs of {name} in between; use another tensor, or optimizer.state_dtype = 'bfloat16'"
             )
     for name, size in (("tensor", tensor), ("pipeline", parallelism.pipeline)):
         if size > 1 and recipe.compile.mode == "model":
             problems.append(f"compile.mode = 'model' does not go with parallelism.{name} = {size}; use 'block'")
-    if parallelism.async_tensor:
+    if parallelism.async_tensor_parallel:
         reasons = {
             "there is nothing to overlap while parallelism.tensor = 1": tensor == 1,
             "it is the compiler that overlaps, but compile.mode = 'none'": recipe.compile.mode == "none",
             "it wants GPUs that reach each other's memory, but run.device = 'cpu'": recipe.run.device == "cpu",
         }
         problems += [
-            f"parallelism.async_tensor = true: {reason}; set it false" for reason, holds in reasons.items() if holds
+            f"parallelism.async_tensor_parallel = true: {reason}; set it false"
+            for reason, holds in reasons.items()
+            if holds
         ]
     return problems
 
@@ -230,9 +232,9 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
             f"training.skip_limit = {training.skip_limit} among skip_window = {training.skip_window} steps lets all be skipped, "
             f"for ever; use skip_window = {training.skip_limit + 1} or more"
         )
-    if recipe.optimizer.state == "bfloat16" and recipe.optimizer.beta2 > 0.98:
+    if recipe.optimizer.state_dtype == "bfloat16" and recipe.optimizer.beta2 > 0.98:
         problems.append(
-            f"optimizer.state = 'bfloat16' cannot hold an average with a memory as long as beta2 = {recipe.optimizer.beta2}: "
+            f"optimizer.state_dtype = 'bfloat16' cannot hold an average with a memory as long as beta2 = {recipe.optimizer.beta2}: "
             "what a step changes is less than its last digit; use beta2 = 0.98 or less, or state = '8bit'"
         )
     if recipe.optimizer.stochastic_rounding and recipe.training.master_dtype != "bfloat16":
@@ -247,11 +249,11 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
         )
     checkpoint = recipe.checkpoint
     keys = [key.name for key in describe(type(recipe))]
-    for key in checkpoint.allow:
+    for key in checkpoint.allow_changed:
         if key not in keys:
             near = nearest(key, keys)
             problems.append(
-                f"checkpoint.allow: {key} is not a key; " + (f"did you mean {near}?" if near else "see --help")
+                f"checkpoint.allow_changed: {key} is not a key; " + (f"did you mean {near}?" if near else "see --help")
             )
     if checkpoint.weights != "none" and not checkpoint.enabled:
         problems.append("checkpoint.weights takes them from the last checkpoint, but checkpoint.enabled = false")

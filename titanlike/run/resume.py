@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlike.checkpoint import Saved
+from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
 
 # Sections that may differ from one start of a run to the next: they place, watch or keep the work, and do not change it.
@@ -25,19 +25,19 @@ FREE_KEYS = {
     "training.steps", "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
     "training.non_finite", "training.skip_limit", "training.skip_window",
     "training.attention", "optimizer.fused", "tokenizer.encoding", "data.source", "data.path",
-    "data.mixture", "data.validation_path", "data.cache", "data.ahead", "data.workers", "data.bad_records", "float8.all_gather",
+    "data.mixture", "data.validation_path", "data.cache", "data.prefetch", "data.workers", "data.bad_records", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
 # Of these, what rounds otherwise or ends elsewhere: the run goes on, and is no longer the same to the bit.
 INEXACT = (
     "training.steps", "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
     "parallelism.cpu_offload",
-    "parallelism.pipeline_", "parallelism.async_tensor", "float8.", "compile.mode", "compile.backend",
+    "parallelism.pipeline_", "parallelism.async_tensor_parallel", "float8.", "compile.mode", "compile.backend",
     "activation_checkpoint.",
 )  # fmt: skip
 
 
-def check_resume(saved: Saved, now: Saved, recipe: PretrainRecipe) -> list[str]:
+def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: PretrainRecipe) -> list[str]:
     """Refuse a checkpoint that this recipe would not continue, `now` being what a checkpoint of it would say. Returns what to
     tell the user if it is not bit-exact."""
     differences = _differences(_completed(saved.recipe, now.recipe, _defaults(recipe)), now.recipe)
@@ -46,13 +46,13 @@ def check_resume(saved: Saved, now: Saved, recipe: PretrainRecipe) -> list[str]:
         for key, line in differences.items()
         if key == "run.seed" or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
     }
-    refused = {key: line for key, line in changed.items() if key not in recipe.checkpoint.allow}
+    refused = {key: line for key, line in changed.items() if key not in recipe.checkpoint.allow_changed}
     where = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
     fresh = "to resume, or give --run.name to start a new run"
     if refused:
         raise UserError(
             f"{where} that was trained otherwise: {'; '.join(refused.values())}. Put these back {fresh}; to go on all the "
-            f"same: --checkpoint.allow='{json.dumps(list(refused))}'"
+            f"same: --checkpoint.allow_changed='{json.dumps(list(refused))}'"
         )
     if saved.tokenizer not in ("", now.tokenizer):
         raise UserError(

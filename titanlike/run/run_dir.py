@@ -17,17 +17,15 @@ from typing import Any
 import torch
 
 import titanlike
-from titanlike.distributed import process_group
-from titanlike.distributed import environment
-from titanlike.distributed import graceful_shutdown
-from titanlike.checkpoint import Saved
+from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
+from titanlike.distributed import environment, graceful_shutdown, process_group
 from titanlike.float8.selection import headlines as float8_headlines
-from titanlike.utils.file_lock import Held, Lock
+from titanlike.utils.file_lock import FileLock, LockHeld
 
 
-class RunFolder:
+class RunDirectory:
     """Paths of a run. Nothing is written before `open`."""
 
     def __init__(self, recipe: PretrainRecipe) -> None:
@@ -39,9 +37,9 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other jobs out of this folder while this one trains in it. Rank 0 holds the lock; if it cannot, all refuse."""
-        lock, refusal = self._lock() if distributed.is_main() else (None, None)
+        lock, refusal = self._lock() if process_group.is_main() else (None, None)
         try:
-            refusal = distributed.agree(refusal)
+            refusal = process_group.broadcast_object(refusal)
             if refusal:
                 raise UserError(refusal)
             yield
@@ -49,17 +47,19 @@ class RunFolder:
             if lock:
                 lock.release()
 
-    def _lock(self) -> tuple[Lock | None, str | None]:
+    def _lock(self) -> tuple[FileLock | None, str | None]:
         try:
-            lock = Lock(self.path / "lock")
-        except Held as holder:
+            lock = FileLock(self.path / "lock")
+        except LockHeld as holder:
             return None, (
                 f"{self.path} is being trained by {holder}; end that one, or give --run.name to start a new run"
             )
         except OSError as error:
             return None, f"run.dir = {str(self.path.parent)!r}: {error}; choose another run.dir"
         if not lock.works:
-            distributed.warn(f"the file system of {self.path} has no locks: nothing keeps a second job out of this run")
+            process_group.warn(
+                f"the file system of {self.path} has no locks: nothing keeps a second job out of this run"
+            )
         return lock, None
 
     def open(self, recipe: PretrainRecipe, device: str, world_size: int, resumed_step: int) -> None:
@@ -75,7 +75,7 @@ class RunFolder:
             raise UserError(f"{key} = {value!r}: {error}; choose another {key}") from None
         comment = f"The whole recipe of this run. Run it again to resume:\n{self.command()}"
         # What was said of one start is not said of the next.
-        lasting = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0, allow=()))
+        lasting = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0, allow_changed=()))
         facts = environment_facts(device, world_size) | {"resumed_step": resumed_step}
         try:
             _replace(self.path / "recipe.toml", to_toml(lasting, comment))
@@ -92,15 +92,15 @@ class RunFolder:
         """What takes this run up again."""
         return f"./run_train.sh {shlex.quote(str(self.path / 'recipe.toml'))}"
 
-    def farewell(self, signal: int = 0) -> str:
+    def shutdown_message(self, signal: int = 0) -> str:
         """What to say when the run is stopped by hand."""
-        stopped = f"stopped by {signals.name_of(signal)}" if signal else "stopped"
+        stopped = f"stopped by {graceful_shutdown.signal_name(signal)}" if signal else "stopped"
         saved = open_store(self.checkpoints).steps()
         if not saved:
             return f"{stopped} before the first checkpoint"
         return f"{stopped}; to go on from step {saved[-1]}: {self.command()}"
 
-    def beginning(self, saved: Saved | None, inexact: list[str]) -> str | None:
+    def resume_message(self, saved: CheckpointMetadata | None, inexact: list[str]) -> str | None:
         """Where in the run this start begins, if that is not simply the beginning."""
         restarts = environment.restarts()
         restart = f"restart {restarts.count} of {restarts.limit}: " if restarts.count else ""

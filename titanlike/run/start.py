@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from titanlike.distributed import environment
-from titanlike.run.preflight import check, check_here
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.load import nearest, parse_value, read
 from titanlike.config.schema import describe, help_text
-from titanlike.config.sections import Checkpoint, Run
+from titanlike.config.sections import Run
+from titanlike.distributed import environment
+from titanlike.run.preflight import check, check_machine
+from titanlike.utils import system
 
 R = TypeVar("R", bound=PretrainRecipe)
 
@@ -76,8 +77,8 @@ class Arguments:
 
 def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     """The checked recipe of this command line. Ends the process after `--help`, after `--check`, and on a user's mistake."""
-    environment.end_quietly_on_interrupt()
-    environment.end_with_launcher()
+    system.exit_on_interrupt()
+    environment.terminate_with_launcher()
     try:
         ranks = environment.ranks()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)
@@ -91,7 +92,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             sys.exit(0)
         check(recipe, arguments.check or ranks.world_size)
         if arguments.here:
-            check_here(recipe)
+            check_machine(recipe)
         placed = _place(recipe.run, arguments)
     except UserError as error:
         environment.fail(error)
@@ -102,9 +103,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if environment.restarts().count:  # the first start has gone back to that step
         recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0))
     if recipe.compile.cache:  # torch looks when it is imported
-        environment.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
+        system.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":
-        environment.set_variables(environment.trust_compiler())
+        system.set_variables(system.skip_isa_checks())
     if ranks.rank == 0:
         print(f"run     {Path(placed.dir, placed.name)}", flush=True)  # on the screen while torch is imported
     program = Path(sys.argv[0]).resolve()
@@ -121,20 +122,20 @@ def _place(run: Run, arguments: Arguments) -> Run:
         return replace(run, dir=os.path.relpath(folder.parent), name=folder.name)
     if run.name:
         return run
-    stamp, limit = environment.launchers_stamp(), environment.restarts().limit
+    stamp, limit = environment.launch_id(), environment.restarts().limit
     if limit and stamp is None:
         raise UserError(
             f"torchrun may restart this job (--max-restarts={limit}), and each start would make a run of its own; "
             "give --run.name so that a restart finds the run, or start it with MAX_RESTARTS and ./run_train.sh"
         )
-    return replace(run, name=f"{arguments.recipe.stem}-{stamp or environment.new_stamp()}")
+    return replace(run, name=f"{arguments.recipe.stem}-{stamp or environment.new_launch_id()}")
 
 
-def grace_seconds(arguments: Arguments) -> int:
-    """`checkpoint.grace` of a recipe that was checked, without knowing the sections of its program."""
+def shutdown_timeout_of(arguments: Arguments) -> int:
+    """`run.shutdown_timeout` of a recipe that was checked, without knowing the sections of its program."""
     values, _ = read(arguments.recipe)
-    override = arguments.overrides.get("checkpoint.grace")
-    given = parse_value(override) if override else values.get("checkpoint", {}).get("grace", Checkpoint().grace)
+    override = arguments.overrides.get("run.shutdown_timeout")
+    given = parse_value(override) if override else values.get("run", {}).get("shutdown_timeout", Run().shutdown_timeout)
     return int(given)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Readback:
+class AsyncD2H:
     """Numbers of some tensors, asked for now and read later: on a GPU, while it works on what comes next."""
 
     def __init__(self, *tensors: Tensor) -> None:

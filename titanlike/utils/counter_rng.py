@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # the data's order is found without torch
     from torch import Tensor
 
 
-def seed_of(seed: int, name: str) -> int:
+def derive_seed(seed: int, name: str) -> int:
     """A generator seed for one name, far from those of other names and other seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 

@@ -13,11 +13,11 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 HELD = (errno.EWOULDBLOCK, errno.EACCES)  # EACCES where locks go over a network
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process has the lock. The text is what it wrote of itself."""
 
 
-class Lock:
+class FileLock:
     """A file that one process holds. While it is held it says who holds it; afterwards it stays, and is empty."""
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class Lock:
             if error.errno in HELD:
                 holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip()
                 self._close()
-                raise Held(holder or "another process") from None
+                raise LockHeld(holder or "another process") from None
             if error.errno not in WITHOUT_LOCKS:
                 self._close()
                 raise

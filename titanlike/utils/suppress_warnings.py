@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def suppress_import_warnings() -> Iterator[None]:
     """Only errors, while this lasts."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]

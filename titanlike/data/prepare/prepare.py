@@ -15,16 +15,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titanlike.distributed import environment
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
+from titanlike.data.prepare.work_units import (
+    SHOWN,
+    FileSpan,
+    Options,
+    WorkUnit,
+    WorkUnitResult,
+    make,
+    split_work_units,
+    sync,
+    write_whole,
+    writing,
+)
+from titanlike.data.prepare.workers import TICK, Workers
 from titanlike.data.text.documents import LINES, PARQUET, Fields
 from titanlike.data.text.files import File, list_files
-from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, read_manifest
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer, files_of
-from titanlike.data.prepare.work_units import SHOWN, Done, Options, Part, Unit, cut_units, make, sync, write_whole, writing
-from titanlike.data.prepare.workers import TICK, Workers
-from titanlike.utils.file_lock import Held, Lock
+from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, read_manifest
+from titanlike.utils import system
+from titanlike.utils.file_lock import FileLock, LockHeld
 
 PLAN = "plan.json"
 FORMAT = 1
@@ -90,8 +101,8 @@ def _alone(out: Path) -> Iterator[None]:
     if not out.name:
         raise UserError(f"--out = {str(out)!r} is no name for a new folder")
     try:
-        lock = Lock(out.with_name(f".{out.name}.lock"))
-    except Held as holder:
+        lock = FileLock(out.with_name(f".{out.name}.lock"))
+    except LockHeld as holder:
         raise UserError(f"{out} is being prepared by {holder}; wait for that one, or give another --out") from None
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error}") from None
@@ -124,7 +135,7 @@ def _facts(files: Sequence[File], tokenizer: Tokenizer, fields: Fields, validati
     }
 
 
-def _plan(partial: Path, files: Sequence[File], facts: dict[str, Any]) -> list[Unit]:
+def _plan(partial: Path, files: Sequence[File], facts: dict[str, Any]) -> list[WorkUnit]:
     """The units: those of an earlier start if there was one, else new ones."""
     if (partial / PLAN).exists():
         if not any(partial.glob("unit-*.json")):  # nothing is lost
@@ -132,12 +143,13 @@ def _plan(partial: Path, files: Sequence[File], facts: dict[str, Any]) -> list[U
         else:
             _refuse_others(partial, facts)
             return [
-                Unit(
-                    number, tuple(Part(files[index], size, span and (span[0], span[1])) for index, size, span in parts)
+                WorkUnit(
+                    number,
+                    tuple(FileSpan(files[index], size, span and (span[0], span[1])) for index, size, span in parts),
                 )
                 for number, parts in enumerate(json.loads((partial / PLAN).read_text())["units"])
             ]
-    units = cut_units(files)
+    units = split_work_units(files)
     places = {id(file): index for index, file in enumerate(files)}
     cut = [[[places[id(part.file)], part.size, part.span] for part in unit.parts] for unit in units]
     partial.mkdir(parents=True, exist_ok=True)
@@ -177,19 +189,19 @@ def _difference(key: str, there: Any, here: Any) -> str:
 
 
 def _make_all(
-    units: Sequence[Unit],
+    units: Sequence[WorkUnit],
     options: Options,
     tokenizer: Tokenizer,
     workers: int | None,
     tell: Callable[[Progress], None],
-) -> list[Done]:
+) -> list[WorkUnitResult]:
     """What has become of all units, in their order."""
     width = np.dtype(tokenizer.dtype).itemsize
-    found = {unit.number: Done.read(options.folder, unit.number, width) for unit in units}
+    found = {unit.number: WorkUnitResult.read(options.folder, unit.number, width) for unit in units}
     left = [unit for unit in units if found[unit.number] is None]
     meter = _Meter(sum(unit.size for unit in units), sum(unit.size for unit in units if found[unit.number]), tell)
     _check_room(options.folder, left, tokenizer)
-    count = environment.num_cores() if workers is None else workers
+    count = system.num_cores() if workers is None else workers
     try:
         if not count or len(left) < 2:
             for unit in left:
@@ -230,7 +242,7 @@ class _Meter:
         self._tell(Progress(self.before + self.read, self.total, self.before, self.tokens, seconds))
 
 
-def _check_room(folder: Path, units: Sequence[Unit], tokenizer: Tokenizer) -> None:
+def _check_room(folder: Path, units: Sequence[WorkUnit], tokenizer: Tokenizer) -> None:
     """Refuse what cannot fit: even if each token were a long one, and most of a record no text."""
     longest = 1 if tokenizer.vocab_size <= BYTES else LONGEST_TOKEN
     text = sum(part.size if _is_plain(part) else part.size // 4 for unit in units for part in unit.parts)
@@ -242,11 +254,13 @@ def _check_room(folder: Path, units: Sequence[Unit], tokenizer: Tokenizer) -> No
         )
 
 
-def _is_plain(part: Part) -> bool:
+def _is_plain(part: FileSpan) -> bool:
     return part.file.compressed or part.file.kind not in (PARQUET, *LINES)
 
 
-def _finish(partial: Path, out: Path, done: Sequence[Done], tokenizer: Tokenizer, facts: dict[str, Any]) -> Manifest:
+def _finish(
+    partial: Path, out: Path, done: Sequence[WorkUnitResult], tokenizer: Tokenizer, facts: dict[str, Any]
+) -> Manifest:
     """Write what the folder says of itself, and let it be there under its name."""
     kept = [TRAIN, VALIDATION] if facts["validation"] else [TRAIN]
     splits = {split: [unit.splits[split] for unit in done if split in unit.splits] for split in kept}

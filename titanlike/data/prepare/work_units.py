@@ -25,8 +25,8 @@ from titanlike.data.text.documents import (
     row_groups,
 )
 from titanlike.data.text.files import File, is_address, open_file
-from titanlike.data.token_shards import TRAIN, VALIDATION, Shard, ShardWriter
 from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.data.token_shards import TRAIN, VALIDATION, Shard, ShardWriter
 
 SMALLEST, LARGEST = 4 * 2**20, 256 * 2**20  # bytes of a unit
 MANY = 256  # units of a text that makes neither the smallest nor the largest ones
@@ -37,7 +37,7 @@ Seen = Callable[[int, int], None]  # told of so many bytes read and so many toke
 
 
 @dataclass(frozen=True)
-class Part:
+class FileSpan:
     """A file, or a span of it: bytes of lines, row groups of Parquet."""
 
     file: File
@@ -46,11 +46,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Unit:
+class WorkUnit:
     """What makes one shard of each split."""
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[FileSpan, ...]
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class Options:
 
 
 @dataclass
-class Done:
+class WorkUnitResult:
     """What a unit has become."""
 
     unit: int
@@ -91,7 +91,7 @@ class Done:
         sync(folder)
 
     @classmethod
-    def read(cls, folder: Path, unit: int, width: int) -> "Done | None":
+    def read(cls, folder: Path, unit: int, width: int) -> "WorkUnitResult | None":
         """What was kept of a unit that is done, all of whose files are there; else None."""
         try:
             values = json.loads(cls.path(folder, unit).read_text())
@@ -104,12 +104,12 @@ class Done:
             return None
 
 
-def cut_units(files: Sequence[File]) -> list[Unit]:
+def split_work_units(files: Sequence[File]) -> list[WorkUnit]:
     """Cut the files, in their order, into units of about one size. Small files share a unit, large ones are cut where they can
     be: between lines, or between the row groups of Parquet."""
     most = min(max(sum(file.size for file in files) // MANY, SMALLEST), LARGEST)
-    units: list[tuple[Part, ...]] = []
-    small: list[Part] = []  # that share the next unit
+    units: list[tuple[FileSpan, ...]] = []
+    small: list[FileSpan] = []  # that share the next unit
     room = most
     for file in files:
         parts = _cut(file, most)
@@ -124,18 +124,18 @@ def cut_units(files: Sequence[File]) -> list[Unit]:
             room -= file.size
     if small:
         units.append(tuple(small))
-    return [Unit(number, parts) for number, parts in enumerate(units)]
+    return [WorkUnit(number, parts) for number, parts in enumerate(units)]
 
 
-def _cut(file: File, most: int) -> list[Part]:
+def _cut(file: File, most: int) -> list[FileSpan]:
     """A file in parts of about `most` bytes."""
-    whole = [Part(file, file.size)]
+    whole = [FileSpan(file, file.size)]
     if file.size <= most or file.compressed:
         return whole
     count = -(-file.size // most)
     if file.kind in LINES and _can_begin_within(file):
         places = [file.size * number // count for number in range(count + 1)]
-        return [Part(file, places[n + 1] - places[n], (places[n], places[n + 1])) for n in range(count)]
+        return [FileSpan(file, places[n + 1] - places[n], (places[n], places[n + 1])) for n in range(count)]
     if file.kind == PARQUET:
         with open_parquet(file) as table:
             rows = row_groups(table)
@@ -143,12 +143,12 @@ def _cut(file: File, most: int) -> list[Part]:
     return whole
 
 
-def _cut_groups(file: File, rows: list[int], count: int) -> Iterator[Part]:
+def _cut_groups(file: File, rows: list[int], count: int) -> Iterator[FileSpan]:
     first, held, total = 0, 0, max(sum(rows), 1)
     for group, number in enumerate(rows):
         held += number
         if held * count >= total or group == len(rows) - 1:
-            yield Part(file, file.size * held // total, (first, group + 1))
+            yield FileSpan(file, file.size * held // total, (first, group + 1))
             first, held = group + 1, 0
 
 
@@ -164,10 +164,10 @@ def _can_begin_within(file: File) -> bool:
             return False
 
 
-def make(unit: Unit, options: Options, tokenizer: Tokenizer, seen: Seen) -> Done:
+def make(unit: WorkUnit, options: Options, tokenizer: Tokenizer, seen: Seen) -> WorkUnitResult:
     """Make the shards of a unit, and what is kept of it."""
     writers: dict[str, ShardWriter] = {}
-    done = Done(unit.number)
+    done = WorkUnitResult(unit.number)
     with writing(options.folder):
         try:
             for part in unit.parts:
@@ -195,7 +195,12 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _read(
-    part: Part, done: Done, options: Options, tokenizer: Tokenizer, writers: dict[str, ShardWriter], seen: Seen
+    part: FileSpan,
+    done: WorkUnitResult,
+    options: Options,
+    tokenizer: Tokenizer,
+    writers: dict[str, ShardWriter],
+    seen: Seen,
 ) -> None:
     def bad(problem: BadRecord) -> None:
         done.skipped += 1

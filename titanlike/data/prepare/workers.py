@@ -16,10 +16,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 
-from titanlike.distributed import environment
 from titanlike.config import UserError
+from titanlike.data.prepare.work_units import Options, Seen, WorkUnit, WorkUnitResult, make
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.prepare.work_units import Done, Options, Seen, Unit, make
+from titanlike.utils import system
 
 TICK = 0.2  # seconds between two looks at how far they are
 PROGRAM = "import sys; sys.path = {path!r}; from titanlike.data.prepare.workers import serve; serve({pipe}, {parent})"
@@ -55,7 +55,7 @@ class Workers:
     ) -> None:
         self._end(at_once=kind is not None)
 
-    def results(self, units: Sequence[Unit]) -> Iterator[Done | None]:
+    def results(self, units: Sequence[WorkUnit]) -> Iterator[WorkUnitResult | None]:
         """What becomes of the units, in the order in which they are done; and None every now and then meanwhile."""
         waiting, busy = list(reversed(units)), dict[Connection, _Worker]()
         for worker in self._workers:
@@ -101,11 +101,11 @@ class _Worker:
         theirs.close()
         self._tell(options)
 
-    def begin(self, unit: Unit) -> None:
+    def begin(self, unit: WorkUnit) -> None:
         self.unit = unit
         self._tell(unit)
 
-    def hear(self, count: int) -> Done | None:
+    def hear(self, count: int) -> WorkUnitResult | None:
         """What has become of its unit, if it is done."""
         try:
             found = self.pipe.recv()
@@ -113,12 +113,12 @@ class _Worker:
             raise UserError(self._how_it_died(count)) from None
         if isinstance(found, Exception):
             raise found
-        if isinstance(found, Done):
+        if isinstance(found, WorkUnitResult):
             return found
         self.read, self.tokens = found
         return None
 
-    def _tell(self, what: Unit | Options) -> None:
+    def _tell(self, what: WorkUnit | Options) -> None:
         with suppress(OSError):  # it is dead, which is told when nothing comes from it
             self.pipe.send(what)
 
@@ -133,9 +133,9 @@ class _Worker:
 
 def serve(descriptor: int, parent: int) -> None:
     """What a process does: make units until there are no more."""
-    environment.end_with_parent(parent)
+    system.kill_with_parent(parent)
     # Each process has a core: the library's own threads would only be in each other's way.
-    environment.set_variables({"TOKENIZERS_PARALLELISM": "false"})
+    system.set_variables({"TOKENIZERS_PARALLELISM": "false"})
     pipe = Connection(descriptor)
     with suppress(EOFError, OSError):  # there is nobody who wants more
         options = pipe.recv()
@@ -168,7 +168,7 @@ class _Meter:
         self.pipe.send((self.read, self.tokens))
 
 
-def _result(unit: Unit, options: Options, tokenizer: Tokenizer, seen: Seen) -> Done | Exception:
+def _result(unit: WorkUnit, options: Options, tokenizer: Tokenizer, seen: Seen) -> WorkUnitResult | Exception:
     try:
         return make(unit, options, tokenizer, seen)
     except UserError as error:

@@ -62,7 +62,7 @@ def open_file(file: File) -> BinaryIO:
     if is_address(file.name):
         fs, path = _file_system(file.name)
         try:
-            raw = patiently(lambda: fs.open(path, "rb"), file.name)
+            raw = retry(lambda: fs.open(path, "rb"), file.name)
         except FileNotFoundError:
             raise UserError(f"{file.name}: there is no such file any more") from None
         raw = cast(BinaryIO, io.BufferedReader(_Patient(raw, file), BLOCK))
@@ -111,7 +111,7 @@ class _Patient(io.RawIOBase):
         return int(self.raw.tell())
 
     def readinto(self, buffer: Any) -> int:
-        content = patiently(lambda: self.raw.read(len(buffer)), self.file.name)
+        content = retry(lambda: self.raw.read(len(buffer)), self.file.name)
         if not content and self.tell() < self.file.size:
             raise UserError(f"{self.file.name}: ends at byte {self.tell()} of {self.file.size}; it has changed")
         buffer[: len(content)] = content
@@ -176,7 +176,7 @@ class _Remote:
         raise AssertionError("not on this machine")
 
     def read(self, name: str) -> bytes:
-        return patiently(lambda: self.fs.cat_file(f"{self.root}/{name}"), f"{self.place}/{name}")
+        return retry(lambda: self.fs.cat_file(f"{self.root}/{name}"), f"{self.place}/{name}")
 
     def sizes(self) -> dict[str, int] | None:
         try:
@@ -191,7 +191,7 @@ class _Remote:
         paths = [f"{self.root}/{name}" for name, _, _ in wanted]
         starts, stops = ([item[place] for item in wanted] for place in (1, 2))
         try:
-            found = patiently(
+            found = retry(
                 lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), f"{self.place}/{wanted[0][0]}"
             )
         except FileNotFoundError as error:
@@ -204,7 +204,7 @@ class _Remote:
         return found
 
 
-def patiently(do: Callable[[], T], name: str) -> T:
+def retry(do: Callable[[], T], name: str) -> T:
     """Do it, again after a while if it fails. What is not there is not asked for again."""
     for attempt in range(1, TRIES + 1):
         try:
@@ -265,7 +265,7 @@ def _list_remote(place: str) -> list[File]:
         return {path: info}
 
     try:
-        found = patiently(entries, place)
+        found = retry(entries, place)
     except FileNotFoundError:
         raise UserError(f"{place}: there is no such file") from None
     files = [

@@ -9,10 +9,10 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
+from titanlike.data.prepare.work_units import write_whole, writing
 from titanlike.data.text.documents import BadRecord, Fields, read_pieces
 from titanlike.data.text.files import File, list_files, needed
 from titanlike.data.text.tokenizer import WORDS, build_tokenizer
-from titanlike.data.prepare.work_units import write_whole, writing
 
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 FEWEST = 256 + len(SPECIAL)  # a token for each byte, and the special ones

@@ -1,0 +1,71 @@
+"""Collectives on plain tensors: sums over process groups, and all-gather and reduce-scatter that autograd can differentiate."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+
+
+def all_reduce_sum(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The sum over one group of ranks after the other, in place, without the host waiting for it on a GPU."""
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's tensor, one after the other along `dim`. Each rank's gradient is the sum of what all make of its part."""
+    return _Gather.apply(tensor, dim, group)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, of which each gets its share along `dim`. The gradient is that of all shares."""
+    return _ScatterSum.apply(tensor, dim, group)
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The group of this name: compiled code keeps names."""
+    return _resolve_process_group(cast(Any, name))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather_no_grad(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_no_grad(gradient, ctx.dim, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter_no_grad(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_no_grad(gradient, ctx.dim, ctx.group), None, None
+
+
+def reduce_scatter_no_grad(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """`reduce_scatter` without a gradient."""
+    return collectives.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim, group))
+
+
+def all_gather_no_grad(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """`all_gather` without a gradient."""
+    # Along the first dimension, then moved: torch 2.11 cannot compile its own way of gathering along another one.
+    gathered = collectives.wait_tensor(_all_gather(tensor.contiguous(), 0, group))
+    return torch.cat(gathered.chunk(group.size()), dim) if dim else gathered

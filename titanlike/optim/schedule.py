@@ -1,0 +1,30 @@
+"""The learning-rate schedule: linear warm-up, a stable phase, decay."""
+
+import math
+
+import torch
+
+from titanlike.config.sections import Schedule
+
+
+def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> float:
+    """The rate of one step, counted from 1. A function of the step alone, so there is no state to save."""
+    if step < section.warmup_steps:
+        return peak * step / section.warmup_steps
+    length = section.decay_steps or num_steps - section.warmup_steps
+    progress = (step - (num_steps - length)) / max(length, 1)  # 0 where the decay begins, 1 at the last step
+    if progress <= 0 or section.decay == "none":
+        return peak
+    progress = min(progress, 1.0)
+    remaining = {
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "sqrt": 1.0 - math.sqrt(progress),
+    }[section.decay]
+    return peak * (section.min_ratio + (1.0 - section.min_ratio) * remaining)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use this rate from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
