@@ -48,7 +48,7 @@ def test_a_size_sets_what_the_recipe_does_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("shape", "table"), [(LlamaConfig, LLAMA_SIZES), (GPTConfig, GPT_SIZES)])
 def test_every_size_in_the_tables_can_be_named(tmp_path: Path, shape: type, table: dict[str, object]) -> None:
     for size in table:
-        path = write(tmp_path, f'[model]\nname = "{shape.__name__.lower()}"\nsize = "{size}"\n')
+        path = write(tmp_path, f'[model]\nname = "{shape.name}"\nsize = "{size}"\n')
         assert load(PretrainRecipe, path).model.size == size
 
 

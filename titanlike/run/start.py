@@ -20,7 +20,7 @@ from titanlike.utils import system
 
 R = TypeVar("R", bound=PretrainRecipe)
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
 
 USAGE = """\
