@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titanlike.data.loader import Batches
+from titanlike.data.loader import BatchLoader
 from titanlike.data.packed_dataset import PackedDataset, ShuffledMixture
 from titanlike.data.text.tokenizer import Separator
 from titanlike.data.token_shards import Manifest, Shards, ShardWriter
@@ -41,13 +41,13 @@ def write(folder: Path, num_shards: int) -> str:
     return str(folder)
 
 
-def make(places: list[str], seq_len: int, batch: int, *, apart: bool = False) -> Batches:
-    """Batches of one data rank of eight."""
+def make(places: list[str], seq_len: int, batch: int, *, apart: bool = False) -> BatchLoader:
+    """BatchLoader of one data rank of eight."""
     windows = [PackedDataset(Shards(place), seq_len) for place in places]
     feed = ShuffledMixture(windows, [1.0] * len(windows), seed=0, global_batch_size=8 * batch)
-    return Batches(
-        feed, global_batch_size=8 * batch, local_batch_size=batch, data_rank=3, data_ranks=8, seed=0,
-        device=torch.device("cpu"), apart=Separator(VOCABULARY - 1, closes=True) if apart else None,
+    return BatchLoader(
+        feed, global_batch_size=8 * batch, local_batch_size=batch, data_rank=3, num_data_ranks=8, seed=0,
+        device=torch.device("cpu"), document_separator=Separator(VOCABULARY - 1, closes=True) if apart else None,
     )  # fmt: skip
 
 

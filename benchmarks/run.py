@@ -122,7 +122,7 @@ def prepare(model: Model, task: Task) -> None:
     """Write the batches and the first weights that all share, made by titanlike: it makes the same of them by itself."""
     import torch
 
-    from titanlike.data.loader import Batches
+    from titanlike.data.loader import BatchLoader
     from titanlike.data.packed_dataset import InMemoryTokens, PackedDataset, ShuffledMixture
     from titanlike.models import build_model
     from titanlike.models.init import initialize
@@ -135,10 +135,10 @@ def prepare(model: Model, task: Task) -> None:
     steps = task.warmup + task.steps + 1
     tokens = tokens_like_text(steps * task.batch_size * task.seq_len + 1, shape.vocab_size)
     np.save(task.tokens_file, tokens)
-    batches = Batches(
+    batches = BatchLoader(
         ShuffledMixture([PackedDataset(InMemoryTokens(tokens), task.seq_len)], seed=task.seed, global_batch_size=task.batch_size),
         global_batch_size=task.batch_size, local_batch_size=task.batch_size,
-        data_rank=0, data_ranks=1, seed=task.seed, device=torch.device("cpu"),
+        data_rank=0, num_data_ranks=1, seed=task.seed, device=torch.device("cpu"),
     )  # fmt: skip
     all_steps = np.empty((steps, task.batch_size, task.seq_len + 1), np.uint32)
     for step in range(1, steps + 1):

@@ -99,7 +99,7 @@ class Bench:
     def step(self) -> float:
         """Train a step. Its seconds."""
         started = time.perf_counter()
-        loss = self.model(tokens=self.tokens[:, :-1], positions=self.positions, labels=self.tokens[:, 1:])
+        loss = self.model(tokens=self.tokens[:, :-1], position_ids=self.positions, labels=self.tokens[:, 1:])
         (loss / self.positions.numel()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
-from titanlike.data.loader import Batch, Batches
+from titanlike.data.loader import Batch, BatchLoader
 from titanlike.data.packed_dataset import BatchSource
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import build_tokenizer
@@ -41,7 +41,7 @@ from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
 from titanlike.run.resume import as_json, check_resume
-from titanlike.run.run_dir import RunDirectory, headlines, machine_facts, versions
+from titanlike.run.run_dir import RunDirectory, machine_metadata, summary_lines, versions
 from titanlike.utils.rng import seed_generators
 
 
@@ -67,21 +67,21 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     )
     data_id = process_group.assert_equal_across_ranks("the data", data.fingerprint)
 
-    def batches(feed: BatchSource, *, noise: bool = False) -> Batches:
-        return Batches(
+    def batches(feed: BatchSource, *, dropout_bits: bool = False) -> BatchLoader:
+        return BatchLoader(
             feed,
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
             data_rank=mesh.data_rank,
-            data_ranks=mesh.data_ranks,
-            places=context_position_ids(training.seq_len, mesh.context),
+            num_data_ranks=mesh.num_data_ranks,
+            position_ids=context_position_ids(training.seq_len, mesh.context),
             seed=recipe.run.seed,
             device=device,
-            apart=tokenizer.separator if recipe.data.document_masks else None,
-            noise=noise,
+            document_separator=tokenizer.separator if recipe.data.document_masks else None,
+            dropout_bits=dropout_bits,
         )
 
-    train_batches = batches(data.training, noise=recipe.model.dropout > 0)
+    train_batches = batches(data.training, dropout_bits=recipe.model.dropout > 0)
     validation_batches = batches(data.validation) if data.validation else None
 
     # Resume or not: decided before anything is built or written.
@@ -92,7 +92,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         data=data_id,
         tokenizer=tokenizer.fingerprint,
         layout=mesh.sizes,
-        machine=machine_facts(device),
+        machine=machine_metadata(device),
         versions=versions(),
     )
     checkpoints = CheckpointManager(run.checkpoints, recipe.checkpoint, shutdown_timeout=recipe.run.shutdown_timeout)
@@ -151,16 +151,16 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         Watchdog(recipe.run.hang_timeout, run.path) as watchdog,
         GracefulShutdown() as shutdown,
         attention_backend(training.attention),
-        train_batches.ahead(recipe.data.prefetch, first_step, training.steps),
+        train_batches.prefetch(recipe.data.prefetch, first_step, training.steps),
     ):
-        for line in headlines(recipe, mesh.sizes, device_name(device), data.training.describe(training.steps)):
-            monitor.note(line)
+        for line in summary_lines(recipe, mesh.sizes, device_name(device), data.training.describe(training.steps)):
+            monitor.print(line)
         if beginning:
-            monitor.note(beginning)
+            monitor.print(beginning)
 
         for step in range(first_step, training.steps + 1):
             watchdog.step(step)
-            with monitor.waiting_for_data():
+            with monitor.data_wait():
                 microbatches = train_batches.microbatches(step)
 
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
@@ -176,19 +176,19 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
             stopping = shutdown.result()  # the number of a signal, as a rule 0
             if validation_batches and not stopping and due(step, recipe.validation.interval, training.steps):
-                with monitor.not_training(), watchdog.pause():
+                with monitor.exclude_from_throughput(), watchdog.pause():
                     monitor.validation(step, validate(model, validation_batches, recipe.validation.batches, mesh))
             if recipe.checkpoint.enabled and (stopping or due(step, recipe.checkpoint.interval, training.steps)):
-                with monitor.not_training(), watchdog.pause():
-                    guard.catch_up()
+                with monitor.exclude_from_throughput(), watchdog.pause():
+                    guard.flush()
                     seen = step * training.global_batch_size * training.seq_len
                     here = replace(
                         here, step=step, tokens=seen, skipped=guard.skipped, position=train_batches.position()
                     )
                     checkpoints.save(model, optimizer, here, wait=stopping > 0)
-            monitor.saved(checkpoints.poll())
+            monitor.record_saves(checkpoints.poll())
             if stopping:
-                monitor.note(run.shutdown_message(stopping))
+                monitor.print(run.shutdown_message(stopping))
                 break
             if step == first_step:
                 gc.collect()  # what compiling has left behind
@@ -196,9 +196,9 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
                 gc.collect(1)
 
         with watchdog.pause():
-            guard.catch_up()
+            guard.flush()
             checkpoints.wait(last=True)
-        monitor.saved(checkpoints.poll())
+        monitor.record_saves(checkpoints.poll())
 
     if shutdown.agreed:
         process_group.barrier_and_exit(128 + shutdown.agreed)
@@ -216,15 +216,15 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
             seed=recipe.run.seed,
             device=device,
         )
-        monitor.note(f"\nsample after {training.steps} steps:\n{text}\n")
-    monitor.note(f"done: {run.path}")
+        monitor.print(f"\nsample after {training.steps} steps:\n{text}\n")
+    monitor.print(f"done: {run.path}")
 
 
 def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """Gradients of the loss over the global batch. Returns that loss, and this rank's part of it."""
     # Every token weighs the same, on whatever rank and in whatever micro-batch: count them all, then divide each sum.
     counts = [num_valid(batch.labels) for batch in microbatches]
-    num_tokens = collectives.all_reduce_sum(torch.stack(counts).sum(), mesh.tokens)
+    num_tokens = collectives.all_reduce_sum(torch.stack(counts).sum(), mesh.loss_groups)
 
     if isinstance(model, Pipeline):
         local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
@@ -234,11 +234,11 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) ->
             loss = model(**batch.inputs, labels=batch.labels) / num_tokens
             loss.backward()
             local_loss += loss.detach()
-    return collectives.all_reduce_sum(local_loss.clone(), [*mesh.tokens, mesh.pipeline.get_group()]), local_loss
+    return collectives.all_reduce_sum(local_loss.clone(), [*mesh.loss_groups, mesh.pipeline.get_group()]), local_loss
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Batches, num_batches: int, mesh: Mesh) -> float:
+def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> float:
     """Mean loss a token over held-out batches: the same ones each time, the same number on every rank."""
     total, num_tokens = torch.zeros(2, device=batches.device, dtype=torch.float64)
     for index in range(1, batches.num_distinct(num_batches) + 1):
@@ -248,8 +248,8 @@ def validate(model: nn.Module, batches: Batches, num_batches: int, mesh: Mesh) -
         else:
             total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
-    collectives.all_reduce_sum(total, [*mesh.tokens, mesh.pipeline.get_group()])
-    return (total / collectives.all_reduce_sum(num_tokens, mesh.tokens)).item()
+    collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
+    return (total / collectives.all_reduce_sum(num_tokens, mesh.loss_groups)).item()
 
 
 def due(step: int, interval: int, last: int) -> bool:

@@ -12,7 +12,7 @@ import tomli
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import joined
 from titanlike.distributed import environment
-from titanlike.run.preflight import check
+from titanlike.run.preflight import check_recipe
 from titanlike.run.start import REPOSITORY, program_of
 
 RECIPE = "recipe.toml"
@@ -58,7 +58,7 @@ def pack(path: Path, overrides: Sequence[str], num_processes: int, *, s3: bool =
         files |= {f"program/{file.name}": file for file in program.parent.glob("*.py")}
     if program == REPOSITORY / "recipes" / "pretrain.py":
         recipe = load(PretrainRecipe, path, given)
-        check(recipe, num_processes)
+        check_recipe(recipe, num_processes)
     else:
         # A program of one's own has sections that are not known here: it looks at the recipe itself.
         _ask(program, path, *overrides, f"--check={num_processes}")

@@ -36,10 +36,10 @@ def generate(
     for _ in range(num_tokens):
         seen = tokens[-window:]
         padded = torch.tensor([seen + [0] * (length - len(seen))], device=device)
-        logits: Tensor = model(tokens=padded[:, places], positions=places[None])
+        logits: Tensor = model(tokens=padded[:, places], position_ids=places[None])
         logits = gather_sequence(logits, 1, mesh.context)[:, len(seen) - 1]  # (1, vocabulary)
-        if mesh.vocabulary is not None:
-            logits = all_gather(logits, 1, mesh.vocabulary)
+        if mesh.vocab_group is not None:
+            logits = all_gather(logits, 1, mesh.vocab_group)
         logits = logits[0, : tokenizer.vocab_size].float().cpu()
         token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
         if token == tokenizer.separator.token:

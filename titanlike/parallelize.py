@@ -83,7 +83,7 @@ def parallelize(
             part.output.loss = partial(
                 chunked_linear_cross_entropy,
                 chunk=training.loss_chunk,
-                vocabulary=mesh.vocabulary,
+                vocab_group=mesh.vocab_group,
                 backend=compile.backend if compile.mode == "block" else "",
             )
     # After checkpointing: the compiler sees what is recomputed and plans for it.
@@ -92,7 +92,7 @@ def parallelize(
     if reshard == "auto" and len(split) > 1:
         reshard = "never"  # every micro-batch would gather a stage's weights again
     # A rank that shares its weights with no other has nothing to gather.
-    alone = mesh.weights.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload)
+    alone = mesh.fsdp.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload)
     # Last: its hooks gather weights around a block, outside of what was compiled.
     for part in parts:
         if alone:
@@ -102,7 +102,7 @@ def parallelize(
             wrap_weights(part)
         apply_fsdp(
             part,
-            mesh.weights,
+            mesh.fsdp,
             units=[] if compile.mode == "model" else _units(part),
             compute_dtype=compute_dtype,
             reduce_dtype=getattr(torch, training.reduce_dtype),

@@ -150,13 +150,13 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         small["ffn_dim"] = model["ffn_dim"]
     changes = {f"model.{key}": value for key, value in small.items() if key in model}
     pieces = tensor * (2 * context if context > 1 else 1)
-    data_ranks = processes // (tensor * context * pipeline)
+    num_data_ranks = processes // (tensor * context * pipeline)
     changes |= {
         **_plain("tokenizer", Tokenizer(), values),
         **_plain("data", Data(source="synthetic", document_masks=values["data"]["document_masks"]), values),
         "training.steps": steps,
         "training.seq_len": min(training["seq_len"], -(-32 // pieces) * pieces),
-        "training.global_batch_size": data_ranks * max(2, stages),
+        "training.global_batch_size": num_data_ranks * max(2, stages),
         "training.local_batch_size": 1,
         "training.compute_dtype": "float32",
         "training.master_dtype": "float32",

@@ -29,7 +29,7 @@ def same_clients(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take those of the session, which are there already. And the time stands still."""
     monkeypatch.setattr(sent, "now", lambda: NOW)
     monkeypatch.setattr(jobs, "clients", lambda region: aws.clients)
-    monkeypatch.setattr(jobs.environment, "exit_on_interrupt", lambda: None)
+    monkeypatch.setattr(jobs.system, "exit_on_interrupt", lambda: None)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:

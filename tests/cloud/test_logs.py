@@ -139,7 +139,7 @@ def test_commands_about_lines(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(jobs, "clients", lambda region: aws.clients)
-    monkeypatch.setattr(jobs.environment, "exit_on_interrupt", nothing)
+    monkeypatch.setattr(jobs.system, "exit_on_interrupt", nothing)
     aws.say(job, "algo-1", "a", "b")
     assert command(["logs", "debug", "--tail", "1"]) == 0
     assert capsys.readouterr().out == "[algo-1] b\n"

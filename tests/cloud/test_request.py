@@ -166,7 +166,7 @@ def test_the_user_wins_over_what_a_job_sets() -> None:
     words = request_for(replace(JOB, words=("recipe.toml", "--run.shutdown_timeout=60")))["AlgorithmSpecification"][
         "ContainerArguments"
     ]
-    assert [word for word in words if "grace" in word] == ["--run.shutdown_timeout=60"]
+    assert [word for word in words if "shutdown_timeout" in word] == ["--run.shutdown_timeout=60"]
 
 
 @pytest.mark.parametrize(

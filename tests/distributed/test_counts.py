@@ -99,17 +99,17 @@ def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecip
 @contextmanager
 def steps_watched(before: Callable[[int], None]) -> Iterator[None]:
     """Call something at the beginning of each step of the program, from its data on."""
-    original = pretrain.Batches.microbatches
+    original = pretrain.BatchLoader.microbatches
 
     def watched(self: Any, step: int) -> Any:
         before(step)
         return original(self, step)
 
-    pretrain.Batches.microbatches = watched  # type: ignore[method-assign]
+    pretrain.BatchLoader.microbatches = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        pretrain.Batches.microbatches = original  # type: ignore[method-assign]
+        pretrain.BatchLoader.microbatches = original  # type: ignore[method-assign]
 
 
 def _operations(recipe: PretrainRecipe) -> tuple[dict[str, int], dict[str, int]]:

@@ -62,7 +62,7 @@ def test_a_stream_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path: Pa
     alone = ranks(1).run(_batches_seen, recipe_for(tmp_path, "one", "llama", None, **options))[0]
     for rank in ranks(4).run(_batches_seen, recipe_for(tmp_path, "four", "llama", layout, **options)):
         for mine, everything in zip(rank, alone, strict=True):
-            places = mine["sequence"][:, None], mine["positions"]
+            places = mine["sequence"][:, None], mine["position_ids"]
             assert torch.equal(mine["tokens"], everything["tokens"][places])
             assert torch.equal(mine["labels"], everything["labels"][places])
 

@@ -64,12 +64,12 @@ def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]
     torch._dynamo.reset()
     model, mesh = build(recipe)
     places = context_position_ids(32, mesh.context)
-    copies = mesh.data_ranks  # each of which makes the same gradient
+    copies = mesh.num_data_ranks  # each of which makes the same gradient
     results = []
     for seed in range(seeds):
         tokens = torch.randint(0, 320, (2, 33), generator=torch.Generator().manual_seed(seed))
-        logits = model(tokens=tokens[:, :-1][:, places], positions=places[None])
-        loss = cross_entropy_sum(logits, tokens[:, 1:][:, places], mesh.vocabulary) / 64
+        logits = model(tokens=tokens[:, :-1][:, places], position_ids=places[None])
+        loss = cross_entropy_sum(logits, tokens[:, 1:][:, places], mesh.vocab_group) / 64
         loss.backward()
         total = collectives.all_reduce_sum(loss.detach().clone(), [mesh.context.get_group()])
         found = {name: whole(p.grad) / copies for name, p in model.named_parameters() if p.grad is not None}

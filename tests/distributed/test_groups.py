@@ -40,13 +40,13 @@ def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], di
         name: dist.get_process_group_ranks(getattr(mesh, name).get_group())
         for name in ("pipeline", "context", "tensor")
     }
-    tokens = collectives.all_reduce_sum(torch.tensor([2 ** dist.get_rank()]), mesh.tokens).item()
+    tokens = collectives.all_reduce_sum(torch.tensor([2 ** dist.get_rank()]), mesh.loss_groups).item()
     summed = [rank for rank in range(dist.get_world_size()) if int(tokens) >> rank & 1]
-    return mesh.data_rank, mesh.data_ranks, tuple(mesh.weights.shape), summed, with_me
+    return mesh.data_rank, mesh.num_data_ranks, tuple(mesh.fsdp.shape), summed, with_me
 
 
 @pytest.mark.parametrize(
-    ("sizes", "data_ranks", "weights"),
+    ("sizes", "num_data_ranks", "weights"),
     [
         (dict(shard=4), [0, 1, 2, 3], (4,)),
         (dict(replicate=4), [0, 1, 2, 3], (4, 1)),
@@ -61,11 +61,11 @@ def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], di
     ids=str,
 )
 def test_the_mesh_knows_who_reads_what_and_who_shards_what(
-    ranks: Ranks, sizes: dict[str, int], data_ranks: list[int], weights: tuple[int, ...]
+    ranks: Ranks, sizes: dict[str, int], num_data_ranks: list[int], weights: tuple[int, ...]
 ) -> None:
     found = ranks(4).run(_coordinates, **sizes)
-    assert [rank for rank, _, _, _, _ in found] == data_ranks
-    assert {(count, shape) for _, count, shape, _, _ in found} == {(max(data_ranks) + 1, weights)}
+    assert [rank for rank, _, _, _, _ in found] == num_data_ranks
+    assert {(count, shape) for _, count, shape, _, _ in found} == {(max(num_data_ranks) + 1, weights)}
     grid = torch.arange(4).view([sizes.get(name, 1) for name in DIMENSIONS])
     for rank, (_, _, _, summed, with_me) in enumerate(found):
         place = [int(i) for i in (grid == rank).nonzero()[0]]

@@ -89,8 +89,8 @@ def test_every_token_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path:
         covered = torch.zeros_like(everything["tokens"], dtype=torch.bool)
         for rank in found:
             mine = rank[step]
-            places = mine["sequence"][:, None], mine["positions"]
-            for name in ("tokens", "labels", "noise"):
+            places = mine["sequence"][:, None], mine["position_ids"]
+            for name in ("tokens", "labels", "dropout_bits"):
                 assert torch.equal(mine[name], everything[name][places])
             covered[places] = True
         assert covered.all()
@@ -102,12 +102,12 @@ def _noise_where(recipe: PretrainRecipe) -> tuple[bool, bool]:
     original = pretrain.validate
 
     def watched(model: Any, batches: Any, *others: Any) -> float:
-        found.append("noise" in batches.microbatches(1)[0].inputs)
+        found.append("dropout_bits" in batches.microbatches(1)[0].inputs)
         return original(model, batches, *others)
 
     pretrain.validate = watched
     try:
-        trained = "noise" in _batches_seen(recipe)[0]
+        trained = "dropout_bits" in _batches_seen(recipe)[0]
     finally:
         pretrain.validate = original
     return trained, found[0]

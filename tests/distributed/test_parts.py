@@ -158,7 +158,7 @@ def _graphs(layout: dict[str, int], mode: Any) -> tuple[int, int]:
     )  # fmt: skip
     places = context_position_ids(32, mesh.context)
     for _ in range(2):
-        logits: Tensor = model(tokens=torch.zeros(1, len(places), dtype=torch.long), positions=places[None])
+        logits: Tensor = model(tokens=torch.zeros(1, len(places), dtype=torch.long), position_ids=places[None])
         logits.float().sum().backward()
     return counters["stats"]["unique_graphs"], len(counters["graph_break"])
 

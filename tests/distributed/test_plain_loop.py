@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.pool import Pool
 from tests.training import MODELS, tiny, train
 from titanlike.config import PretrainRecipe
-from titanlike.data.loader import Batches
+from titanlike.data.loader import BatchLoader
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.models import build_model
@@ -27,8 +27,8 @@ def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
         recipe.data, build_tokenizer(recipe.tokenizer), seq_len=recipe.training.seq_len, global_batch_size=size, seed=0,
         validate=True,
     )  # fmt: skip
-    source = Batches(
-        data.training, global_batch_size=size, local_batch_size=size, data_rank=0, data_ranks=1, seed=0,
+    source = BatchLoader(
+        data.training, global_batch_size=size, local_batch_size=size, data_rank=0, num_data_ranks=1, seed=0,
         device=torch.device("cpu"),
     )  # fmt: skip
     with torch.device("meta"):

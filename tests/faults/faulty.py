@@ -62,7 +62,7 @@ class Clock:
         def note(step: int, *_: Any) -> None:
             self.step = step
 
-        wrap("titanlike.optim.optimizer.learning_rate", before=note)
+        wrap("titanlike.optim.schedule.learning_rate", before=note)
 
     def now(self) -> int:
         """In a thread that saves, the step that is saved."""
@@ -164,7 +164,7 @@ def draw(model: torch.nn.Module, *_: Any) -> None:
 if __name__ == "__main__":
     clock = Clock()
     clock.plant()
-    wrap("titanlike.optim.optimizer.clip_gradients", before=draw)
+    wrap("titanlike.optim.clipping.clip_gradients", before=draw)
     for said in json.loads(os.environ.get("FAULTS", "[]")):
         plant(Fault(**said), clock)
     sys.path[0] = str(SHIPPED.parent)

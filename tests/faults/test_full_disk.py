@@ -138,8 +138,8 @@ def test_a_disk_that_fills_up_and_empties(
 ) -> None:
     job = starter.start(
         tmp_path,
-        Fault("titanlike.optim.optimizer.set_learning_rate", rank=0, step=3, do="mark three, await filled"),
-        Fault("titanlike.optim.optimizer.set_learning_rate", rank=0, step=6, do="mark six, await emptied"),
+        Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=3, do="mark three, await filled"),
+        Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=6, do="mark six, await emptied"),
         **{"checkpoint.mode": "sync"},
     )
     job.wait_for(tmp_path / "three.mark")

@@ -28,13 +28,13 @@ def dies(what: str, when: str = "before", *, rank: int, step: int, given: str = 
 
 # Of a step. The save of step 4 is over by then, or nobody could say which step is the newest.
 STEPS = {
-    "before the step": Case(dies("titanlike.optim.optimizer.set_learning_rate", rank=0, step=5), (2, 4), "sync"),
+    "before the step": Case(dies("titanlike.optim.schedule.set_learning_rate", rank=0, step=5), (2, 4), "sync"),
     "between forward and backward": Case(dies("torch.Tensor.backward", rank=1, step=5), (2, 4), "sync"),
     "after the backward pass": Case(dies("torch.Tensor.backward", "after", rank=0, step=5), (2, 4), "sync"),
-    "after the norms": Case(dies("titanlike.optim.optimizer.gradient_norms", "after", rank=1, step=5), (2, 4), "sync"),
+    "after the norms": Case(dies("titanlike.optim.clipping.gradient_norms", "after", rank=1, step=5), (2, 4), "sync"),
     "before the update": Case(dies("titanlike.optim.optimizer.AdamW.step", rank=0, step=5), (2, 4), "sync"),
     "after the update": Case(dies("titanlike.optim.optimizer.AdamW.step", "after", rank=1, step=4), (2,), "sync"),
-    "in validation": Case(dies("titanlike.data.loader.Batches.num_distinct", rank=1, step=3), (2,), "sync"),
+    "in validation": Case(dies("titanlike.data.loader.BatchLoader.num_distinct", rank=1, step=3), (2,), "sync"),
     "after the record": Case(dies("titanlike.metrics.Monitor.step", "after", rank=0, step=5), (2, 4), "sync"),
 }
 
@@ -169,7 +169,7 @@ def test_a_rank_that_dies_while_the_other_commits(starter: Starter, undisturbed:
     job = starter.start(
         tmp_path,
         Fault(f"{FOLDER}.commit", rank=0, step=4, do="mark committing, sleep 0.3"),
-        Fault("titanlike.optim.optimizer.set_learning_rate", rank=1, step=5, do="await committing, SIGKILL"),
+        Fault("titanlike.optim.schedule.set_learning_rate", rank=1, step=5, do="await committing, SIGKILL"),
     )
     assert job.wait_for_a_death()[1] == -9
     newest = whole_steps(tmp_path / "runs/run/checkpoints")[-1]
@@ -181,7 +181,7 @@ def test_a_rank_that_dies_while_the_other_commits(starter: Starter, undisturbed:
 def test_what_is_written_late_is_what_was_to_be_saved(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """Steps that are made while a save is being written do not show in it."""
     late = [Fault(WRITING, "inside", rank, step=2, do="await four") for rank in (0, 1)]
-    four = Fault("titanlike.optim.optimizer.set_learning_rate", rank=0, step=4, do="mark four")
+    four = Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=4, do="mark four")
     job = starter.start(tmp_path, *late, four)
     assert job.wait() == [0, 0], job.said
     assert job.said.index("step      3/6  loss") < job.said.index("step      2/6  saved")

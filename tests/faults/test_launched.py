@@ -38,7 +38,7 @@ def kill(processes: list[int]) -> None:
 
 def pausing(step: int) -> Fault:
     """Long enough to be told something in the middle of a step."""
-    return Fault("titanlike.optim.optimizer.set_learning_rate", rank=0, step=step, do="mark pausing, sleep 1")
+    return Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=step, do="mark pausing, sleep 1")
 
 
 def test_a_process_that_is_killed_while_it_writes(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:

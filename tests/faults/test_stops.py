@@ -17,7 +17,7 @@ from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, tra
         # Before the ranks ask each other, in step 3; and after, so that step 4 is the last.
         ("SIGUSR1", 1, "torch.Tensor.backward", 3),
         pytest.param("SIGTERM", 1, "titanlike.optim.optimizer.AdamW.step", 4, marks=pytest.mark.slow),
-        pytest.param("SIGINT", 0, "titanlike.optim.optimizer.set_learning_rate", 3, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 0, "titanlike.optim.schedule.set_learning_rate", 3, marks=pytest.mark.slow),
         pytest.param("SIGTERM", 0, "titanlike.metrics.Monitor.step", 4, marks=pytest.mark.slow),
     ],
 )

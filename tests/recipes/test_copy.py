@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.launching import ROOT, SMALL, losses, python, run
 
 SECTION = '''
-from titanlike.config import base
+from titanlike.config import section
 
 
 @section

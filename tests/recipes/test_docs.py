@@ -19,7 +19,7 @@ from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
 from titanlike.data.packed_dataset import BatchSource
 from titanlike.data.prepare.prepare import prepare
-from titanlike.run.preflight import check
+from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.verify import TOLERANCES, _parse
 
@@ -49,7 +49,7 @@ def test_a_command_of_the_documents_is_a_right_one(command: str, monkeypatch: py
     arguments = Arguments(words[words.index("./run_train.sh") + 1 :])
     recipe = load(PretrainRecipe, arguments.recipe, arguments.overrides)
     processes = next((int(word.split("=")[1]) for word in words if word.startswith("NPROC=")), None)
-    check(recipe, arguments.check or processes or (1 if arguments.recipe == DEFAULT_RECIPE else 8))
+    check_recipe(recipe, arguments.check or processes or (1 if arguments.recipe == DEFAULT_RECIPE else 8))
 
 
 def test_other_commands_of_the_documents_are_right_ones() -> None:
@@ -94,7 +94,7 @@ def test_what_the_documents_verify_can_be_verified() -> None:
         chosen = _parse(layout)
         processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
         overrides = {f"parallelism.{key}": value for key, value in chosen.items()}
-        check(load(PretrainRecipe, ROOT / recipe, overrides), processes)
+        check_recipe(load(PretrainRecipe, ROOT / recipe, overrides), processes)
 
 
 def test_the_table_of_layouts_is_what_the_tests_measured() -> None:

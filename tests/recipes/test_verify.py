@@ -10,6 +10,7 @@ from tests.launching import ROOT, python
 from tests.recipes.test_copy import edited
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.load import read
+from titanlike.run.preflight import check_recipe
 from titanlike.verify import Result, _parse, differences, shrink
 
 
@@ -48,7 +49,7 @@ def test_a_loss_averaged_twice_is_found(tmp_path: Path) -> None:
     recipe = copied(
         tmp_path,
         "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens",
-        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens / mesh.data_ranks",
+        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens / mesh.num_data_ranks",
     )
     done = verify(tmp_path, recipe, "--layout", "shard=2")
     assert done.returncode == 1
@@ -126,7 +127,6 @@ def test_a_layout_that_is_impossible_at_the_real_size_is_told(tmp_path: Path) ->
 )
 def test_what_is_made_smaller_still_goes_with_the_layout(recipe: Path, layout: str) -> None:
     from titanlike.config.model_configs import GPTConfig
-    from titanlike.run.preflight import check
 
     chosen = {f"parallelism.{key}": value for key, value in _parse(layout).items()}
     if load(PretrainRecipe, recipe).model.vocab_size % 2:
@@ -138,7 +138,7 @@ def test_what_is_made_smaller_still_goes_with_the_layout(recipe: Path, layout: s
     words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in smaller.items()}
     made = load(PretrainRecipe, recipe, chosen | words)
     if made.parallelism.tensor <= getattr(values.model, "num_kv_heads", 64):
-        check(made, processes)
+        check_recipe(made, processes)
     assert made.model.num_parameters() < 1_500_000 or isinstance(made.model, GPTConfig)
     assert read(recipe)
 

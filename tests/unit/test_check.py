@@ -10,8 +10,8 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import blocks_of, split_blocks, stages_of
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
-from titanlike.run.preflight import check, check_machine
-from titanlike.run.run_dir import headlines
+from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run.run_dir import summary_lines
 
 
 def recipe(**sections: Any) -> PretrainRecipe:
@@ -22,9 +22,9 @@ def recipe(**sections: Any) -> PretrainRecipe:
 
 
 def test_the_defaults_are_right() -> None:
-    check(PretrainRecipe(), 1)
-    check(PretrainRecipe(), 8)
-    check(recipe(training=dict(steps=3)), 1)  # shorter than the warm-up
+    check_recipe(PretrainRecipe(), 1)
+    check_recipe(PretrainRecipe(), 8)
+    check_recipe(recipe(training=dict(steps=3)), 1)  # shorter than the warm-up
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_defaults_are_right() -> None:
 )
 def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], processes: int, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        check(recipe(**sections), processes)
+        check_recipe(recipe(**sections), processes)
     assert message in str(caught.value)
 
 
@@ -254,14 +254,14 @@ def test_an_impossible_layout_is_refused_with_the_remedy(
     sections: dict[str, Any], processes: int, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        check(recipe(**sections), processes)
+        check_recipe(recipe(**sections), processes)
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_remedy_that_would_be_wrong_is_not_given() -> None:
     with pytest.raises(UserError, match=r"there are 3 processes; start 4$"):
-        check(recipe(parallelism=dict(tensor=2, shard=2), training=dict(global_batch_size=6)), 3)
+        check_recipe(recipe(parallelism=dict(tensor=2, shard=2), training=dict(global_batch_size=6)), 3)
 
 
 def test_shard_takes_what_all_others_leave() -> None:
@@ -304,7 +304,7 @@ def test_the_layout_is_shown_as_a_table() -> None:
         parallelism=dict(pipeline=2, pipeline_schedule="interleaved_1f1b", tensor=2),
         training=dict(global_batch_size=8, local_batch_size=2, seq_len=128),
     )
-    shown = headlines(given, given.parallelism.resolve(8).dimensions(), "cpu", 1000)
+    shown = summary_lines(given, given.parallelism.resolve(8).dimensions(), "cpu", 1000)
     assert shown[-5:] == [
         "batch   8 sequences x 128 tokens a step; each rank takes 2 x 2",
         "ranks   8 on cpu; compute bfloat16, compile block",
@@ -316,7 +316,7 @@ def test_the_layout_is_shown_as_a_table() -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
-        check(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(decay_steps=5000)), 1)
+        check_recipe(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(decay_steps=5000)), 1)
     assert len(str(caught.value).splitlines()) == 3
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.config import PretrainRecipe, UserError, base, load, to_toml
+from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
 from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 
 
@@ -73,11 +73,11 @@ def test_recipes_are_frozen() -> None:
 
 
 def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
-    @base.section
+    @section
     class Ema:
         decay: float = 0.9
 
-    @base.section
+    @section
     class MyRecipe(PretrainRecipe):
         ema: Ema = Ema()
 
@@ -158,12 +158,12 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
 
 
 def test_lists_and_absent_values_of_a_section_of_ones_own(tmp_path: Path) -> None:
-    @base.section
+    @section
     class Mine:
         names: tuple[int, ...] = ()
         cap: int | None = None
 
-    @base.section
+    @section
     class MyRecipe(PretrainRecipe):
         mine: Mine = Mine()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import stream
-from titanlike.data.loader import Batches
+from titanlike.data.loader import BatchLoader
 from titanlike.data.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
 from titanlike.data.stream import Stream
 from titanlike.data.text.documents import Fields
@@ -49,11 +49,11 @@ def read(
         for rank in range(ranks):
             feed = make()
             feed.begin(json.loads(json.dumps(position)))
-            batches = Batches(
-                feed, global_batch_size=size, local_batch_size=local, data_rank=rank, data_ranks=ranks, seed=0,
+            batches = BatchLoader(
+                feed, global_batch_size=size, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=0,
                 device=torch.device("cpu"),
             )  # fmt: skip
-            with batches.ahead(ahead, first, STEPS):  # more than are asked for before the stop
+            with batches.prefetch(ahead, first, STEPS):  # more than are asked for before the stop
                 for step in range(first, last + 1):
                     found[step - 1] += batches.microbatches(step)
             lanes |= {lane[0]: lane for lane in batches._position or ()}

@@ -17,10 +17,10 @@ from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
-from titanlike.float8.selection import headlines, names, select
+from titanlike.float8.selection import names, select, summary_lines
 from titanlike.float8.validation import hardware_problems
 from titanlike.models import build_model
-from titanlike.run.preflight import check, check_machine
+from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.resume import as_json
 
 LARGE = LlamaConfig(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
@@ -90,7 +90,7 @@ def test_a_name_is_whole_parts_of_a_name(pattern: str, matrix: str, named: bool)
 
 def test_the_start_tells_what_becomes_of_which_matrix() -> None:
     float8 = replace(TENSORWISE, all_gather=True, skip=("layers.1.attention.wq",))
-    lines = headlines(float8, LARGE.matrices(), False, compiled=True, sharded=True)
+    lines = summary_lines(float8, LARGE.matrices(), False, compiled=True, sharded=True)
     assert [line.strip() for line in lines] == [
         "float8  tensorwise; weights are gathered in float8",
         "converted: attention.wq of block 0, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3",
@@ -99,11 +99,12 @@ def test_the_start_tells_what_becomes_of_which_matrix() -> None:
         "as it was: output (the head; float8.head is false)",
     ]
     assert (
-        "EMULATED" in headlines(replace(float8, emulate=True), LARGE.matrices(), False, compiled=True, sharded=True)[-1]
+        "EMULATED"
+        in summary_lines(replace(float8, emulate=True), LARGE.matrices(), False, compiled=True, sharded=True)[-1]
     )
-    assert "nothing is gathered" in headlines(float8, LARGE.matrices(), False, compiled=True, sharded=False)[0]
-    assert "NOT COMPILED" in headlines(float8, LARGE.matrices(), False, compiled=False, sharded=False)[-1]
-    assert headlines(Float8(), LARGE.matrices(), False, compiled=False, sharded=True) == []
+    assert "nothing is gathered" in summary_lines(float8, LARGE.matrices(), False, compiled=True, sharded=False)[0]
+    assert "NOT COMPILED" in summary_lines(float8, LARGE.matrices(), False, compiled=False, sharded=False)[-1]
+    assert summary_lines(Float8(), LARGE.matrices(), False, compiled=False, sharded=True) == []
 
 
 @pytest.mark.parametrize(
@@ -145,13 +146,13 @@ def test_what_cannot_work_is_said(float8: dict[str, Any], sections: dict[str, An
     wrong = recipe(float8, **sections)
     processes = wrong.parallelism.tensor * wrong.parallelism.context
     with pytest.raises(UserError) as caught:
-        check(wrong, processes)
+        check_recipe(wrong, processes)
     assert message in str(caught.value)
 
 
 def test_sizes_do_not_matter_where_they_are_not_multiplied() -> None:
-    check(recipe(dict(skip=("w1", "w2", "w3")), model=replace(LARGE, ffn_dim=14344)), 1)
-    check(recipe(dict(scaling="rowwise_with_gw_hp"), training=dict(seq_len=1028, local_batch_size=1)), 1)
+    check_recipe(recipe(dict(skip=("w1", "w2", "w3")), model=replace(LARGE, ffn_dim=14344)), 1)
+    check_recipe(recipe(dict(scaling="rowwise_with_gw_hp"), training=dict(seq_len=1028, local_batch_size=1)), 1)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_the_study_is_one_change_after_the_other() -> None:
     assert changes == [{"compile"}, {"float8"}, {"float8"}]
     assert recipes[-1].float8 == Float8(scaling="tensorwise", all_gather=True)
     for each in recipes:
-        check(each, 8)
+        check_recipe(each, 8)
 
 
 def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:

@@ -50,9 +50,9 @@ def test_rates_count_data_wait_and_leave_out_validation_and_saving(tmp_path: Pat
     with monitor(tmp_path) as watched:
         clock.now += 4.0
         step(watched, 1)
-        with watched.not_training():
+        with watched.exclude_from_throughput():
             clock.now += 50.0
-        with watched.waiting_for_data():
+        with watched.data_wait():
             clock.now += 0.5
         clock.now += 1.5
         step(watched, 2)

@@ -138,7 +138,7 @@ def test_a_bad_step_is_skipped_and_told() -> None:
     assert [met(guard, step, bad=step == 2) for step in range(1, 5)] == [True, False, True, True]
     infinite = Norms(torch.tensor(float("inf")), torch.tensor([1.0, float("inf")]), ["first", "second"])
     assert not guard.should_step(5, torch.tensor(1.0), torch.tensor(1.0), infinite)
-    guard.catch_up()
+    guard.flush()
     assert guard.skipped == [2, 5]
     assert told[0] == (2, "the loss is nan on rank 0")
     assert told[1] == (5, "the loss is finite, but not the gradient of second, in the part held by rank 0")

@@ -38,7 +38,10 @@ class Ended(NamedTuple):
 
 def start(folder: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
     # The command, with units so small that a moment's work has many.
-    program = "from titanlike.data.prepare import work_units; work_units.SMALLEST = 400_000; from titanlike.cli.main import main; main()"
+    program = (
+        "from titanlike.data.prepare import work_units; work_units.SMALLEST = 400_000; "
+        "from titanlike.cli.main import main; main()"
+    )
     command = [sys.executable, "-c", program, "data", "prepare", *words]
     return subprocess.Popen(
         command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -182,7 +185,8 @@ def test_a_full_disk_is_one_sentence(large: Path, tmp_path: Path) -> None:
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, titanlike.cli.data, titanlike.data.prepare.prepare, titanlike.data.text.train_tokenizer, titanlike.data.prepare.workers; "
+        "import sys, titanlike.cli.data, titanlike.data.prepare.prepare; "
+        "import titanlike.data.text.train_tokenizer, titanlike.data.prepare.workers; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(PYTHONPATH=str(ROOT)), check=True)

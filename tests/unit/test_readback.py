@@ -45,8 +45,8 @@ def test_a_bad_last_step_is_found_by_who_catches_up() -> None:
     guard = NonFiniteGuard()
     looks(guard, [1.0, float("inf")])
     with pytest.raises(UserError, match="step 2: "):
-        guard.catch_up()
-    guard.catch_up()  # once is enough
+        guard.flush()
+    guard.flush()  # once is enough
 
 
 @pytest.mark.usefixtures("late")
@@ -54,7 +54,7 @@ def test_good_steps_pass_and_none_is_left() -> None:
     guard = NonFiniteGuard()
     looks(guard, [1.0, 2.0, 3.0])
     assert len(guard.unseen) == 1
-    guard.catch_up()
+    guard.flush()
     assert not guard.unseen
 
 
@@ -89,7 +89,7 @@ def test_a_record_waits_for_the_next_step_and_nothing_is_lost(tmp_path: Path) ->
             watched.step(step, loss=torch.tensor(float(step)), grad_norm=torch.tensor(1.0), learning_rate=0.1)
             if step == 4:
                 assert [record["step"] for record in records(tmp_path)] == [1, 2]
-                with watched.not_training():
+                with watched.exclude_from_throughput():
                     assert [record["step"] for record in records(tmp_path)] == [1, 2, 4]
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(record["step"], record["loss"]) for record in found] == [(1, 1.0), (2, 2.0), (4, 4.0), (6, 6.0)]

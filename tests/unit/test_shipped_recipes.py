@@ -13,7 +13,7 @@ from titanlike.config.load import joined
 from titanlike.models import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
-from titanlike.run.preflight import check
+from titanlike.run.preflight import check_recipe
 from titanlike.run.start import program_of
 from titanlike.utils.dtensor import local_tensor
 
@@ -43,8 +43,8 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     count, processes = SHIPPED[name]
     path = FOLDER / f"{name}.toml"
     recipe = load(PretrainRecipe, path)
-    check(recipe, processes)
-    check(recipe, 8)  # `./run_train.sh` takes every GPU of a machine
+    check_recipe(recipe, processes)
+    check_recipe(recipe, 8)  # `./run_train.sh` takes every GPU of a machine
     with torch.device("meta"):
         model = build_model(recipe.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
@@ -66,7 +66,7 @@ def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, override
     """The transforms of the real recipe at its real size, on the meta device, over ranks that are only pretended."""
     count, processes = SHIPPED[name]
     recipe = load(PretrainRecipe, FOLDER / f"{name}.toml", {f"parallelism.{key}": n for key, n in overrides.items()})
-    check(recipe, processes)
+    check_recipe(recipe, processes)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     try:
         layout = recipe.parallelism.resolve(processes)

@@ -10,7 +10,7 @@ from rich.console import Console
 from titanlike.cli.main import main
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.sections import Tokenizer
-from titanlike.data.inspect import inspect_recipe
+from titanlike.data.inspection import inspect_recipe
 from titanlike.data.prepare.prepare import prepare
 from titanlike.data.text.documents import Fields
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titanlike.config import UserError
-from titanlike.data.loader import Batches
+from titanlike.data.loader import BatchLoader
 from titanlike.data.packed_dataset import (
     BatchSource,
     InMemoryTokens,
@@ -30,10 +30,10 @@ def batches(
     local: int = 2,
     seed: int = 0,
     apart: Separator | None = None,
-) -> Batches:
+) -> BatchLoader:
     feed = ShuffledMixture([windows], seed=seed, global_batch_size=8) if isinstance(windows, PackedDataset) else windows
-    return Batches(
-        feed, global_batch_size=8, local_batch_size=local, data_rank=rank, data_ranks=ranks, seed=seed,
+    return BatchLoader(
+        feed, global_batch_size=8, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=seed,
         device=torch.device("cpu"), apart=apart,
     )  # fmt: skip
 
@@ -157,12 +157,13 @@ def test_the_shares_of_a_mixture_add_up_whatever_the_weights(weights: list[float
 def test_documents_are_kept_apart() -> None:
     tokens = InMemoryTokens(np.array([7, 9, 1, 2, 9, 3, 4, 5, 6, 9, 8], np.uint16))
     found = batches(
-        ShuffledMixture([PackedDataset(tokens, 10)], seed=0, global_batch_size=8), apart=Separator(9, closes=True)
+        ShuffledMixture([PackedDataset(tokens, 10)], seed=0, global_batch_size=8),
+        document_separator=Separator(9, closes=True),
     )
     batch = found.microbatches(1)[0]
     assert batch.inputs["tokens"][0].tolist() == [7, 9, 1, 2, 9, 3, 4, 5, 6, 9]
-    assert batch.inputs["documents"][0].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
-    assert batch.inputs["positions"][0].tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert batch.inputs["document_ids"][0].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert batch.inputs["position_ids"][0].tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4]
     # The first token of a document follows from nothing that its document has.
     assert batch.labels[0].tolist() == [9, IGNORE, 2, 9, IGNORE, 4, 5, 6, 9, IGNORE]
     opened = document_ids_and_positions(np.array([[9, 7, 9, 1, 2]]), Separator(9, closes=False))
@@ -206,7 +207,7 @@ class Slow:
 def test_batches_are_made_ahead_and_the_position_is_that_of_what_was_taken() -> None:
     feed = Slow()
     source = batches(feed)
-    with source.ahead(3, first=5, last=20):
+    with source.prefetch(3, first=5, last=20):
         for step in (5, 6):
             assert int(source.microbatches(step)[0].labels[0, 0]) == step
             deadline = time.monotonic() + 10
@@ -223,7 +224,7 @@ def test_batches_are_made_ahead_and_the_position_is_that_of_what_was_taken() -> 
 
 def test_what_goes_wrong_ahead_is_raised_at_its_step() -> None:
     source = batches(Slow(fails_at=3))
-    with source.ahead(5, first=1, last=9):
+    with source.prefetch(5, first=1, last=9):
         assert [len(source.microbatches(step)) for step in (1, 2)] == [4, 4]
         with pytest.raises(UserError, match="step 3 has no data"):
             source.microbatches(3)

@@ -1,7 +1,7 @@
 """Saving a run and taking it up again."""
 
 from titanlike.checkpoint.loader import consolidate, read_whole
-from titanlike.checkpoint.saver import CheckpointManager, Outcome
+from titanlike.checkpoint.saver import CheckpointManager, SaveResult
 from titanlike.checkpoint.store import CheckpointMetadata
 
-__all__ = ["CheckpointManager", "CheckpointMetadata", "Outcome", "consolidate", "read_whole"]
+__all__ = ["CheckpointManager", "CheckpointMetadata", "SaveResult", "consolidate", "read_whole"]

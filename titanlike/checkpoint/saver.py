@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """What came of a save."""
 
     step: int
@@ -51,7 +51,7 @@ class CheckpointManager:
         self.seconds = 0.0  # that the last save took
         self._failures = 0  # saves in a row that failed
         self._error = ""  # of the last of them
-        self._outcomes: list[Outcome] = []  # that nobody has asked for
+        self._outcomes: list[SaveResult] = []  # that nobody has asked for
         self._stage = Stage()
         self._group: dist.ProcessGroup | None = None
         self._under_way: _Save | None = None
@@ -150,7 +150,7 @@ class CheckpointManager:
         if wait or self.section.mode == "sync":
             self.wait()
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveResult]:
         """What came of saves that were under way and are no more. Never waits."""
         if self._under_way and not self._under_way.is_alive():
             self._take_outcome()
@@ -226,7 +226,7 @@ class _Save(threading.Thread):
         super().__init__(name=f"save of step {saved.step}", daemon=True)
         self.kept, self.section, self.group = kept, section, group
         self.saved, self.pieces, self.notes, self.size = saved, pieces, notes, size
-        self.outcome: Outcome | None = None
+        self.outcome: SaveResult | None = None
         self.crash: BaseException | None = None
 
     def begin(self, arrival: torch.cuda.Event | None, started: float) -> None:
@@ -240,7 +240,7 @@ class _Save(threading.Thread):
         try:
             error, remark = self._save()
             seconds = time.perf_counter() - self.started
-            self.outcome = Outcome(self.saved.step, self.size, self.stall, seconds, error, remark)
+            self.outcome = SaveResult(self.saved.step, self.size, self.stall, seconds, error, remark)
         except BaseException as crash:  # noqa: BLE001  another rank is gone, say: the training thread raises it
             self.crash = crash
 

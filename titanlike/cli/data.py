@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from titanlike.cli import inspect
+from titanlike.cli import data_inspect
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.distributed import environment
@@ -83,7 +83,7 @@ def add(commands: Any) -> None:
         help="read so many bytes of text at most, a share of each file (268435456)",
     )  # fmt: skip
     _add_fields(train)
-    inspect.add(below)
+    data_inspect.add(below)
 
 
 def _add_fields(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Do what this command line says, or say what is wrong with it."""
     if arguments.data_command == "inspect":
-        inspect.run(arguments, overrides)
+        data_inspect.run(arguments, overrides)
         return
     from titanlike.data.text.documents import BadRecord, Fields
 

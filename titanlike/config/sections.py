@@ -103,7 +103,7 @@ class Data:
     cache: str = ""
     """A folder that keeps the tokens of `text` for later starts. Empty: `~/.cache/titanlike`."""
     prefetch: NonNegative = 2
-    """Batches that are made before they are asked for, beside the training. 0: none."""
+    """BatchLoader that are made before they are asked for, beside the training. 0: none."""
     workers: Positive = 4
     """Threads that read a `stream`. They do not change what is read."""
 
@@ -148,9 +148,9 @@ class Training:
     skip_window: Positive = 100
     """Steps among which the skipped ones are counted."""
 
-    def num_microbatches(self, data_ranks: int) -> int:
+    def num_microbatches(self, num_data_ranks: int) -> int:
         """Forward and backward passes that one rank makes in a step."""
-        return num_microbatches(self.global_batch_size, self.local_batch_size, data_ranks)
+        return num_microbatches(self.global_batch_size, self.local_batch_size, num_data_ranks)
 
 
 @section

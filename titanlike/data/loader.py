@@ -1,4 +1,4 @@
-"""Batches for one rank, made ahead of time: tensors of what a feed says each step reads."""
+"""BatchLoader for one rank, made ahead of time: tensors of what a feed says each step reads."""
 
 import queue
 import threading
@@ -28,7 +28,7 @@ class Batch:
     labels: Tensor  # (B, T): the next token at each place
 
 
-class Batches:
+class BatchLoader:
     """This rank's share of each global batch, in micro-batches."""
 
     def __init__(
@@ -38,44 +38,44 @@ class Batches:
         global_batch_size: int,
         local_batch_size: int,
         data_rank: int,
-        data_ranks: int,
+        num_data_ranks: int,
         seed: int,
         device: torch.device,
-        places: Tensor | None = None,
-        apart: Separator | None = None,
-        noise: bool = False,
+        position_ids: Tensor | None = None,
+        document_separator: Separator | None = None,
+        dropout_bits: bool = False,
     ) -> None:
-        """`places` are those of each sequence that this rank holds, all of them unless given. With `apart` documents do not
-        see each other, and their positions count from 0."""
+        """`position_ids` are the positions of each sequence that this rank holds; default: all. With `document_separator`,
+        attention does not cross documents, and positions count from 0 in each of them."""
         self.feed = feed
         self.local_batch_size = local_batch_size
-        share = global_batch_size // data_ranks
+        share = global_batch_size // num_data_ranks
         self.mine = range(data_rank * share, (data_rank + 1) * share)
         self.seed = seed
         self.device = device
         everything = torch.arange(feed.seq_len)
-        self.places = everything if places is None else places
-        self.has_all = torch.equal(self.places, everything)
-        self.positions = self.places.repeat(share, 1)
-        self.apart = apart
-        self.noise = noise
+        self.position_ids = everything if position_ids is None else position_ids
+        self.has_all = torch.equal(self.position_ids, everything)
+        self.default_position_ids = self.position_ids.repeat(share, 1)
+        self.document_separator = document_separator
+        self.dropout_bits = dropout_bits
         self._position: list[Any] | None = None  # of the feed, after the last step that was taken
-        self._ahead: _Ahead | None = None
+        self._prefetcher: _Prefetcher | None = None
 
     @contextmanager
-    def ahead(self, num_steps: int, first: int, last: int) -> Iterator[None]:
+    def prefetch(self, num_steps: int, first: int, last: int) -> Iterator[None]:
         """Make the batches of these steps in a thread, so many before they are asked for."""
-        self._ahead = _Ahead(self, range(first, last + 1), num_steps) if num_steps else None
+        self._prefetcher = _Prefetcher(self, range(first, last + 1), num_steps) if num_steps else None
         try:
             yield
         finally:
-            if self._ahead:
-                self._ahead.stop()
-            self._ahead = None
+            if self._prefetcher:
+                self._prefetcher.stop()
+            self._prefetcher = None
 
     def microbatches(self, step: int) -> list[Batch]:
         """What this rank trains on in a step, counted from 1."""
-        tensors, self._position = self._ahead.take(step) if self._ahead else self.make(step)
+        tensors, self._position = self._prefetcher.take(step) if self._prefetcher else self.make(step)
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
         parts = [
             dict(zip(on_device, part, strict=True))
@@ -99,10 +99,12 @@ class Batches:
         """The tensors of all micro-batches, in the host's memory, and the position of the feed after them."""
         rows = self.feed.rows(step, self.mine)
         whole = {name: torch.from_numpy(values) for name, values in self._arrays(rows).items()}
-        tensors = {name: t.contiguous() if self.has_all else t[:, self.places] for name, t in whole.items()}
-        tensors.setdefault("positions", self.positions)
-        if self.noise:
-            tensors["noise"] = torch.from_numpy(_noise(self.seed, rows.numbers, self.places.numpy()))
+        tensors = {name: t.contiguous() if self.has_all else t[:, self.position_ids] for name, t in whole.items()}
+        tensors.setdefault("position_ids", self.default_position_ids)
+        if self.dropout_bits:
+            tensors["dropout_bits"] = torch.from_numpy(
+                _dropout_bits(self.seed, rows.numbers, self.position_ids.numpy())
+            )
         if self.device.type == "cuda":
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return tensors, self.feed.position()
@@ -111,20 +113,20 @@ class Batches:
         """What a model is given, for whole sequences (N, T)."""
         tokens, loss_mask = rows.tokens, rows.loss_mask
         arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-        if self.apart:
-            documents, positions = document_ids_and_positions(tokens, self.apart)
+        if self.document_separator:
+            documents, positions = document_ids_and_positions(tokens, self.document_separator)
             same = documents[:, 1:] == documents[:, :-1]  # the first token of a document follows from nothing
-            arrays |= {"positions": positions[:, :-1], "documents": documents[:, :-1]}
+            arrays |= {"position_ids": positions[:, :-1], "document_ids": documents[:, :-1]}
             arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
         if loss_mask is not None:
             arrays["labels"] = np.where(loss_mask[:, 1:], arrays["labels"], IGNORE)
         return arrays
 
 
-class _Ahead(threading.Thread):
+class _Prefetcher(threading.Thread):
     """Makes batches in the order of their steps. What goes wrong is raised where the batch is asked for."""
 
-    def __init__(self, batches: Batches, steps: range, most: int) -> None:
+    def __init__(self, batches: BatchLoader, steps: range, most: int) -> None:
         super().__init__(name="batches", daemon=True)  # one that waits for a far-away file must not keep the process
         self.batches = batches
         self.steps = steps
@@ -166,10 +168,12 @@ class _Ahead(threading.Thread):
                 continue
 
 
-def _noise(seed: int, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _dropout_bits(
+    seed: int, sequences: npt.NDArray[np.int64], position_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
     """32 random bits for each place of each sequence of the stream."""
     start = np.uint64(derive_seed(seed, "dropout"))
-    bits = start + (sequences.astype(np.uint64)[:, None] << np.uint64(32)) + places.astype(np.uint64)
+    bits = start + (sequences.astype(np.uint64)[:, None] << np.uint64(32)) + position_ids.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     return (bits >> np.uint64(32)).astype(np.int64)

@@ -43,7 +43,7 @@ def summary(verdicts: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def headlines(
+def summary_lines(
     float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool, *, compiled: bool, sharded: bool
 ) -> list[str]:
     """What to tell at the start: how, which matrices, which not, and what is slow."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint import Outcome
+from titanlike.checkpoint import SaveResult
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
 from titanlike.metrics.terminal import Screen
 from titanlike.metrics.trackers import Records
@@ -49,18 +49,18 @@ class Monitor:
             self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self.started = self.window_started = time.perf_counter()
         self.window_steps = 0
-        self.data_wait = 0.0
+        self._data_wait = 0.0
         self.unseen: tuple[int, AsyncD2H, float] | None = None
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
+    def data_wait(self) -> Iterator[None]:
         """Time in here is part of the step, and told apart as data wait."""
         start = time.perf_counter()
         yield
-        self.data_wait += time.perf_counter() - start
+        self._data_wait += time.perf_counter() - start
 
     @contextmanager
-    def not_training(self) -> Iterator[None]:
+    def exclude_from_throughput(self) -> Iterator[None]:
         """Time in here (validation, saving) does not count in the training rates."""
         self._record_last()
         start = time.perf_counter()
@@ -98,18 +98,18 @@ class Monitor:
                 "tflops_per_device": flops / 1e12,
                 "mfu": flops / self.peak if self.peak else None,
                 "memory_gib": peak_memory_gib(self.device),
-                "data_wait": self.data_wait / seconds,
+                "data_wait": self._data_wait / seconds,
                 "step_seconds": seconds / self.window_steps,
                 "elapsed_seconds": now - self.started,
             },
         )
-        self.window_started, self.window_steps, self.data_wait = time.perf_counter(), 0, 0.0
+        self.window_started, self.window_steps, self._data_wait = time.perf_counter(), 0, 0.0
 
     def validation(self, step: int, loss: float) -> None:
         """Record a validation loss."""
         self._record(step, {"validation_loss": loss, "elapsed_seconds": time.perf_counter() - self.started})
 
-    def saved(self, outcomes: Sequence[Outcome]) -> None:
+    def record_saves(self, outcomes: Sequence[SaveResult]) -> None:
         """Record what came of saves."""
         for outcome in outcomes:
             if outcome.error:
@@ -122,17 +122,17 @@ class Monitor:
 
     def warn(self, text: str) -> None:
         """Tell the user what is not right and does not stop the run."""
-        self.note(f"warning: {text}")
+        self.print(f"warning: {text}")
 
     def skipped(self, step: int, cause: str) -> None:
         """Record a step whose update was left out, and why."""
         self._record_last()
         self._keep(step, {"skipped": cause, "elapsed_seconds": time.perf_counter() - self.started})
-        self.note(f"step {step:>6}/{self.num_steps}  skipped: {cause}")
+        self.print(f"step {step:>6}/{self.num_steps}  skipped: {cause}")
         if self.tensorboard:
             self.tensorboard.add_text("skipped", cause, step)
 
-    def note(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Tell the user something that is not a number."""
         if self.screen:
             self.screen.note(text)

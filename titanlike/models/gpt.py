@@ -52,20 +52,20 @@ class GPT(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        noise: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, vocabulary) for tokens (B, T), or the loss summed over `labels`. Of the same shape, each where it is
         wanted: `positions`, which count from 0 unless given; a number for each token's document; random bits for dropout."""
         h = tokens
         if self.tok_embeddings is not None and self.pos_embeddings is not None:
-            if positions is None:
-                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            h = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions), noise)  # (B, T, D)
+            if position_ids is None:
+                position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            h = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(position_ids), dropout_bits)  # (B, T, D)
         for layer in self.layers.values():
-            h = layer(h, documents, noise)
+            h = layer(h, document_ids, dropout_bits)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h, labels) if self.output is not None else h
 
@@ -94,9 +94,9 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(shape.dropout, site=2 * index + 1)
         self.ffn_dropout = Dropout(shape.dropout, site=2 * index + 2)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        h = x + self.attention_dropout(self.attention(self.attention_norm(x), documents), noise)
-        return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), noise)
+    def forward(self, x: Tensor, document_ids: Tensor | None = None, dropout_bits: Tensor | None = None) -> Tensor:
+        h = x + self.attention_dropout(self.attention(self.attention_norm(x), document_ids), dropout_bits)
+        return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), dropout_bits)
 
 
 class Attention(nn.Module):
@@ -111,10 +111,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(shape.dim, shape.dim)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         # The numbers of tokens and of heads are read off the projections: x may be a slice of either.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        h = self.attend(q, k, v, documents)  # (B, H, T, E)
+        h = self.attend(q, k, v, document_ids)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 

@@ -31,20 +31,20 @@ LossOf = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 class CausalAttention(nn.Module):
     """Each token sees those before it, and itself; with documents, only those of its own document."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Queries (B, H, T, E), keys and values (B, K, T, E), a number for each token's document (B, T)."""
         mask = None
-        if documents is not None:
+        if document_ids is not None:
             places = torch.arange(q.shape[2], device=q.device)
-            mask = visible(places, places, documents, documents)
+            mask = document_causal_mask(places, places, document_ids, document_ids)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
-def visible(seeing: Tensor, seen: Tensor, seeing_documents: Tensor, seen_documents: Tensor) -> Tensor:
+def document_causal_mask(seeing: Tensor, seen: Tensor, query_document_ids: Tensor, key_document_ids: Tensor) -> Tensor:
     """Which of the places `seen` (S,) each of the places `seeing` (T,) may look at: (B, 1, T, S)."""
-    same = seeing_documents[:, None, :, None] == seen_documents[:, None, None, :]
+    same = query_document_ids[:, None, :, None] == key_document_ids[:, None, None, :]
     return same & (seeing[:, None] >= seen[None, :])
 
 
@@ -99,10 +99,10 @@ class Dropout(nn.Module):
         self.share = share
         self.site = site  # another pattern at each place of the model
 
-    def forward(self, x: Tensor, noise: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, dropout_bits: Tensor | None) -> Tensor:
         """`noise` has 32 random bits for each token (B, T), as integers; without it nothing is dropped."""
-        if noise is None or not self.share:
+        if dropout_bits is None or not self.share:
             return x
         channels = torch.arange(x.shape[-1], device=x.device)
-        draws = spread(noise[..., None] + self.site * 0x9E3779B1 + channels * 0x85EBCA77)  # (B, T, D)
+        draws = spread(dropout_bits[..., None] + self.site * 0x9E3779B1 + channels * 0x85EBCA77)  # (B, T, D)
         return torch.where(draws >= int(self.share * 2**32), x / (1.0 - self.share), 0.0).to(x.dtype)

@@ -53,21 +53,21 @@ class Llama(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        noise: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, vocabulary) for tokens (B, T), or the loss summed over `labels`. Of the same shape, each where it is
         wanted: `positions`, which count from 0 unless given; a number for each token's document; random bits for dropout."""
         h = tokens
         if self.tok_embeddings is not None:
-            h = self.dropout(self.tok_embeddings(tokens), noise)  # (B, T, D)
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        rope = rotary_angles(self.shape, positions)
+            h = self.dropout(self.tok_embeddings(tokens), dropout_bits)  # (B, T, D)
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        rope = rotary_angles(self.shape, position_ids)
         for layer in self.layers.values():
-            h = layer(h, rope, documents, noise)
+            h = layer(h, rope, document_ids, dropout_bits)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h, labels) if self.output is not None else h
 
@@ -97,10 +97,14 @@ class Block(nn.Module):
         self.ffn_dropout = Dropout(shape.dropout, site=2 * index + 2)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None, noise: Tensor | None = None
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        document_ids: Tensor | None = None,
+        dropout_bits: Tensor | None = None,
     ) -> Tensor:
-        h = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, documents), noise)
-        return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), noise)
+        h = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, document_ids), dropout_bits)
+        return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), dropout_bits)
 
 
 class Attention(nn.Module):
@@ -115,10 +119,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(shape.num_heads * shape.head_dim, shape.dim, bias=False)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], document_ids: Tensor | None = None) -> Tensor:
         # The numbers of tokens and of heads are read off the projections: x may be a slice of either.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        h = self.attend(rotate(q, rope), rotate(k, rope), v, documents)  # (B, H, T, E)
+        h = self.attend(rotate(q, rope), rotate(k, rope), v, document_ids)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
@@ -135,14 +139,14 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def rotary_angles(shape: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_angles(shape: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine (B, 1, T, E) of each position's rotation (B, T), in float32: made anew in each pass, so there is no
     buffer to keep right."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
+    exponents = torch.arange(0, shape.head_dim, 2, device=position_ids.device, dtype=torch.float32) / shape.head_dim
     frequencies = shape.rope_theta**-exponents  # (E/2,)
     if shape.rope_scaling != 1.0:
         frequencies = stretch(frequencies, shape.rope_scaling, shape.rope_original_seq_len)
-    angles = positions.float()[:, None, :, None] * frequencies
+    angles = position_ids.float()[:, None, :, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): the two halves of a head turn together
     return angles.cos(), angles.sin()
 

@@ -49,7 +49,7 @@ class NonFiniteGuard:
             self._look()
         return True
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Look at every step so far."""
         while self.unseen:
             self._look()

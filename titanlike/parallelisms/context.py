@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.distributed.collectives import all_gather
-from titanlike.models.layers import visible
+from titanlike.models.layers import document_causal_mask
 
 
 def context_position_ids(seq_len: int, mesh: DeviceMesh) -> Tensor:
@@ -45,31 +45,31 @@ def apply_context(blocks: nn.ModuleDict, mesh: DeviceMesh) -> None:
         attend.forward = forward
 
 
-def attend_over(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, *, mesh: DeviceMesh) -> Tensor:
+def attend_over(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None, *, mesh: DeviceMesh) -> Tensor:
     """Attention of this rank's queries (B, H, T, E) to the keys and values (B, K, T, E) of all ranks, gathered before they
     are repeated for the heads of a group: no more is moved than there is."""
     keys, values = gather_sequence(k, 2, mesh), gather_sequence(v, 2, mesh)
-    all_documents = None if documents is None else gather_sequence(documents, 1, mesh)
+    all_document_ids = None if document_ids is None else gather_sequence(document_ids, 1, mesh)
     length = q.shape[2] // 2
     attended = []
     for half, piece in enumerate((mesh.get_local_rank(), 2 * mesh.size() - 1 - mesh.get_local_rank())):
         mine = slice(half * length, (half + 1) * length)
         seen = slice((piece + 1) * length)  # nothing behind this piece is visible from it
         whose = None
-        if documents is not None and all_documents is not None:
-            whose = documents[:, mine], all_documents[:, seen]
+        if document_ids is not None and all_document_ids is not None:
+            whose = document_ids[:, mine], all_document_ids[:, seen]
         attended.append(attend_to_prefix(q[:, :, mine], keys[:, :, seen], values[:, :, seen], whose))
     return torch.cat(attended, dim=2)
 
 
-def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, document_ids: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Causal attention of queries (B, H, T, E) that belong to the last T of the keys and values (B, K, S, E)."""
-    if documents is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+    if document_ids is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         # To this kernel causal means just that, and it needs no mask. (By way of F.scaled_dot_product_attention it would mean
         # that the queries belong to the first keys.)
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         return out
     places = torch.arange(k.shape[2], device=q.device)
     seeing = places[-q.shape[2] :]
-    mask = seeing[:, None] >= places if documents is None else visible(seeing, places, *documents)
+    mask = seeing[:, None] >= places if document_ids is None else document_causal_mask(seeing, places, *document_ids)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

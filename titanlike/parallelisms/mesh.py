@@ -20,20 +20,20 @@ class Mesh:
     """
 
     sizes: dict[str, int]  # of all five dimensions
-    weights: DeviceMesh  # what FSDP shards over, and replicates over where `replicate` is above 1
+    fsdp: DeviceMesh  # what FSDP shards over, and replicates over where `replicate` is above 1
     tensor: DeviceMesh  # the ranks that share each matrix
     context: DeviceMesh  # the ranks that share each sequence
     pipeline: DeviceMesh  # the ranks that share the blocks
     data_rank: int  # which part of the data this rank reads ...
-    data_ranks: int  # ... of how many
+    num_data_ranks: int  # ... of how many
 
     @property
-    def tokens(self) -> list[dist.ProcessGroup]:
+    def loss_groups(self) -> list[dist.ProcessGroup]:
         """Groups to sum over, one after the other, for a sum over all tokens of a batch."""
-        return [self.weights.get_group(dimension) for dimension in range(self.weights.ndim)]
+        return [self.fsdp.get_group(dimension) for dimension in range(self.fsdp.ndim)]
 
     @property
-    def vocabulary(self) -> dist.ProcessGroup | None:
+    def vocab_group(self) -> dist.ProcessGroup | None:
         """The ranks that each hold a slice of the logits; None where every rank has them whole."""
         return self.tensor.get_group() if self.sizes["tensor"] > 1 else None
 
@@ -66,10 +66,10 @@ def build_mesh(
     shard_groups = group_of(grid.view(-1, context, tensor), 1)
     return Mesh(
         sizes=dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True)),
-        weights=weights["replicate", "shard"] if replicate > 1 else weights["shard"],
+        fsdp=weights["replicate", "shard"] if replicate > 1 else weights["shard"],
         tensor=weights["tensor"],
         context=DeviceMesh.from_group(shard_groups, device_type, mesh_dim_names=("context",)),
         pipeline=weights["pipeline"],
         data_rank=weights["replicate"].get_local_rank() * shard + weights["shard"].get_local_rank() // context,
-        data_ranks=replicate * shard,
+        num_data_ranks=replicate * shard,
     )

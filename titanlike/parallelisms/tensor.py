@@ -81,12 +81,12 @@ def apply_tensor(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
             f"add it, as one of {', '.join(STYLES)}"
         )
 
-    def slice_noise(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        noise = named.get("noise")
-        return args, named if noise is None else named | {"noise": _its_tokens(noise, mesh)}
+    def slice_dropout_bits(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        dropout_bits = named.get("dropout_bits")
+        return args, named if dropout_bits is None else named | {"dropout_bits": _its_tokens(dropout_bits, mesh)}
 
     # Dropout falls on the stream, of which a rank has a share of the tokens.
-    model.register_forward_pre_hook(slice_noise, with_kwargs=True)
+    model.register_forward_pre_hook(slice_dropout_bits, with_kwargs=True)
 
 
 def overlap_tensor(mesh: DeviceMesh) -> None:

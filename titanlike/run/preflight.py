@@ -15,7 +15,7 @@ from titanlike.float8.validation import float8_problems, hardware_problems, toke
 from titanlike.utils.system import num_gpus
 
 
-def check(recipe: PretrainRecipe, world_size: int) -> None:
+def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     """Raise `UserError` with one line for each thing in the recipe that cannot work on so many processes."""
     problems = [
         *_model_problems(recipe),
@@ -26,9 +26,9 @@ def check(recipe: PretrainRecipe, world_size: int) -> None:
     problems += [*_tensor_problems(recipe), *_stage_problems(recipe), *float8_problems(recipe)]
     try:
         layout = recipe.parallelism.resolve(world_size)
-        data_ranks = layout.replicate * layout.shard
-        num_microbatches = recipe.training.num_microbatches(data_ranks)
-        share = recipe.training.global_batch_size // data_ranks
+        num_data_ranks = layout.replicate * layout.shard
+        num_microbatches = recipe.training.num_microbatches(num_data_ranks)
+        share = recipe.training.global_batch_size // num_data_ranks
         problems += _microbatch_problems(recipe, num_microbatches, share)
         problems += token_problems(recipe, share // num_microbatches)
     except UserError as problem:

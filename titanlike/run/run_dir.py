@@ -21,7 +21,7 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.distributed import environment, graceful_shutdown, process_group
-from titanlike.float8.selection import headlines as float8_headlines
+from titanlike.float8.selection import summary_lines as float8_headlines
 from titanlike.utils.file_lock import FileLock, LockHeld
 
 
@@ -76,7 +76,7 @@ class RunDirectory:
         comment = f"The whole recipe of this run. Run it again to resume:\n{self.command()}"
         # What was said of one start is not said of the next.
         lasting = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0, allow_changed=()))
-        facts = environment_facts(device, world_size) | {"resumed_step": resumed_step}
+        facts = environment_metadata(device, world_size) | {"resumed_step": resumed_step}
         try:
             _replace(self.path / "recipe.toml", to_toml(lasting, comment))
             _replace(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
@@ -113,11 +113,11 @@ class RunDirectory:
         return None
 
 
-def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, data: str) -> list[str]:
+def summary_lines(recipe: PretrainRecipe, layout: dict[str, int], device: str, data: str) -> list[str]:
     """What is about to be trained, in a few lines."""
     model, training = recipe.model, recipe.training
-    ranks, data_ranks = math.prod(layout.values()), layout["replicate"] * layout["shard"]
-    share, num_microbatches = training.global_batch_size // data_ranks, training.num_microbatches(data_ranks)
+    ranks, num_data_ranks = math.prod(layout.values()), layout["replicate"] * layout["shard"]
+    share, num_microbatches = training.global_batch_size // num_data_ranks, training.num_microbatches(num_data_ranks)
     stages = [str(number) for number in recipe.parallelism.split(model)]
     what = {
         "pipeline": f"{recipe.parallelism.pipeline_schedule}, stages of {' + '.join(stages)} blocks",
@@ -144,7 +144,7 @@ def headlines(recipe: PretrainRecipe, layout: dict[str, int], device: str, data:
     ]
 
 
-def machine_facts(device: torch.device) -> dict[str, str]:
+def machine_metadata(device: torch.device) -> dict[str, str]:
     """What of the machine decides how results are rounded."""
     return {"device": device.type, "torch": torch.__version__.partition("+")[0]}
 
@@ -157,7 +157,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def environment_facts(device: str, world_size: int) -> dict[str, Any]:
+def environment_metadata(device: str, world_size: int) -> dict[str, Any]:
     """What a later reader needs to know of where this ran."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -15,7 +15,7 @@ from titanlike.config.load import nearest, parse_value, read
 from titanlike.config.schema import describe, help_text
 from titanlike.config.sections import Run
 from titanlike.distributed import environment
-from titanlike.run.preflight import check, check_machine
+from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
 
 R = TypeVar("R", bound=PretrainRecipe)
@@ -90,7 +90,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         if arguments.resolved:
             print(to_toml(recipe), end="")
             sys.exit(0)
-        check(recipe, arguments.check or ranks.world_size)
+        check_recipe(recipe, arguments.check or ranks.world_size)
         if arguments.here:
             check_machine(recipe)
         placed = _place(recipe.run, arguments)

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Show it, or say what is wrong."""
     from rich.console import Console
 
-    from titanlike.data.inspect import inspect_recipe, inspect_shards
+    from titanlike.data.inspection import inspect_recipe, inspect_shards
 
     console = Console(highlight=False, soft_wrap=True)
     try:

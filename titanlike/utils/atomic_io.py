@@ -1,0 +1,43 @@
+"""Atomic file writes: a reader sees the old file or the complete new one, even if the process is killed or the disk is full."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def atomic_writer(path: Path, *, suffix: str = ".partial", durable: bool = True) -> Iterator[BinaryIO]:
+    """Opens `path` + `suffix` for unbuffered writing and renames it to `path` when the block ends without an error.
+
+    With `durable`, the content reaches the disk before the rename. The rename itself is durable after `fsync_directory`.
+    """
+    partial = path.with_name(f"{path.name}{suffix}")
+    with partial.open("wb", buffering=0) as file:
+        yield file
+        if durable:
+            os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_all(file: BinaryIO, content: bytes | memoryview) -> None:
+    """Writes all of `content` to an unbuffered file, which may accept less than it is given."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def atomic_write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replaces the content of a file with `text`, atomically."""
+    with atomic_writer(path, durable=durable) as file:
+        write_all(file, text.encode())
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
