@@ -41,13 +41,13 @@ def write(folder: Path, num_shards: int) -> str:
     return str(folder)
 
 
-def make(places: list[str], seq_len: int, batch: int, *, apart: bool = False) -> BatchLoader:
+def make(places: list[str], seq_len: int, batch: int, *, document_masks: bool = False) -> BatchLoader:
     """BatchLoader of one data rank of eight."""
     windows = [PackedDataset(Shards(place), seq_len) for place in places]
     feed = ShuffledMixture(windows, [1.0] * len(windows), seed=0, global_batch_size=8 * batch)
     return BatchLoader(
         feed, global_batch_size=8 * batch, local_batch_size=batch, data_rank=3, num_data_ranks=8, seed=0,
-        device=torch.device("cpu"), document_separator=Separator(VOCABULARY - 1, closes=True) if apart else None,
+        device=torch.device("cpu"), document_separator=Separator(VOCABULARY - 1, closes=True) if document_masks else None,
     )  # fmt: skip
 
 
@@ -73,11 +73,11 @@ def main() -> None:
         place = write(Path(folder, "shards"), arguments.shards)
         kinds = {
             "8 x 1024": make([place], 1024, 8),
-            "8 x 1024, documents apart": make([place], 1024, 8, apart=True),
+            "8 x 1024, documents apart": make([place], 1024, 8, document_masks=True),
             "8 x 1024, mixture of two": make([place, place], 1024, 8),
             "32 x 128": make([place], 128, 32),
             "4 x 8192": make([place], 8192, 4),
-            "4 x 8192, documents apart": make([place], 8192, 4, apart=True),
+            "4 x 8192, documents apart": make([place], 8192, 4, document_masks=True),
         }
         rates: dict[str, list[float]] = {name: [] for name in kinds}
         step = 0

@@ -107,7 +107,7 @@ def test_plain_lines_where_there_is_no_terminal(
         clock.now += 1.0
         step(watched, 1)
         watched.validation(1, 2.25)
-        watched.note("[a note] with brackets")
+        watched.print("[a note] with brackets")
     out = capsys.readouterr().out
     assert "step      1/5  loss 2.5000  1000 tok/s  0:04 left  grad 0.50  lr 1.0e-01  0.5 TFLOP/s  MFU unknown" in out
     assert "step      1/5  val 2.2500" in out
@@ -146,7 +146,7 @@ def test_a_rank_without_a_folder_says_and_keeps_nothing(capsys: pytest.CaptureFi
         step(watched, 2)
         watched.validation(2, 1.0)
         watched.skipped(2, "the loss is nan on rank 0")
-        watched.note("x")
+        watched.print("x")
     assert capsys.readouterr().out == ""
 
 

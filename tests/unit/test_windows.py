@@ -29,12 +29,12 @@ def batches(
     rank: int = 0,
     local: int = 2,
     seed: int = 0,
-    apart: Separator | None = None,
+    document_separator: Separator | None = None,
 ) -> BatchLoader:
     feed = ShuffledMixture([windows], seed=seed, global_batch_size=8) if isinstance(windows, PackedDataset) else windows
     return BatchLoader(
         feed, global_batch_size=8, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=seed,
-        device=torch.device("cpu"), apart=apart,
+        device=torch.device("cpu"), document_separator=document_separator,
     )  # fmt: skip
 
 
