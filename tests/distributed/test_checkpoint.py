@@ -116,10 +116,10 @@ MACHINE = {"device": "cpu", "torch": "2.13.0"}
 
 
 def saved_by(recipe: Any) -> CheckpointMetadata:
-    from titanlike.run.resume import as_json
+    from titanlike.run.run_dir import recipe_as_json
 
     return CheckpointMetadata(
-        step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
+        step=3, recipe=recipe_as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
     )
 
 

@@ -55,7 +55,7 @@ def own_program(folder: Path, line: str, planted: str) -> None:
     program = (ROOT / "recipes/pretrain.py").read_text()
     assert program.count(line) == 1
     (folder / "own.py").write_text(
-        program.replace(line, planted + line).replace("import gc\n", "import gc, os, time\n")
+        program.replace(line, planted + line).replace("import torch\n", "import os, time\nimport torch\n")
     )
     (folder / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
 

@@ -202,7 +202,7 @@ def test_a_mistake_that_only_one_process_meets_is_told(tmp_path: Path) -> None:
     assert program.count(line) == 1
     mistake = "    if mesh.data_rank == 1:\n        raise UserError('only I can see it')\n"
     program = program.replace(line, mistake + line).replace(
-        "import gc\n", "import gc\nfrom titanlike.config import UserError\n"
+        "import torch\n", "import torch\nfrom titanlike.config import UserError\n"
     )
     (tmp_path / "alone.py").write_text(program)
     (tmp_path / "alone.toml").write_text(f'recipe = "alone"\nextends = "{ROOT}/train_configs/debug.toml"\n')

@@ -67,8 +67,8 @@ def test_a_loss_averaged_twice_is_found(tmp_path: Path) -> None:
 def test_an_entry_missing_from_the_plan_is_found(tmp_path: Path, entry: str) -> None:
     recipe = copied(
         tmp_path,
-        "import gc\n",
-        f"from titanlike.models.llama import TENSOR_PLAN\n\ndel TENSOR_PLAN[{entry!r}]\n\nimport gc\n",
+        "import torch\n",
+        f"from titanlike.models.llama import TENSOR_PLAN\n\ndel TENSOR_PLAN[{entry!r}]\n\nimport torch\n",
     )
     done = verify(tmp_path, recipe, "--layout", "tensor=2")
     assert done.returncode == 1
@@ -125,7 +125,7 @@ def test_a_layout_that_is_impossible_at_the_real_size_is_told(tmp_path: Path) ->
     "layout",
     ["shard=2", "tensor=2,context=2", "tensor=4", "pipeline=2,pipeline_schedule=zbv", "pipeline=2,tensor=2,shard=2"],
 )
-def test_what_is_made_smaller_still_goes_with_the_layout(recipe: Path, layout: str) -> None:
+def test_the_shrunk_recipe_is_valid_for_the_layout(recipe: Path, layout: str) -> None:
     from titanlike.config.model_configs import GPTConfig
 
     chosen = {f"parallelism.{key}": value for key, value in _parse(layout).items()}

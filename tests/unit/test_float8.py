@@ -21,7 +21,7 @@ from titanlike.float8.selection import names, select, summary_lines
 from titanlike.float8.validation import hardware_problems
 from titanlike.models import build_model
 from titanlike.run.preflight import check_machine, check_recipe
-from titanlike.run.resume import as_json
+from titanlike.run.run_dir import recipe_as_json
 
 LARGE = LlamaConfig(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")
@@ -197,7 +197,7 @@ def test_the_study_is_one_change_after_the_other() -> None:
 def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:
     facts = {"device": "cuda", "torch": "2.11.0"}
     before = recipe(dict(emulate=False))
-    saved = CheckpointMetadata(1, as_json(before), "x", {"shard": 8}, facts)
+    saved = CheckpointMetadata(1, recipe_as_json(before), "x", {"shard": 8}, facts)
     free = replace(before, float8=replace(before.float8, all_gather=True))
     assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
     for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
@@ -210,7 +210,7 @@ def test_a_run_of_before_there_was_float8_goes_on() -> None:
     facts = {"device": "cpu", "torch": "2.13.0"}
     for model in (LlamaConfig(dropout=0.1), GPTConfig()):
         now = PretrainRecipe(model=model)
-        old = as_json(now)
+        old = recipe_as_json(now)
         del old["float8"], old["optimizer"]["state_dtype"], old["model"]["dropout"]
         saved = CheckpointMetadata(1, old, "x", {"shard": 1}, facts)
         if model.dropout:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 from titanlike.models import build_model
 from titanlike.models.init import initialize
-from titanlike.models.layers import TiedHead
-from titanlike.models.llama import rotary_angles, stretch
+from titanlike.models.layers import TiedLMHead
+from titanlike.models.llama import rotary_angles, scale_rope_frequencies
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
@@ -143,7 +143,7 @@ def test_the_stretch_keeps_fast_frequencies_and_slows_slow_ones() -> None:
     original, factor = 8192, 8.0
     fast, slow = 2 * math.pi * 4.5 / original, 2 * math.pi * 0.9 / original
     middle = 2 * math.pi * 2.5 / original  # half-way between one turn and four
-    stretched = stretch(torch.tensor([fast, slow, middle]), factor, original)
+    stretched = scale_rope_frequencies(torch.tensor([fast, slow, middle]), factor, original)
     torch.testing.assert_close(stretched, torch.tensor([fast, slow / factor, middle * (0.5 + 0.5 / factor)]))
 
 
@@ -172,7 +172,7 @@ def test_counts_told_without_torch_are_those_of_the_model(
     assert shape.num_parameters() == sum(p.numel() for p in model.parameters())
     # every matrix multiplies each token; the embedding does only where it is the head as well
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embeddings" not in name)
-    tied = isinstance(model.output, TiedHead)
+    tied = isinstance(model.output, TiedLMHead)
     assert shape.num_matmul_parameters() == matrices + (shape.vocab_size * shape.dim if tied else 0)
 
 
@@ -215,5 +215,5 @@ def test_a_parameter_that_the_model_forgets_is_found() -> None:
         model.extra = nn.Parameter(torch.empty(3))
     fill = model.init_parameter
     model.init_parameter = lambda name, value, generator: None if name == "extra" else fill(name, value, generator)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="left extra without values"):
+    with pytest.raises(ValueError, match="left extra uninitialized"):
         initialize(model, torch.device("cpu"), 0)

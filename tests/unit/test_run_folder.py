@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.training import tiny
 from titanlike.config import UserError
@@ -16,7 +17,7 @@ def test_a_start_that_is_cut_short_leaves_whole_files(
     """Half of a recipe is a recipe too: one that leaves the rest as it is by default."""
     recipe = tiny(tmp_path, "run")
     run = RunDirectory(recipe)
-    run.open(recipe, "cpu", 2, resumed_step=0)
+    run.open(torch.device("cpu"), resumed_step=0)
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     write = Path.write_text
@@ -31,6 +32,6 @@ def test_a_start_that_is_cut_short_leaves_whole_files(
     with pytest.raises(
         UserError, match=r"run cannot be written to: the disk is full; put that right, or choose another run\.dir"
     ):
-        run.open(recipe, "cpu", 1, resumed_step=2)
+        run.open(torch.device("cpu"), resumed_step=2)
     kept = [path for path in before if path.stem == victim]
     assert kept and all(path.read_bytes() == before[path] for path in kept)

@@ -9,9 +9,6 @@ from titanlike.config.base import UserError, one_of
 # From the outermost to the innermost: neighbours in the last dimension talk most, so they sit on one machine.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
-# Of these matrices a tensor-parallel rank has some inputs; of all others, some outputs.
-SPLIT_BY_INPUTS = ("attention.wo", "feed_forward.w2")
-
 # Neighbours in a row that share a scale in an optimizer of 8 bits. No cut may go through them.
 BLOCK = 64
 

@@ -28,7 +28,7 @@ from titanlike.config.base import (
     section,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, num_microbatches, ranks_left, split_blocks
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, TransformerConfig
 
 DType = Literal["float32", "bfloat16"]
 
@@ -229,13 +229,13 @@ class Parallelism:
         """The five dimensions by name, from the one whose ranks talk least to the one whose ranks talk most."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
-    def split(self, model: LlamaConfig | GPTConfig) -> list[int]:
+    def split(self, model: TransformerConfig) -> list[int]:
         """How many of the model's blocks each stage of the pipeline has."""
         if self.pipeline_split:
             return list(self.pipeline_split)
         stages_per_rank = self.pipeline_stages or SCHEDULES[self.pipeline_schedule].stages_per_rank
         num_stages = self.pipeline * stages_per_rank if self.pipeline > 1 else 1
-        return split_blocks(model.num_layers, num_stages, model.head_in_blocks())
+        return split_blocks(model.num_layers, num_stages, model.lm_head_cost())
 
 
 @section

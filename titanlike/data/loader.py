@@ -90,6 +90,14 @@ class BatchLoader:
         lanes = {lane[0]: lane for part in process_group.all_gather_object(self._position) for lane in part}
         return [lanes[number] for number in sorted(lanes)]
 
+    def load_position(self, position: list[Any] | None) -> None:
+        """Continues from what `position` returned."""
+        self.feed.begin(position)
+
+    def describe(self, steps: int) -> str:
+        """Describes the data, and how much of it that many steps read."""
+        return self.feed.describe(steps)
+
     def num_distinct(self, wanted: int) -> int:
         """How many of so many global batches have no window twice; at least one."""
         assert isinstance(self.feed, ShuffledMixture)

@@ -5,7 +5,6 @@ import math
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.base import one_of
-from titanlike.config.layout import SPLIT_BY_INPUTS
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import GRAIN, HEAD, names, select
 
@@ -60,7 +59,7 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
     for name in chosen:
         outputs, inputs = matrices[name]
         kind = name.split(".", 2)[2] if name != HEAD else HEAD
-        mine = (outputs, inputs // tensor) if kind in SPLIT_BY_INPUTS else (outputs // tensor, inputs)
+        mine = (outputs, inputs // tensor) if kind in recipe.model.rowwise_matrices else (outputs // tensor, inputs)
         even = mine[0] * mine[1] * tensor == outputs * inputs  # else it is refused for that
         if even and (mine[0] % grain or mine[1] % grain):
             odd[kind] = f"{mine[0]} x {mine[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")

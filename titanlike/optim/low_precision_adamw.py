@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config.layout import BLOCK
-from titanlike.utils.counter_rng import derive_seed, spread
+from titanlike.utils.counter_rng import derive_seed, hash_u32
 from titanlike.utils.dtensor import is_dtensor, local_tensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
@@ -193,4 +193,4 @@ def _bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor:
     for size, start, whole in zip(reversed(local.shape), reversed(offset), reversed(parameter.shape), strict=True):
         places += (rest % size + start) * stride
         rest, stride = rest // size, stride * whole
-    return (spread(spread(places) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)
+    return (hash_u32(hash_u32(places) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
-from titanlike.models.layers import Head, TiedHead
+from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.utils.dtensor import local_tensor
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
@@ -67,7 +67,7 @@ class Pipeline(nn.Module):
                 else:
                     self.add_module(name, child)
         # A head that is the embedding becomes a parameter of its own, which has to stay equal to the embedding.
-        self.tied = isinstance(model.output, TiedHead)
+        self.tied = isinstance(model.output, TiedLMHead)
         self.copies = {HEAD: EMBEDDING} if self.tied and self.has_last else {}
         self.schedule: Any = None
         self.finish: Finish | None = None
@@ -229,8 +229,8 @@ def _part(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Module:
             part.pos_embeddings = None
     if stage < len(split) - 1:
         part.norm = part.output = None
-    elif isinstance(part.output, TiedHead):
+    elif isinstance(part.output, TiedLMHead):
         embedding = model.get_parameter(EMBEDDING)
         vocab_size, dim = embedding.shape
-        part.output = Head(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
+        part.output = LMHead(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
     return part

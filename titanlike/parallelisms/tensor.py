@@ -42,13 +42,15 @@ class Style:
 
 
 STYLES = {
-    "vocabulary": Style(weight=OUT, takes="known words", adds_up=True),  # an embedding of which each rank has some rows
-    "positions": Style(takes="its tokens"),  # an embedding that every rank has
-    "tokens": Style(),  # a norm
-    "gather": Style(takes="all tokens"),  # what has columns at its beginning
-    "columns": Style(weight=OUT, bias=OUT),  # a matrix of which each rank has some outputs
-    "rows": Style(weight=IN, adds_up=True),  # a matrix of which each rank has some inputs
-    "head": Style(weight=OUT, bias=OUT, takes="all tokens"),  # a matrix at the end: some logits of every token
+    "vocab_parallel": Style(
+        weight=OUT, takes="known words", adds_up=True
+    ),  # an embedding of which each rank has some rows
+    "position_embedding": Style(takes="its tokens"),  # an embedding that every rank has
+    "sequence_parallel": Style(),  # a norm
+    "all_gather_input": Style(takes="all tokens"),  # what has columns at its beginning
+    "colwise": Style(weight=OUT, bias=OUT),  # a matrix of which each rank has some outputs
+    "rowwise": Style(weight=IN, adds_up=True),  # a matrix of which each rank has some inputs
+    "lm_head": Style(weight=OUT, bias=OUT, takes="all tokens"),  # a matrix at the end: some logits of every token
 }
 
 

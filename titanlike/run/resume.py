@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlike.checkpoint import CheckpointMetadata
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.run.run_dir import RunDirectory, recipe_as_json
 
 # Sections that may differ from one start of a run to the next: they place, watch or keep the work, and do not change it.
 # All others, those of a copied program among them, decide what the next steps compute.
@@ -76,7 +79,7 @@ def _defaults(recipe: PretrainRecipe) -> dict[str, Any]:
     """What a recipe of this kind would be if it said nothing but which model."""
     usual = type(recipe)()
     same_model = isinstance(usual.model, type(recipe.model))
-    return as_json(usual if same_model else dataclasses.replace(usual, model=type(recipe.model)()))
+    return recipe_as_json(usual if same_model else dataclasses.replace(usual, model=type(recipe.model)()))
 
 
 def _completed(old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -90,12 +93,6 @@ def _completed(old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any
     return completed
 
 
-def as_json(recipe: PretrainRecipe) -> dict[str, Any]:
-    """A recipe as plain dictionaries. Its program goes by name: where the file lies is no part of what it means."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return values | {"recipe": Path(recipe.recipe).stem}
-
-
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for key in [*old, *(key for key in new if key not in old)]:
@@ -106,3 +103,30 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         elif before != after:
             found[name] = f"{name} was {json.dumps(before)}, now {json.dumps(after)}"
     return found
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Where a run starts, decided before anything is built or written."""
+
+    checkpoint: CheckpointMetadata | None  # None: a new run
+    message: str | None  # what to print about it
+
+    @property
+    def first_step(self) -> int:
+        """The first step to train, counted from 1."""
+        return self.checkpoint.step + 1 if self.checkpoint else 1
+
+    @property
+    def skipped(self) -> Sequence[int]:
+        """Steps whose update earlier starts of the run skipped."""
+        return self.checkpoint.skipped if self.checkpoint else ()
+
+
+def plan_resume(
+    run: RunDirectory, checkpoints: CheckpointManager, metadata: CheckpointMetadata, recipe: PretrainRecipe
+) -> ResumePlan:
+    """Finds the checkpoint to resume from, and refuses it if this recipe would not continue its run."""
+    checkpoint = checkpoints.find(recipe.checkpoint.resume_from)
+    inexact = check_resume(checkpoint, metadata, recipe) if checkpoint else []
+    return ResumePlan(checkpoint, run.resume_message(checkpoint, inexact))

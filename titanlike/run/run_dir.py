@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.distributed import environment, graceful_shutdown, process_group
+from titanlike.distributed.watchdog import group_timeout
 from titanlike.float8.selection import summary_lines as float8_headlines
+from titanlike.metrics.hardware import device_name
 from titanlike.utils.file_lock import FileLock, LockHeld
 
 
@@ -29,10 +31,27 @@ class RunDirectory:
     """Paths of a run. Nothing is written before `open`."""
 
     def __init__(self, recipe: PretrainRecipe) -> None:
+        self.recipe = recipe
         self.path = Path(recipe.run.dir, recipe.run.name)
         elsewhere = recipe.checkpoint.dir
         self.checkpoints = f"{elsewhere.rstrip('/')}/{recipe.run.name}" if elsewhere else str(self.path / "checkpoints")
         self.metrics = self.path / "metrics.jsonl"
+
+    @contextmanager
+    def session(self) -> Iterator[torch.device]:
+        """Joins the process group and locks this directory; yields the device of this rank. Leaves both at the end."""
+        section = self.recipe.run
+        timeout = group_timeout(section.hang_timeout)
+        with (
+            process_group.session(
+                section.device,
+                deterministic=section.deterministic,
+                timeout=timeout,
+                shutdown_message=self.shutdown_message,
+            ) as device,
+            self.locked(),
+        ):
+            yield device
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -62,8 +81,9 @@ class RunDirectory:
             )
         return lock, None
 
-    def open(self, recipe: PretrainRecipe, device: str, world_size: int, resumed_step: int) -> None:
+    def open(self, device: torch.device, *, resumed_step: int) -> None:
         """Make the folder, write the recipe and the facts, and cut off what the metrics say of steps to be done again."""
+        recipe = self.recipe
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if "://" not in self.checkpoints:
@@ -76,7 +96,7 @@ class RunDirectory:
         comment = f"The whole recipe of this run. Run it again to resume:\n{self.command()}"
         # What was said of one start is not said of the next.
         lasting = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0, allow_changed=()))
-        facts = environment_metadata(device, world_size) | {"resumed_step": resumed_step}
+        facts = environment_metadata(device_name(device), environment.ranks().world_size) | {"resumed_step": resumed_step}
         try:
             _replace(self.path / "recipe.toml", to_toml(lasting, comment))
             _replace(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
@@ -113,8 +133,8 @@ class RunDirectory:
         return None
 
 
-def summary_lines(recipe: PretrainRecipe, layout: dict[str, int], device: str, data: str) -> list[str]:
-    """What is about to be trained, in a few lines."""
+def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device, data: str) -> str:
+    """Describes the model, the data, the batch and the layout, in a few lines."""
     model, training = recipe.model, recipe.training
     ranks, num_data_ranks = math.prod(layout.values()), layout["replicate"] * layout["shard"]
     share, num_microbatches = training.global_batch_size // num_data_ranks, training.num_microbatches(num_data_ranks)
@@ -126,13 +146,13 @@ def summary_lines(recipe: PretrainRecipe, layout: dict[str, int], device: str, d
         "context": f"shares of a sequence, {training.seq_len // layout['context']} tokens each",
         "tensor": f"shares of a matrix, {model.num_heads // layout['tensor']} heads each",
     }
-    return [
+    lines = [
         f"model   {model.name} {model.size}: {model.num_parameters():,} parameters, "
         f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP a token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
         f"{num_microbatches} x {share // num_microbatches}",
-        f"ranks   {ranks} on {device}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
+        f"ranks   {ranks} on {device_name(device)}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {what[name]}" for name, size in layout.items() if size > 1),
         *float8_headlines(
             recipe.float8,
@@ -142,6 +162,28 @@ def summary_lines(recipe: PretrainRecipe, layout: dict[str, int], device: str, d
             sharded=layout["shard"] * layout["context"] > 1,
         ),
     ]
+    return "\n".join(lines)
+
+
+def run_metadata(
+    recipe: PretrainRecipe, data: str, tokenizer: str, layout: dict[str, int], device: torch.device
+) -> CheckpointMetadata:
+    """Returns the metadata of a checkpoint of this run at step 0. `data` and `tokenizer` are fingerprints."""
+    return CheckpointMetadata(
+        step=0,
+        recipe=recipe_as_json(recipe),
+        data=data,
+        tokenizer=tokenizer,
+        layout=layout,
+        machine=machine_metadata(device),
+        versions=versions(),
+    )
+
+
+def recipe_as_json(recipe: PretrainRecipe) -> dict[str, Any]:
+    """Returns a recipe as plain dictionaries, with the name of its program instead of the path."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
+    return values | {"recipe": Path(recipe.recipe).stem}
 
 
 def machine_metadata(device: torch.device) -> dict[str, str]:
