@@ -96,7 +96,9 @@ class RunDirectory:
         comment = f"The whole recipe of this run. Run it again to resume:\n{self.command()}"
         # What was said of one start is not said of the next.
         lasting = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0, allow_changed=()))
-        facts = environment_metadata(device_name(device), environment.ranks().world_size) | {"resumed_step": resumed_step}
+        facts = environment_metadata(device_name(device), environment.ranks().world_size) | {
+            "resumed_step": resumed_step
+        }
         try:
             _replace(self.path / "recipe.toml", to_toml(lasting, comment))
             _replace(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
@@ -147,7 +149,7 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
         "tensor": f"shares of a matrix, {model.num_heads // layout['tensor']} heads each",
     }
     lines = [
-        f"model   {model.name} {model.size}: {model.num_parameters():,} parameters, "
+        f"model   {f'{model.name} {model.size}'.strip()}: {model.num_parameters():,} parameters, "
         f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP a token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens a step; each rank takes "
