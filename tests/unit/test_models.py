@@ -41,9 +41,9 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, theta: float) -> Tensor:
     """RoPE of (T, E) with complex numbers: position t rotates pair i by t * theta ** (-2i / E)."""
-    half = x.config[-1] // 2
+    half = x.shape[-1] // 2
     pairs = torch.complex(x[:, :half], x[:, half:])
-    angles = torch.tensor([[t * theta ** (-2 * i / x.config[-1]) for i in range(half)] for t in range(len(x))])
+    angles = torch.tensor([[t * theta ** (-2 * i / x.shape[-1]) for i in range(half)] for t in range(len(x))])
     rotated = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
     return torch.cat((rotated.real, rotated.imag), -1)
 
@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One head of causal attention on (T, E), one position at a time."""
     rows = []
     for t in range(len(q)):
-        probs = (k[: t + 1] @ q[t] / math.sqrt(q.config[-1])).softmax(0)
+        probs = (k[: t + 1] @ q[t] / math.sqrt(q.shape[-1])).softmax(0)
         rows.append(probs @ v[: t + 1])
     return torch.stack(rows)
 
