@@ -140,7 +140,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         limit=training.skip_limit,
         window=training.skip_window,
         skipped=saved.skipped if saved else (),
-        tell=monitor.skipped,
+        on_skip=monitor.skipped,
     )
     if training.gc_interval:
         gc.disable()

@@ -16,20 +16,20 @@ from titanlike.models.layers import CausalAttention, Dropout, Embedding, Head, T
 
 # How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
 TENSOR_PLAN = {
-    "tok_embeddings": "vocabulary",
-    "layers.*.attention_norm": "tokens",
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "columns",
-    "layers.*.attention.wk": "columns",
-    "layers.*.attention.wv": "columns",
-    "layers.*.attention.wo": "rows",
-    "layers.*.ffn_norm": "tokens",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "columns",
-    "layers.*.feed_forward.w2": "rows",
-    "layers.*.feed_forward.w3": "columns",
-    "norm": "tokens",
-    "output": "head",
+    "tok_embeddings": "vocab_parallel",
+    "layers.*.attention_norm": "sequence_parallel",
+    "layers.*.attention": "all_gather_input",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence_parallel",
+    "layers.*.feed_forward": "all_gather_input",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "norm": "sequence_parallel",
+    "output": "lm_head",
 }
 
 
@@ -37,6 +37,8 @@ class Llama(nn.Module):
     """Tokens in, logits out. Any part may be absent, so that a slice of the model still runs."""
 
     tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
+    first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings",)
+    last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
 
     def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
