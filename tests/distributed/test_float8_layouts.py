@@ -71,12 +71,8 @@ def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]
         loss = cross_entropy_sum(logits, tokens[:, 1:][:, position_ids], mesh.vocab_group) / 64
         loss.backward()
         total = collectives.all_reduce_sum(loss.detach().clone(), [mesh.context.get_group()])
-        # All data ranks read the same micro-batch.
-        found = {
-            name: full_tensor(p.grad) / mesh.num_data_ranks
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
+        found = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: gradient / mesh.num_data_ranks for name, gradient in found.items()}  # which read the same batch
         results.append({"loss": total, **found})
         model.zero_grad()
     return results
@@ -122,13 +118,10 @@ GPT_CASES = ("FSDP-gathered", "TP", "CP-TP-gathered", "TP-FSDP-compiled")
     ],
 )
 def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, model: str, case: str) -> None:
-    layout, float8, sections = CASES[case]
+    layout, float8, _ = CASES[case]
     baseline, sharded = (
         recipe_for(tmp_path, name, dimensions, keys, model=model, **others)
-        for name, dimensions, keys, others in (
-            ("a", {}, float8 | dict(all_gather=False), {}),
-            ("b", layout, float8, sections),
-        )
+        for name, dimensions, keys, others in (("a", {}, float8 | {"all_gather": False}, {}), ("b", *CASES[case]))
     )
     expected = ranks(1).run(_gradients, baseline, 3)[0]
     found = [
@@ -261,9 +254,8 @@ def test_tensor_parallel_all_gather_sends_one_byte_an_element(ranks: Ranks, tmp_
     """Gathers inputs of attention and feed-forward in the forward pass, and gradients of their outputs in the backward pass."""
     model, bf16 = MODELS["llama"], dict(compute_dtype="bfloat16")
     tokens = 2 * 32 // 2 * model.dim  # elements of a rank's activations
-    for sent in ranks(2).run(
-        _all_gather_bytes, recipe_for(tmp_path, "a", dict(tensor=2), FLOAT8, training=bf16), backward
-    ):
+    recipe = recipe_for(tmp_path, "a", dict(tensor=2), FLOAT8, training=bf16)
+    for sent in ranks(2).run(_all_gather_bytes, recipe, backward):
         assert sent[torch.uint8] == 2 * model.num_layers * tokens
         # In bfloat16: the input of the head, and the gradient of the embedding.
         assert sent == {torch.uint8: 2 * model.num_layers * tokens, torch.bfloat16: 2 * tokens}
