@@ -114,7 +114,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         limit=training.skip_limit,
         window=training.skip_window,
         skipped=resume.skipped,
-        tell=monitor.skipped,
+        on_skip=monitor.skipped,
     )
     garbage_collector = GarbageCollector(training.gc_interval)
 

@@ -1,4 +1,4 @@
-"""The layouts that are held against one process, as data, and the README's table made from what the tests measured.
+"""The cases of the parity test, and the table of its measurements in the documentation.
 
 pytest -n 0 -m "every or not every" tests/distributed/test_parity.py --record docs/parity.json
 python -m tests.parity docs/parity.json
@@ -13,7 +13,7 @@ from typing import Any
 
 from titanlike.config.layout import DIMENSIONS
 
-# Captures and partitions as the real compiler does, and leaves out the half minute of generating code.
+# Traces and partitions like inductor, without half a minute of code generation.
 FAST = "aot_eager_decomp_partition"
 COMPILED: dict[str, Any] = {"compile": dict(mode="block", backend=FAST)}
 SELECTIVE: dict[str, Any] = {"activation_checkpoint": dict(mode="selective")}
@@ -22,16 +22,16 @@ FULL: dict[str, Any] = {"activation_checkpoint": dict(mode="full")}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and with it what else the recipe says."""
+    """A layout and other recipe sections."""
 
     name: str
     layout: dict[str, Any]
-    local: int = 0  # sequences of 8 that a rank takes at once; 0: as many as make two micro-batches
+    local: int = 0  # local batch size, of a global batch of 8; 0: two micro-batches a step
     sections: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     tier: str = "both"
-    """`both`: in every run, with both models. `one`: in every run with one model, in the second tier with the other.
-    `slow`: in the second tier with one model. `every`: when all are asked for."""
+    """`both`: default run, both models. `one`: default run with one model, slow run with the other. `slow`: slow run with one
+    model. `every`: only with `-m "every or not every"`."""
 
     @property
     def processes(self) -> int:
@@ -102,11 +102,11 @@ CASES = [
 
 
 def table(measured: dict[str, Any]) -> str:
-    """One row a case: the largest relative difference from one process in losses, gradient norms and weights."""
+    """Returns a row for each case: the largest relative differences from one process in losses, gradient norms and weights."""
     lines = ["| Layout | Processes | Llama: loss / norm / weights | GPT: loss / norm / weights |", "|---|---|---|---|"]
     for name, case in measured["cases"].items():
         cells = [
-            " / ".join(f"{case[model][what]:.0e}" for what in ("loss", "gradient norm", "weights"))
+            " / ".join(f"{case[model][metric]:.0e}" for metric in ("loss", "gradient norm", "weights"))
             for model in ("llama", "gpt")
         ]
         lines.append(f"| {name} | {case['processes']} | {' | '.join(cells)} |")

@@ -39,7 +39,7 @@ def _step_with_nan(guilty: int) -> str:
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_the_rank_is_named_by_all(ranks: Ranks, guilty: int) -> None:
     for said in ranks(2).run(_step_with_nan, guilty):
-        assert said.startswith(f"step 7: the loss is nan on rank {guilty}. Nothing of it was saved")
+        assert said.startswith(f"step 7: the loss is nan on rank {guilty}. The step was not saved")
 
 
 def test_good_steps_pass(ranks: Ranks) -> None:
@@ -48,7 +48,7 @@ def test_good_steps_pass(ranks: Ranks) -> None:
 
 def _step_with_infinite_shard(guilty: int) -> str:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    apply_fsdp(model, build_mesh("cpu", shard=2).weights, units=[], compute_dtype=torch.float32)
+    apply_fsdp(model, build_mesh("cpu", shard=2).fsdp, units=[], compute_dtype=torch.float32)
     model(torch.ones(1, 4)).sum().backward()
     if dist.get_rank() == guilty:
         gradient = model.get_parameter("1.weight").grad
@@ -61,4 +61,4 @@ def _step_with_infinite_shard(guilty: int) -> str:
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_the_parameter_and_the_rank_that_holds_it_are_named_by_all(ranks: Ranks, guilty: int) -> None:
     for said in ranks(2).run(_step_with_infinite_shard, guilty):
-        assert f"but not the gradient of 1.weight, in the part held by rank {guilty}." in said
+        assert f"but not the gradient of 1.weight, in the shard of rank {guilty}." in said

@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_a_number_on_one_rank(
 ) -> None:
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", rank, step=5, do="spoil"))
     assert job.wait() == [2, 2], job.said
-    assert f"error: step 5: the loss is nan on rank {rank}. Nothing of it was saved" in job.said
+    assert f"error: step 5: the loss is nan on rank {rank}. The step was not saved" in job.said
     assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)

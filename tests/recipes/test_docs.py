@@ -109,7 +109,7 @@ def test_the_table_of_layouts_is_what_the_tests_measured() -> None:
                 assert worst <= TOLERANCES[what]
 
 
-def test_what_float8_does_to_the_loss_is_what_the_runs_measured() -> None:
+def test_float8_loss_table_matches_the_measurements() -> None:
     page = (ROOT / "docs/float8.md").read_text()
     for folder, rate in (("docs/float8", "6e-4"), ("docs/float8/high_lr", "1.5e-3")):
         found = float8_quality.read(ROOT / folder)
@@ -120,7 +120,7 @@ def test_what_float8_does_to_the_loss_is_what_the_runs_measured() -> None:
         assert rate != "6e-4" or max(map(abs, apart)) < 1.0
 
 
-def test_what_optimizers_keep_is_what_was_counted() -> None:
+def test_optimizer_table_matches_the_measurements() -> None:
     measured = json.loads((ROOT / "docs/optimizers.json").read_text())
     assert list(measured) == list(optimizers.VARIANTS)
     assert f"\n\n{optimizers.table(measured)}\n\n" in (ROOT / "docs/float8.md").read_text()
@@ -131,7 +131,7 @@ def test_the_tables_of_speed_are_what_was_measured(path: Path) -> None:
     measured = json.loads(path.read_text())
     assert figures.table([measured]).strip() in (ROOT / "docs/speed.md").read_text()
     assert measured["command"].endswith(f"--out benchmarks/results/{path.name}")
-    assert all(one.get("losses_agree") for one in measured["rows"].values() if "failed" not in one)
+    assert all(one.get("losses_match") for one in measured["rows"].values() if "failed" not in one)
 
 
 def test_the_table_of_starts_is_what_was_measured() -> None:

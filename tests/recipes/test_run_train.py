@@ -254,7 +254,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, processes: int)
     options = SMALL | {"optimizer.lr": "1e30", "checkpoint.interval": "1", "run.name": "r"}
     done = run(tmp_path, variables={"NPROC": str(processes)}, **options)
     assert done.returncode == 2
-    assert "Nothing of it was saved" in done.stderr
+    assert "The step was not saved" in done.stderr
     assert "Traceback" not in done.stderr
     stopped = int(done.stderr.split("error: step ")[1].split(":")[0])
     saved = sorted(path.name for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))

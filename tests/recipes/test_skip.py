@@ -40,7 +40,7 @@ def test_a_run_goes_on_past_a_bad_step(tmp_path: Path, processes: int) -> None:
     done = run(tmp_path, recipe, variables={"NPROC": str(processes)}, **SMALL | SKIP)
     assert done.returncode == 0, done.stderr
     holders = ", ".join(map(str, range(processes)))
-    cause = f"the loss is finite, but not the gradient of norm.weight, in the part held by rank {holders}"
+    cause = f"the loss is finite, but not the gradient of norm.weight, in the shard of rank {holders}"
     assert f"step      2/6  skipped: {cause}\n" in done.stdout
     assert f"step      5/6  skipped: {cause}\n" in done.stdout
     found = strict_records(tmp_path)

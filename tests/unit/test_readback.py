@@ -53,9 +53,9 @@ def test_a_bad_last_step_is_found_by_who_catches_up() -> None:
 def test_good_steps_pass_and_none_is_left() -> None:
     guard = NonFiniteGuard()
     looks(guard, [1.0, 2.0, 3.0])
-    assert len(guard.unseen) == 1
+    assert len(guard.pending) == 1
     guard.flush()
-    assert not guard.unseen
+    assert not guard.pending
 
 
 @pytest.mark.usefixtures("late", "alone")
@@ -65,7 +65,7 @@ def test_who_skips_looks_before_the_optimizer_does() -> None:
     assert [guard.should_step(step, one, one, norms(value)) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
         True, False, True,
     ]  # fmt: skip
-    assert not guard.unseen
+    assert not guard.pending
 
 
 @pytest.mark.usefixtures("late")
