@@ -65,7 +65,7 @@ def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
     assert "noise.scale" in run(tmp_path, "loud.toml", "--noise.scale=0.5", **SMALL | {"run.name": "loud"}).stderr
 
     wrong = run(tmp_path, "loud.toml", "--noise.scalle=1")
-    assert "noise.scalle = 1: there is no such key; did you mean noise.scale?" in wrong.stderr
+    assert "noise.scalle = 1: unknown key; did you mean noise.scale?" in wrong.stderr
     assert "--noise.scale" in run(tmp_path, "loud.toml", "--help").stdout
     resolved = (tmp_path / "runs/loud/recipe.toml").read_text()
     assert "[noise]\nscale = 0.01" in resolved
