@@ -1,6 +1,7 @@
 """The documentation is correct: its commands, code, keys, tables, files and links."""
 
 import ast
+import functools
 import json
 import math
 import re
@@ -185,6 +186,33 @@ def test_the_checkpoint_tables_are_the_measurements() -> None:
     killed = json.loads((ROOT / "benchmarks/results/soak_cpu.json").read_text())
     assert killed["differences"] == [] == killed["leftovers"]
     assert len(killed["kills"]) >= 100
+
+
+def messages() -> list[str]:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    return re.findall(r"^(?:error|warning): (.+)$", text, flags=re.MULTILINE)
+
+
+@functools.cache
+def literals(folder: Path) -> list[re.Pattern[str]]:
+    """Returns a pattern for each string literal: a group for each constant part, and any text for formatted values."""
+    patterns = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if sum(len(text) for text in texts if isinstance(text, str)) >= 12:
+                patterns.add("".join(f"({re.escape(text)})" if isinstance(text, str) else ".*?" for text in texts))
+    return [re.compile(pattern) for pattern in patterns]
+
+
+@pytest.mark.parametrize("message", messages(), ids=lambda message: message[:40])
+def test_a_message_of_the_troubleshooting_page_is_printed_by_the_program(message: str) -> None:
+    covered: set[int] = set()
+    for pattern in literals(ROOT / "titanlike"):
+        if match := pattern.search(message):
+            covered |= {i for group in range(1, len(match.groups()) + 1) for i in range(*match.span(group))}
+    assert len(covered) >= 0.6 * len(message), "".join(c if i in covered else "_" for i, c in enumerate(message))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
