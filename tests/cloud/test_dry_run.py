@@ -92,7 +92,7 @@ def test_a_former_run_says_how_fast_it_is(tmp_path: Path) -> None:
         ([BIG, "--dry-run", "--channel=data.path=/here"], "give s3://BUCKET/PREFIX or fsx://FILESYSTEM/MOUNT/FOLDER"),
         ([BIG, "--dry-run", "--channel=data.path=s3://a/b,Pipe"], "Pipe is no way to read; use File or FastFile"),
         ([BIG, "--dry-run", "--checkpoints=s3://a/b"], "--checkpoints s3://a/b: give fsx://FILESYSTEM/MOUNT/FOLDER"),
-        (["train_configs/lama.toml", "--dry-run"], "train_configs/lama.toml: there is no such recipe"),
+        (["train_configs/lama.toml", "--dry-run"], "train_configs/lama.toml: recipe not found"),
         (
             ["train_configs/llama3_405b.toml", "--instances=8", "--dry-run", *DATA],
             "weights, gradients and optimizer state alone do not fit: ",

@@ -100,7 +100,7 @@ def test_a_folder_of_shards_is_told_and_verified(
         (["/"], "error: / has no manifest.json, so it is no folder of token shards; `titanlike data prepare` makes one"),
         (["nothing", "--data.path=x"], "error: --data.path=x: shards take no keys of a recipe"),
         ([str(DEBUG), "--step", "0"], "error: --step 0: give a whole number from 1 on"),
-        ([str(DEBUG), "--data.pth=x"], "data.pth = \"x\": there is no such key; did you mean data.path?"),
+        ([str(DEBUG), "--data.pth=x"], "data.pth = \"x\": unknown key; did you mean data.path?"),
         ([str(DEBUG), "verify"], "error: verify: a key of the recipe is changed with --section.key=value"),
     ],
 )  # fmt: skip

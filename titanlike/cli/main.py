@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titanlike.cli import data
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.schema import editor_schema
+from titanlike.config.schema import editor_schema, markdown
 from titanlike.distributed import environment
 from titanlike.utils import system
 from titanlike.verify import verify
@@ -23,7 +23,8 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands and what they take."""
     parser = argparse.ArgumentParser(prog="titanlike", description="Training itself is started by ./run_train.sh.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
+    schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
+    schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     check = commands.add_parser(
         "verify",
         help="hold a layout against one process, numerically, here",
@@ -54,7 +55,10 @@ def main() -> None:
     if overrides and not takes_keys:
         parser.error(f"{arguments.command} takes no {' '.join(overrides)}")
     if arguments.command == "schema":
-        print(json.dumps(editor_schema(PretrainRecipe), indent=2))
+        if arguments.markdown:
+            print(markdown(PretrainRecipe), end="")
+        else:
+            print(json.dumps(editor_schema(PretrainRecipe), indent=2))
     elif arguments.command == "data":
         data.run(arguments, overrides)
     elif arguments.command == "consolidate":
