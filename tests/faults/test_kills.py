@@ -9,7 +9,7 @@ from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, whole_steps
 
-SAVING, STORE, FOLDER = "titanlike.checkpoint.saver", "titanlike.checkpoint.store", "titanlike.checkpoint.store.Folder"
+SAVING, STORE, FOLDER = "titanlike.checkpoint.saver", "titanlike.checkpoint.store", "titanlike.checkpoint.store.LocalStore"
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ STEPS = {
 }
 
 ONE_SHARD = (
-    Fault(f"{SAVING}._Save._write", "after", rank=0, step=4, do="mark written"),
-    Fault(f"{SAVING}._Save._write", "before", rank=1, step=4, do="await written, SIGKILL"),
+    Fault(f"{SAVING}.CheckpointManager._write", "after", rank=0, step=4, do="mark written"),
+    Fault(f"{SAVING}.CheckpointManager._write", "before", rank=1, step=4, do="await written, SIGKILL"),
 )
 # Of the save of step 4, whose first half is the same for all ranks, and whose second is rank 0's alone.
 SAVES = {
-    "before the copy": Case(dies(f"{SAVING}.Stage.take", rank=1, step=4), (2,)),
-    "after the copy": Case(dies(f"{SAVING}.Stage.take", "after", rank=0, step=4), (2,), "sync"),
+    "before the copy": Case(dies(f"{SAVING}.Stage.copy", rank=1, step=4), (2,)),
+    "after the copy": Case(dies(f"{SAVING}.Stage.copy", "after", rank=0, step=4), (2,), "sync"),
     "before there is a folder": Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,)),
     "when there is a folder": Case(dies(f"{FOLDER}.begin", "after", rank=0, step=4), (2,), "sync"),
     "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, given="rank-00001.safetensors"), (2,)),
     "in the middle of its shard": Case(dies(WRITING, "inside", rank=1, step=4), (2,)),
     "in the middle of the first shard": Case(dies(WRITING, "inside", rank=0, step=4), (2,), "sync"),
     "between the shards": Case(ONE_SHARD, (2,)),
-    "after its shard": Case(dies(f"{SAVING}._Save._write", "after", rank=1, step=4), (2,), "sync"),
+    "after its shard": Case(dies(f"{SAVING}.CheckpointManager._write", "after", rank=1, step=4), (2,), "sync"),
     "when all shards are there": Case(dies(f"{STORE}.commit", rank=0, step=4), (2,)),
     "between state and manifest": Case(dies(f"{FOLDER}.create", rank=0, step=4, given="manifest.json"), (2,), "sync"),
     "after the manifest": Case(dies(f"{FOLDER}.commit", rank=0, step=4), (2,), keep=1),
@@ -63,7 +63,7 @@ SAVES = {
     "before the old one goes": Case(dies(f"{FOLDER}.remove", rank=0, step=4), (2, 4), keep=1),
     "while the old one goes": Case(dies("shutil.rmtree", rank=0, step=4), (4,), keep=1),
     "with half of the old one gone": Case(dies("os.unlink", "after", rank=0, step=4), (4,), "sync", keep=1),
-    "after everything": Case(dies(f"{STORE}.tidy", "after", rank=0, step=4), (2, 4)),
+    "after everything": Case(dies(f"{STORE}.prune", "after", rank=0, step=4), (2, 4)),
     "in the first save": Case(dies(WRITING, "inside", rank=0, step=2), ()),
     "after the last commit": Case(dies(f"{FOLDER}.commit", "after", rank=0, step=6), (2, 4, 6)),
 }
