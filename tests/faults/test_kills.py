@@ -7,9 +7,13 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps
 
-SAVING, STORE, FOLDER = "titanlike.checkpoint.saver", "titanlike.checkpoint.store", "titanlike.checkpoint.store.LocalStore"
+SAVING, STORE, FOLDER = (
+    "titanlike.checkpoint.saver",
+    "titanlike.checkpoint.store",
+    "titanlike.checkpoint.store.LocalStore",
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def test_a_rank_that_is_killed(starter: Starter, undisturbed: Trained, tmp_path:
     codes = job.wait_for_a_death()
     assert codes[case.faults[-1].rank] == -9, job.said
     checkpoints = tmp_path / "runs/run/checkpoints"
-    assert tuple(whole_steps(checkpoints)) == case.there
+    assert tuple(valid_steps(checkpoints)) == case.there
 
     job = resume(starter, tmp_path, **options)
     if case.there:
@@ -101,7 +105,7 @@ def test_killed_at_each_resume_it_still_arrives(starter: Starter, undisturbed: T
     for step, rank in [(2, 0), (4, 1), (4, 0), (6, 1)]:
         job = starter.start(tmp_path, *dies(WRITING, "inside", rank=rank, step=step))
         assert job.wait_for_a_death()[rank] == -9, job.said
-        assert whole_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
+        assert valid_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
     resume(starter, tmp_path)
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -122,7 +126,7 @@ def test_the_whole_group_is_killed(
         job.wait_for(tmp_path / f"{rank}.mark")
     job.kill()
     assert job.codes == [-9, -9]
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [newest]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [newest]
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -138,7 +142,7 @@ def test_a_rank_that_is_stopped(starter: Starter, undisturbed: Trained, tmp_path
     codes = job.wait()
     assert codes == [3, -9], job.said
     assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path, **options).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -159,7 +163,7 @@ def test_a_loss_that_is_not_a_number_on_one_rank(
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", rank, step=5, do="spoil"))
     assert job.wait() == [2, 2], job.said
     assert f"error: step 5: the loss is nan on rank {rank}. Nothing of it was saved" in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -172,7 +176,7 @@ def test_a_rank_that_dies_while_the_other_commits(starter: Starter, undisturbed:
         Fault("titanlike.optim.schedule.set_learning_rate", rank=1, step=5, do="await committing, SIGKILL"),
     )
     assert job.wait_for_a_death()[1] == -9
-    newest = whole_steps(tmp_path / "runs/run/checkpoints")[-1]
+    newest = valid_steps(tmp_path / "runs/run/checkpoints")[-1]
     assert newest in (2, 4)  # rank 0 may, or may not, finish what it has all of
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
