@@ -11,7 +11,7 @@ from limits import model_problems, problems
 from machines import MACHINES
 from request import METRICS, Channel, Job, request_for
 
-from titanlike.metrics.terminal import Screen
+from titanlike.metrics.terminal import Console
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 JOB = Job(
@@ -227,10 +227,10 @@ def test_metrics_are_read_off_the_lines_that_a_log_has(capsys: pytest.CaptureFix
         loss=2.5, grad_norm=0.5, learning_rate=1e-4, tokens_per_second=71000.4, tflops_per_device=412.3, mfu=0.417,
         memory_gib=71.25, step_seconds=1.5,
     )  # fmt: skip
-    screen = Screen(20000, 1)
-    screen.show(12, values)
-    screen.show(12, dict(validation_loss=2.75))
-    screen.show(12, dict(save_seconds=12.5, save_stall_seconds=0.5, save_bytes=5e9))
+    console = Console(20000, 1)
+    console.log(12, values)
+    console.log(12, dict(validation_loss=2.75))
+    console.log(12, dict(save_seconds=12.5, save_stall_seconds=0.5, save_bytes=5e9))
     lines = capsys.readouterr().out.splitlines()
     found = {name: [m[1] for line in lines if (m := re.search(regex, line))] for name, regex in METRICS.items()}
     assert found == {

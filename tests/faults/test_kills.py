@@ -7,9 +7,13 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps
 
-SAVING, STORE, FOLDER = "titanlike.checkpoint.saver", "titanlike.checkpoint.store", "titanlike.checkpoint.store.Folder"
+SAVING, STORE, FOLDER = (
+    "titanlike.checkpoint.saver",
+    "titanlike.checkpoint.store",
+    "titanlike.checkpoint.store.LocalStore",
+)
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,20 @@ STEPS = {
 }
 
 ONE_SHARD = (
-    Fault(f"{SAVING}._Save._write", "after", rank=0, step=4, do="mark written"),
-    Fault(f"{SAVING}._Save._write", "before", rank=1, step=4, do="await written, SIGKILL"),
+    Fault(f"{SAVING}.CheckpointManager._write", "after", rank=0, step=4, do="mark written"),
+    Fault(f"{SAVING}.CheckpointManager._write", "before", rank=1, step=4, do="await written, SIGKILL"),
 )
 # Of the save of step 4, whose first half is the same for all ranks, and whose second is rank 0's alone.
 SAVES = {
-    "before the copy": Case(dies(f"{SAVING}.Stage.take", rank=1, step=4), (2,)),
-    "after the copy": Case(dies(f"{SAVING}.Stage.take", "after", rank=0, step=4), (2,), "sync"),
+    "before the copy": Case(dies(f"{SAVING}.Stage.copy", rank=1, step=4), (2,)),
+    "after the copy": Case(dies(f"{SAVING}.Stage.copy", "after", rank=0, step=4), (2,), "sync"),
     "before there is a folder": Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,)),
     "when there is a folder": Case(dies(f"{FOLDER}.begin", "after", rank=0, step=4), (2,), "sync"),
     "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, given="rank-00001.safetensors"), (2,)),
     "in the middle of its shard": Case(dies(WRITING, "inside", rank=1, step=4), (2,)),
     "in the middle of the first shard": Case(dies(WRITING, "inside", rank=0, step=4), (2,), "sync"),
     "between the shards": Case(ONE_SHARD, (2,)),
-    "after its shard": Case(dies(f"{SAVING}._Save._write", "after", rank=1, step=4), (2,), "sync"),
+    "after its shard": Case(dies(f"{SAVING}.CheckpointManager._write", "after", rank=1, step=4), (2,), "sync"),
     "when all shards are there": Case(dies(f"{STORE}.commit", rank=0, step=4), (2,)),
     "between state and manifest": Case(dies(f"{FOLDER}.create", rank=0, step=4, given="manifest.json"), (2,), "sync"),
     "after the manifest": Case(dies(f"{FOLDER}.commit", rank=0, step=4), (2,), keep=1),
@@ -63,7 +67,7 @@ SAVES = {
     "before the old one goes": Case(dies(f"{FOLDER}.remove", rank=0, step=4), (2, 4), keep=1),
     "while the old one goes": Case(dies("shutil.rmtree", rank=0, step=4), (4,), keep=1),
     "with half of the old one gone": Case(dies("os.unlink", "after", rank=0, step=4), (4,), "sync", keep=1),
-    "after everything": Case(dies(f"{STORE}.tidy", "after", rank=0, step=4), (2, 4)),
+    "after everything": Case(dies(f"{STORE}.prune", "after", rank=0, step=4), (2, 4)),
     "in the first save": Case(dies(WRITING, "inside", rank=0, step=2), ()),
     "after the last commit": Case(dies(f"{FOLDER}.commit", "after", rank=0, step=6), (2, 4, 6)),
 }
@@ -84,7 +88,7 @@ def test_a_rank_that_is_killed(starter: Starter, undisturbed: Trained, tmp_path:
     codes = job.wait_for_a_death()
     assert codes[case.faults[-1].rank] == -9, job.said
     checkpoints = tmp_path / "runs/run/checkpoints"
-    assert tuple(whole_steps(checkpoints)) == case.there
+    assert tuple(valid_steps(checkpoints)) == case.there
 
     job = resume(starter, tmp_path, **options)
     if case.there:
@@ -101,7 +105,7 @@ def test_killed_at_each_resume_it_still_arrives(starter: Starter, undisturbed: T
     for step, rank in [(2, 0), (4, 1), (4, 0), (6, 1)]:
         job = starter.start(tmp_path, *dies(WRITING, "inside", rank=rank, step=step))
         assert job.wait_for_a_death()[rank] == -9, job.said
-        assert whole_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
+        assert valid_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
     resume(starter, tmp_path)
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -122,7 +126,7 @@ def test_the_whole_group_is_killed(
         job.wait_for(tmp_path / f"{rank}.mark")
     job.kill()
     assert job.codes == [-9, -9]
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [newest]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [newest]
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -138,7 +142,7 @@ def test_a_rank_that_is_stopped(starter: Starter, undisturbed: Trained, tmp_path
     codes = job.wait()
     assert codes == [3, -9], job.said
     assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path, **options).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -159,7 +163,7 @@ def test_a_loss_that_is_not_a_number_on_one_rank(
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", rank, step=5, do="spoil"))
     assert job.wait() == [2, 2], job.said
     assert f"error: step 5: the loss is nan on rank {rank}. The step was not saved" in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -172,7 +176,7 @@ def test_a_rank_that_dies_while_the_other_commits(starter: Starter, undisturbed:
         Fault("titanlike.optim.schedule.set_learning_rate", rank=1, step=5, do="await committing, SIGKILL"),
     )
     assert job.wait_for_a_death()[1] == -9
-    newest = whole_steps(tmp_path / "runs/run/checkpoints")[-1]
+    newest = valid_steps(tmp_path / "runs/run/checkpoints")[-1]
     assert newest in (2, 4)  # rank 0 may, or may not, finish what it has all of
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
