@@ -136,7 +136,9 @@ def saved_by(recipe: Any) -> CheckpointMetadata:
 )
 def test_a_recipe_that_would_train_otherwise_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     saved = saved_by(tiny(tmp_path, "run"))
-    with pytest.raises(UserError, match=f"holds a run at step 3 that was trained otherwise: .*{message}.*--run.name"):
+    with pytest.raises(
+        UserError, match=f"holds a run at step 3 that was trained with another recipe: .*{message}.*--run.name"
+    ):
         resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout, MACHINE)
 
 
@@ -144,7 +146,7 @@ def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> N
     recipe = tiny(tmp_path, "run")
     saved = saved_by(recipe)
     assert resume(saved, recipe, "abc", saved.layout, MACHINE) == []
-    with pytest.raises(UserError, match=r"read other data \(fingerprint abc, now xyz\)"):
+    with pytest.raises(UserError, match=r"trained on other data \(fingerprint abc, now xyz\)"):
         resume(saved, recipe, "xyz", saved.layout, MACHINE)
     freely = tiny(
         tmp_path,
@@ -195,7 +197,7 @@ def test_a_folder_without_a_checkpoint_begins_again(ranks: Ranks, tmp_path: Path
     whole = train(ranks(1), recipe)
     drop_last(tmp_path / "run")
     run = RunDirectory(recipe)
-    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: beginning again at step 1"
+    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: starting at step 1"
     assert train(ranks(1), recipe).losses == whole.losses
 
 
@@ -219,4 +221,4 @@ def test_what_is_said_when_a_run_is_stopped(ranks: Ranks, tmp_path: Path) -> Non
     run = RunDirectory(recipe)
     assert run.shutdown_message() == "stopped before the first checkpoint"
     train(ranks(1), recipe)
-    assert run.shutdown_message() == f"stopped; to go on from step 5: ./run_train.sh '{run.path}/recipe.toml'"
+    assert run.shutdown_message() == f"stopped; to resume from step 5: ./run_train.sh '{run.path}/recipe.toml'"

@@ -31,7 +31,7 @@ def _talk() -> tuple[int, list[int], float, str]:
 def test_ranks_agree_gather_add_and_notice_a_difference(ranks: Ranks) -> None:
     for agreed, gathered, added, said in ranks(2).run(_talk):
         assert (agreed, gathered, added) == (7, [0, 1], 3.0)
-        assert said.startswith("the data is not the same on all ranks: made by rank ")
+        assert said.startswith("the data differs across ranks: made by rank ")
 
 
 def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], dict[str, list[int]]]:

@@ -173,9 +173,9 @@ def test_a_start_whose_first_file_finds_no_room_changes_nothing(
 ) -> None:
     resume(starter, tmp_path, **{"checkpoint.keep": "1", "training.steps": "4"})
     before = kept(tmp_path)
-    job = starter.start(tmp_path, Fault("pathlib.Path.write_text", do="refuse"))
+    job = starter.start(tmp_path, Fault("titanlike.utils.atomic_io.write_all", do="refuse"))
     assert job.wait_for_a_death()[0] == 2, job.said
-    told = "error: runs/run cannot be written to: [Errno 28] No space left on device; put that right, or choose another run.dir\n"
+    told = "error: cannot write to runs/run: [Errno 28] No space left on device; fix this, or choose another run.dir\n"
     assert told in job.said
     assert kept(tmp_path) == before
 

@@ -306,11 +306,11 @@ def test_the_layout_is_shown_as_a_table() -> None:
     )
     shown = summary_lines(given, given.parallelism.resolve(8).dimensions(), "cpu", 1000)
     assert shown[-5:] == [
-        "batch   8 sequences x 128 tokens a step; each rank takes 2 x 2",
+        "batch   8 sequences x 128 tokens per step; per rank 2 x 2",
         "ranks   8 on cpu; compute bfloat16, compile block",
         "          pipeline     2  interleaved_1f1b, stages of 1 + 2 + 2 + 1 blocks",
-        "          shard        2  shares of weights, gradients and optimizer state",
-        "          tensor       2  shares of a matrix, 2 heads each",
+        "          shard        2  shards of weights, gradients and optimizer state",
+        "          tensor       2  shards of a matrix, 2 heads each",
     ]
 
 

@@ -202,7 +202,7 @@ def test_a_run_may_change_how_weights_travel_and_not_what_is_rounded() -> None:
     assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
     for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
         other = replace(before, float8=replace(before.float8, **{key: value}))
-        with pytest.raises(UserError, match=f"was trained otherwise: float8.{key} was"):
+        with pytest.raises(UserError, match=f"was trained with another recipe: float8.{key} was"):
             resume(saved, other, "x", {"shard": 8}, facts)
 
 
@@ -214,7 +214,7 @@ def test_a_run_of_before_there_was_float8_goes_on() -> None:
         del old["float8"], old["optimizer"]["state_dtype"], old["model"]["dropout"]
         saved = CheckpointMetadata(1, old, "x", {"shard": 1}, facts)
         if model.dropout:
-            with pytest.raises(UserError, match=r"otherwise: model.dropout was 0.0, now 0.1. Put"):
+            with pytest.raises(UserError, match=r"another recipe: model.dropout was 0.0, now 0.1. Restore"):
                 resume(saved, now, "x", {"shard": 1}, facts)
         else:
             assert resume(saved, now, "x", {"shard": 1}, facts) == []

@@ -1,36 +1,37 @@
-"""What a kill, or a full disk, may do to the folder of a run."""
+"""Interrupted writes to a run directory, and to any file that is replaced atomically."""
 
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from tests.training import tiny
 from titanlike.config import UserError
 from titanlike.run.run_dir import RunDirectory
+from titanlike.utils import atomic_io
 
 
 @pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])
-def test_a_start_that_is_cut_short_leaves_whole_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
-) -> None:
-    """Half of a recipe is a recipe too: one that leaves the rest as it is by default."""
+def test_interrupted_open_leaves_complete_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+    """A truncated recipe would still be valid, with default values for the missing keys."""
     recipe = tiny(tmp_path, "run")
     run = RunDirectory(recipe)
     run.open(recipe, "cpu", 2, resumed_step=0)
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    write = Path.write_text
+    write_all = atomic_io.write_all
 
-    def cut_short(path: Path, text: str) -> int:
-        if not path.name.startswith(victim):
-            return write(path, text)
-        write(path, text[: len(text) // 2])
+    def write_half(file: BinaryIO, content: bytes) -> None:
+        if not Path(file.name).name.startswith(victim):
+            return write_all(file, content)
+        write_all(file, content[: len(content) // 2])
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(Path, "write_text", cut_short)
+    monkeypatch.setattr(atomic_io, "write_all", write_half)
     with pytest.raises(
-        UserError, match=r"run cannot be written to: the disk is full; put that right, or choose another run\.dir"
+        UserError, match=r"cannot write to .*run: the disk is full; fix this, or choose another run\.dir"
     ):
         run.open(recipe, "cpu", 1, resumed_step=2)
     kept = [path for path in before if path.stem == victim]
     assert kept and all(path.read_bytes() == before[path] for path in kept)
+    assert {path for path in run.path.iterdir() if path.is_file()} == before.keys()

@@ -126,7 +126,7 @@ class Watchdog:
             if is_reporter is False:
                 self._wait_for_report()
             # Without the store no rank can be elected, and rank 0's host may be down.
-            elif is_reporter or environment.is_first_on_machine() or self.rank == 1:
+            elif is_reporter or environment.is_first_on_node() or self.rank == 1:
                 self._report(stalled, self._diagnose(is_reporter))
                 self._heartbeats.call(lambda store: store.set("reported", ""))
                 time.sleep(0.5)  # the other ranks exit first: this process may host the store
