@@ -12,7 +12,7 @@ from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Watchdog, flight_recor
 
 
 def heartbeat(step: int, location: str = "all_reduce (x.py:1)", **other: object) -> Heartbeat:
-    return Heartbeat(step, "host", 100 + step, time=1000.0, location=location, **other)  # type: ignore[arg-type]
+    return Heartbeat(step, "host", 100 + step, 1, time=1000.0, location=location, **other)  # type: ignore[arg-type]
 
 
 def test_silent_rank_is_named_first() -> None:
@@ -111,7 +111,7 @@ def run_watchdogs(run_dir: Path, count: int) -> list[int]:
             end = time.monotonic() + 60
             num_ranks = 0
             while num_ranks < 2 and time.monotonic() < end:
-                heartbeats, _ = watchdog._heartbeats.read_all() or ({}, [])
+                heartbeats, _ = watchdog._heartbeats.call(watchdog._heartbeats.read_all) or ({}, [])
                 num_ranks = sum(beat is not None for beat in heartbeats.values())
             found.append(num_ranks)
             assert not watchdog._heartbeats.is_alarm_raised

@@ -28,6 +28,7 @@ class Heartbeat:
     step: int
     host: str
     pid: int
+    ppid: int
     time: float = 0.0  # wall clock of its host
     paused: bool = True  # its current work may take longer than a step, as the first step that compiles
     location: str = ""  # of its training thread, once a hang is detected
@@ -54,6 +55,7 @@ class HeartbeatThread(threading.Thread):
         self.is_alarm_raised = False
         self._run = 0
         self._last_changes: dict[int, tuple[Heartbeat | None, float]] = {}
+        self._last_read = 0.0
         self._requests: queue.Queue[tuple[Callable[[Store], Any], futures.Future[Any]]] = queue.Queue()
         self._stop_event = threading.Event()
 
@@ -102,33 +104,26 @@ class HeartbeatThread(threading.Thread):
         self._run = self._run or store.add(f"watchdogs/{self.rank}", 1)
         return PrefixStore(f"watchdog/{self._run}", store)
 
-    def read_all(self) -> tuple[dict[int, Heartbeat | None], list[int]] | None:
-        """Returns the last heartbeat of every rank and the silent ranks, or None if the store does not answer in time.
+    def read_all(self, store: Store) -> tuple[dict[int, Heartbeat | None], list[int]]:
+        """Store operation that returns the last heartbeat of every rank, and the silent ranks.
 
-        Silence is measured from the first call after `forget`.
+        Silence is measured from the first of a series of calls.
         """
-        return self.call(self._read_all)
-
-    def forget(self) -> None:
-        """Discards the heartbeats that were read."""
-        self._last_changes = {}
-
-    def _read_all(self, store: Store) -> tuple[dict[int, Heartbeat | None], list[int]]:
+        now = time.monotonic()
+        if now - self._last_read > self.timeout:  # a new series, or this process was suspended
+            self._last_changes = {}
+        self._last_read = now
         keys = [str(rank) for rank in range(self.world_size)]
         present = keys if store.check(keys) else [key for key in keys if store.check([key])]
         contents = dict(zip(present, store.multi_get(present), strict=True))
-        heartbeats = {
-            rank: Heartbeat(**json.loads(contents[key])) if key in contents else None for rank, key in enumerate(keys)
-        }
-        now = time.monotonic()
-        for rank, beat in heartbeats.items():
+        heartbeats: dict[int, Heartbeat | None] = {}
+        silent = []
+        for rank, key in enumerate(keys):
+            heartbeats[rank] = beat = Heartbeat(**json.loads(contents[key])) if key in contents else None
             if rank not in self._last_changes or self._last_changes[rank][0] != beat:
                 self._last_changes[rank] = beat, now
-        silent = [
-            rank
-            for rank, (beat, since) in self._last_changes.items()
-            if now - since > self.timeout and not (beat and beat.is_final)
-        ]
+            if now - self._last_changes[rank][1] > self.timeout and not (beat and beat.is_final):
+                silent.append(rank)
         return heartbeats, silent
 
 

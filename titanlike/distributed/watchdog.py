@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ class Watchdog:
         self.interval = min(1.0, timeout / 20)
         self.store_timeout = max(5.0, 10 * self.interval)
         self.rank, self.world_size = process_group.rank(), process_group.world_size()
-        self.heartbeat = Heartbeat(step=0, host=platform.node(), pid=os.getpid())
+        self.heartbeat = Heartbeat(step=0, host=platform.node(), pid=os.getpid(), ppid=os.getppid())
         self._progress = 0
         self._ending = False
         self._training_thread = threading.get_ident()
@@ -101,14 +102,11 @@ class Watchdog:
                 self._end(stalled)
 
     def _is_hang(self, stalled: float) -> bool:
-        if stalled <= self.timeout:
-            self._heartbeats.forget()
-            return False
         if stalled > max(self.timeout, PAUSE_TIMEOUT):
             return True
-        if self.heartbeat.paused:
+        if stalled <= self.timeout or self.heartbeat.paused:
             return False
-        heartbeats, silent = self._heartbeats.read_all() or ({}, [])
+        heartbeats, silent = self._heartbeats.call(self._heartbeats.read_all) or ({}, [])
         # A rank that was stopped during a pause cannot publish its end, but is silent.
         return not any(beat and beat.paused and rank not in silent for rank, beat in heartbeats.items())
 
@@ -144,24 +142,30 @@ class Watchdog:
             ]
         heartbeats, silent = found
         for rank in silent:
-            _kill_sibling(heartbeats[rank])
+            beat = heartbeats[rank]
+            if beat and (beat.host, beat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
+                # The common launcher would wait half a minute for a stopped process. It has to see our exit code first.
+                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {beat.pid}"], stderr=subprocess.DEVNULL)
         return diagnose_missing_ranks(heartbeats, silent, time.time())
 
     def _wait_for_dumps(self) -> tuple[dict[int, Heartbeat | None], list[int]] | None:
-        """Waits for the stacks of every live rank. Returns all heartbeats and the silent ranks."""
+        """Returns the heartbeats and the silent ranks when all live ranks have dumped their stacks."""
         end = time.monotonic() + 4 * self.store_timeout
-        while found := self._heartbeats.read_all():
+        while found := self._heartbeats.call(self._heartbeats.read_all):
             heartbeats, silent = found
-            if all(rank in silent or (beat and beat.is_final) for rank, beat in heartbeats.items()):
-                break
-            if time.monotonic() > end:
+            pending = [rank for rank, beat in heartbeats.items() if rank not in silent and not (beat and beat.is_final)]
+            if not pending or time.monotonic() > end:
                 break
             time.sleep(0.1)
         return found
 
     def _wait_for_report(self) -> None:
         end = time.monotonic() + 8 * self.store_timeout
-        while self._heartbeats.call(lambda store: store.check(["reported"])) is False and time.monotonic() < end:
+        is_reported: bool | None = False
+        while is_reported is False and time.monotonic() < end:
+            is_reported = self._heartbeats.call(
+                lambda store: store.check(["reported"])
+            )  # None if the reporter hosted the store
             time.sleep(0.1)
 
     def _report(self, stalled: float, findings: list[str]) -> None:
@@ -199,29 +203,11 @@ def flight_records() -> dict[str, bytes]:
 
 def stack_location(frame: FrameType | None) -> str:
     """Returns the innermost function of a stack, and the innermost one outside libraries if that is another."""
-    inner, libraries = frame, ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"], "<frozen")
-    while frame and any(library in frame.f_code.co_filename for library in libraries):
-        frame = frame.f_back
-    lines = [_format_frame(one) for one in (inner, frame) if one]
+    libraries = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"], "<frozen")
+    frames = [one for one, _ in traceback.walk_stack(frame)] if frame else []
+    own = [one for one in frames if not any(library in one.f_code.co_filename for library in libraries)]
+    lines = []
+    for one in frames[:1] + own[:1]:
+        path = Path(one.f_code.co_filename)
+        lines.append(f"{one.f_code.co_name} ({path.parent.name}/{path.name}:{one.f_lineno})")
     return ", called from ".join(dict.fromkeys(lines)) or "code without a Python frame"
-
-
-def _format_frame(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
-    return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"
-
-
-def _kill_sibling(heartbeat: Heartbeat | None) -> None:
-    """Kills a stopped process of the same launcher, which would wait half a minute for it to end.
-
-    Delayed until the live ranks have exited, so that the launcher sees their exit code first.
-    """
-    if heartbeat and heartbeat.host == platform.node() and _parent_of(heartbeat.pid) == os.getppid():
-        subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {heartbeat.pid}"], stderr=subprocess.DEVNULL)
-
-
-def _parent_of(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return None

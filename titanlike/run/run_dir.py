@@ -167,10 +167,8 @@ def environment_metadata(device: str, world_size: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "host": platform.node(),
         "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "titanlike": titanlike.__version__,
+        **versions(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changes": bool(_git("status", "--porcelain")),
     }
