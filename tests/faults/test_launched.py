@@ -55,7 +55,9 @@ def test_process_killed_during_a_write(starter: Starter, undisturbed: Trained, t
     "name",
     ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.every), pytest.param("SIGUSR1", marks=pytest.mark.every)],
 )
-def test_signal_to_the_launcher_stops_the_run(starter: Starter, undisturbed: Trained, tmp_path: Path, name: str) -> None:
+def test_signal_to_the_launcher_stops_the_run(
+    starter: Starter, undisturbed: Trained, tmp_path: Path, name: str
+) -> None:
     with launched(tmp_path, pausing(5)) as job:
         wait_for(tmp_path / "pausing.mark", 120)
         job.send_signal(signal.Signals[name])
@@ -72,9 +74,7 @@ def test_signal_to_the_launcher_stops_the_run(starter: Starter, undisturbed: Tra
 
 
 @pytest.mark.slow
-def test_launcher_and_processes_killed_at_once(
-    starter: Starter, undisturbed: Trained, tmp_path: Path
-) -> None:
+def test_launcher_and_processes_killed_at_once(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """Like a power failure, except that the kernel completes buffered writes."""
     stuck = [Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in (0, 1)]
     with launched(tmp_path, *stuck) as job:

@@ -83,9 +83,7 @@ def test_release_deletes_directories_created_for_the_lock(tmp_path: Path) -> Non
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["a", "a/lock"]
 
 
-def test_lock_file_deleted_while_acquiring_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_file_deleted_while_acquiring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, flock, calls = tmp_path / "r/lock", fcntl.flock, []
 
     def delayed_flock(descriptor: int, operation: int) -> None:

@@ -59,7 +59,7 @@ def test_restarted_job_ends_like_an_undisturbed_one(tmp_path: Path, processes: i
     assert undisturbed.returncode == 0, undisturbed.stderr
 
     (tmp_path / "disturbed").mkdir()
-    job = start(tmp_path / "disturbed", variables | {"MAX_RESTARTS": "2"}, **options)  # no run.name: the launcher keeps the generated one
+    job = start(tmp_path / "disturbed", variables | {"MAX_RESTARTS": "2"}, **options)  # with a generated name
     runs = tmp_path / "disturbed/runs"
     wait_for(runs)
     (folder,) = runs.iterdir()
@@ -100,9 +100,7 @@ def test_used_up_restarts_are_reported(tmp_path: Path) -> None:
     ],
     ids=["user error", "signal"],
 )
-def test_user_errors_and_signals_cause_no_restart(
-    tmp_path: Path, program: str, code: int, lines: list[str]
-) -> None:
+def test_user_errors_and_signals_cause_no_restart(tmp_path: Path, program: str, code: int, lines: list[str]) -> None:
     write_program(tmp_path, program)
     done = run(tmp_path, "own.toml", variables={"MAX_RESTARTS": "3"})
     assert done.returncode == code
@@ -166,7 +164,9 @@ def test_two_nodes_restart_together(tmp_path: Path) -> None:
         "NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "MAX_RESTARTS": "1",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    undisturbed = run(tmp_path, variables={"NPROC": "2", "OMP_NUM_THREADS": "1"}, **options | {"run.name": "undisturbed"})
+    undisturbed = run(
+        tmp_path, variables={"NPROC": "2", "OMP_NUM_THREADS": "1"}, **options | {"run.name": "undisturbed"}
+    )
     assert undisturbed.returncode == 0, undisturbed.stderr
     nodes = [start(tmp_path, shared | {"NODE_RANK": rank}, **options | {"run.name": "r"}) for rank in "01"]
     wait_for(tmp_path / "runs/r/checkpoints/step-00000020")
