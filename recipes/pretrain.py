@@ -168,8 +168,8 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
             checkpoints.wait(last=True)
         monitor.record_saves(checkpoints.poll())
 
-    if shutdown.agreed:
-        process_group.barrier_and_exit(128 + shutdown.agreed)
+    if shutdown.agreed_signal:
+        process_group.barrier_and_exit(128 + shutdown.agreed_signal)
     if recipe.checkpoint.weights != "none" and process_group.is_main():
         checkpoints.write_weights(run.path / "weights.safetensors", recipe.checkpoint.weights)
     if recipe.sample.tokens:

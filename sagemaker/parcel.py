@@ -88,7 +88,7 @@ def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
 def _ask(program: Path, *words: object) -> str:
     """What a program says to these words, or its refusal."""
     command = [sys.executable, str(program), *map(str, words)]
-    variables = environment.variables({"PYTHONPATH": str(REPOSITORY)})
+    variables = environment.child_environment({"PYTHONPATH": str(REPOSITORY)})
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         raise UserError("\n".join(line.removeprefix("error: ") for line in done.stderr.splitlines()))

@@ -242,7 +242,7 @@ def _run(words: Sequence[str], processes: int) -> subprocess.CompletedProcess[st
     launch = Path(__file__).parent / "cli" / "launch.py"
     return subprocess.run(
         [sys.executable, str(launch), *words],
-        env=environment.variables({"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}),
+        env=environment.child_environment({"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}),
         capture_output=True,
         text=True,
         check=False,

@@ -78,7 +78,7 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
     said = finish(first, 143, 143)
     reached = max(losses(parts))
     assert 5 <= reached < STEPS
-    assert any(line.startswith(f"stopped by SIGTERM; to go on from step {reached}: ") for line in said)
+    assert any(line.startswith(f"stopped by SIGTERM; to resume from step {reached}: ") for line in said)
     events = (parts / "s3/ours/titanlike/runs/tiny/tensorboard").iterdir()
     assert any(event.stat().st_size > 1000 for event in events)
     # The next job of the run has the folder and the checkpoints back, on hosts that have nothing else.
@@ -136,7 +136,7 @@ def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path, monke
     wait_for((job.hosts[1].root / "output/failure").exists)
     other, burnt = job.wait()
     assert burnt.failure.splitlines()[0] == (
-        "127.0.0.2: RuntimeError: the disk is on fire; process 1 ended with exit code 1; its own words are above"
+        "127.0.0.2: RuntimeError: the disk is on fire; process 1 exited with code 1; see its output above"
     )
     assert burnt.code == 1 and other.code in (1, 143)  # it may be told to stop before it has noticed
     assert "Traceback (most recent call last)" in burnt.failure and "burning.py" in burnt.failure

@@ -98,5 +98,5 @@ def test_a_stream_that_has_changed_is_not_resumed(ranks: Ranks, tmp_path: Path, 
     recipe = recipe_for(tmp_path, "run", "llama", None, **dict(options, **data("stream", moved)))
     train(ranks(1), recipe)  # where it lies does not matter
     (moved / "3.jsonl").write_text("{}")
-    with pytest.raises(Exception, match=r"that read other data \(fingerprint"):
+    with pytest.raises(Exception, match=r"trained on other data \(fingerprint"):
         train(ranks(1), recipe)

@@ -201,7 +201,7 @@ def test_resume_may_change_all_gather_and_not_the_rounding() -> None:
     assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
     for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
         other = replace(before, float8=replace(before.float8, **{key: value}))
-        with pytest.raises(UserError, match=f"was trained otherwise: float8.{key} was"):
+        with pytest.raises(UserError, match=f"was trained with another recipe: float8.{key} was"):
             resume(saved, other, "x", {"shard": 8}, facts)
 
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_without_float8_keys_resumes() -> None:
         del old["float8"], old["optimizer"]["state_dtype"], old["model"]["dropout"]
         saved = CheckpointMetadata(1, old, "x", {"shard": 1}, facts)
         if model.dropout:
-            with pytest.raises(UserError, match=r"otherwise: model.dropout was 0.0, now 0.1. Put"):
+            with pytest.raises(UserError, match=r"another recipe: model.dropout was 0.0, now 0.1. Restore"):
                 resume(saved, now, "x", {"shard": 1}, facts)
         else:
             assert resume(saved, now, "x", {"shard": 1}, facts) == []

@@ -313,8 +313,8 @@ def test_the_summary_shows_the_layout() -> None:
         "batch   8 sequences x 128 tokens a step; each rank takes 2 x 2",
         f"ranks   8 on {device_name(torch.device('cpu'))}; compute bfloat16, compile block",
         "          pipeline     2  interleaved_1f1b, stages of 1 + 2 + 2 + 1 blocks",
-        "          shard        2  shares of weights, gradients and optimizer state",
-        "          tensor       2  shares of a matrix, 2 heads each",
+        "          shard        2  shards of weights, gradients and optimizer state",
+        "          tensor       2  shards of a matrix, 2 heads each",
     ]
 
 
