@@ -124,12 +124,7 @@ class ShuffledMixture:
     """An unbounded, shuffled stream over packed datasets, each with its own epochs. Any step can be read at any time."""
 
     def __init__(
-        self,
-        datasets: Sequence[PackedDataset],
-        weights: Sequence[float] = (1.0,),
-        *,
-        seed: int,
-        global_batch_size: int,
+        self, datasets: Sequence[PackedDataset], weights: Sequence[float] = (1.0,), *, seed: int, global_batch_size: int
     ) -> None:
         self.datasets = datasets
         self.seq_len = datasets[0].seq_len
