@@ -62,9 +62,9 @@ def test_other_commands_of_the_documents_are_right_ones() -> None:
 
 def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/data.md").read_text()
-    program, feed = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    program, _, source = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     members = {name for name in BatchSource.__dict__ if not name.startswith("_")} | set(BatchSource.__annotations__)
-    assert set(re.findall(r"def (\w+)|^    (\w+) =", feed, flags=re.MULTILINE)) == {
+    assert set(re.findall(r"def (\w+)|^    (\w+) =", source, flags=re.MULTILINE)) == {
         ("", name) if name == "seq_len" else (name, "") for name in members
     }
     (tmp_path / "a.txt").write_text("the first")
@@ -79,7 +79,10 @@ def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_data_costs_is_what_was_measured() -> None:
     page = (ROOT / "docs/data.md").read_text()
-    for made_by, name in ((data_batches, "data_batches_cpu"), (data_prepare, "data_prepare_cpu")):
+    measurements = (
+        (data_batches, "data_batches_cpu"), (data_batches, "data_torchdata_cpu"), (data_prepare, "data_prepare_cpu")
+    )  # fmt: skip
+    for made_by, name in measurements:
         measured = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
         for part in made_by.table(measured).strip().split("\n\n"):
             assert f"\n\n{part}\n\n" in page, name

@@ -101,7 +101,7 @@ def test_a_folder_of_shards_is_summarized_and_verified(
         (["nothing", "--data.path=x"], "error: --data.path=x: token shards have no recipe keys to override"),
         ([str(DEBUG), "--step", "0"], "error: --step 0: must be at least 1"),
         ([str(DEBUG), "--data.pth=x"], "data.pth = \"x\": there is no such key; did you mean data.path?"),
-        ([str(DEBUG), "verify"], "error: verify: override a recipe key with --section.key=value"),
+        ([str(DEBUG), "verify"], "verify: one recipe at a time; an override is written --section.key=value"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(

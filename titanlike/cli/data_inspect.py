@@ -2,11 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.distributed import environment
+from titanlike.run.start import Arguments
 
 DESCRIPTION = """\
 Prints the text that a data rank reads in a step: documents in alternating colors, separators highlighted, prompts dim. For a
@@ -52,14 +52,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
                 raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")
             inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
             return
-        keys = {}
-        for override in overrides:
-            name, equals, value = override.removeprefix("--").partition("=")
-            if not override.startswith("--") or not equals:
-                raise UserError(f"{override}: override a recipe key with --section.key=value")
-            keys[name] = value
+        command_line = Arguments([arguments.path, *overrides])
         inspect_recipe(
-            load(PretrainRecipe, Path(arguments.path), keys),
+            load(PretrainRecipe, command_line.recipe, command_line.overrides),
             step=arguments.step,
             rank=arguments.rank,
             ranks=arguments.ranks,
