@@ -39,7 +39,7 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def read(
-    make: Callable[[], BatchSource], stops: list[int], size: int, ranks: int, local: int, prefetch: int
+    build: Callable[[], BatchSource], stops: list[int], size: int, ranks: int, local: int, prefetch: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns tokens and labels of each global batch, read by loaders that are rebuilt and resumed after each of the stops."""
     found: list[list[Any]] = [[] for _ in range(STEPS)]
@@ -47,7 +47,7 @@ def read(
     for last in [*sorted(stops), STEPS]:
         entries = {}
         for rank in range(ranks):
-            source = make()
+            source = build()
             source.begin(json.loads(json.dumps(position)))
             batches = BatchLoader(
                 source, global_batch_size=size, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=0,
@@ -101,12 +101,12 @@ def test_shards(
     with folder() as where:
         parts = [write_shards(where / str(n), each, 10_000 * n) for n, each in enumerate(sizes)]
 
-        def make() -> BatchSource:
+        def build() -> BatchSource:
             datasets = [PackedDataset(part, seq_len, holdout_every=every) for part in parts]
             return ShuffledMixture(datasets, [1.0] * len(parts), seed=seed, global_batch_size=layout["size"])
 
-        expected = read(make, [], layout["size"], 1, layout["size"], 0)
-        assert_same(read(make, stops, **layout), expected)
+        expected = read(build, [], layout["size"], 1, layout["size"], 0)
+        assert_same(read(build, stops, **layout), expected)
 
     tokens = np.concatenate([tokens for tokens, _ in expected])
     labels = np.concatenate([labels for _, labels in expected])
@@ -142,14 +142,14 @@ def test_streams(
                 (where / f"{source}-{number}.jsonl").write_text("\n".join(lines))
             sources.append(list_files(str(where / f"{source}-*")))
 
-        def make(workers: int = workers) -> BatchSource:
+        def build(workers: int = workers) -> BatchSource:
             return Stream(
                 sources, [1.0] * len(sources), BYTES, fields=Fields(), seq_len=seq_len, global_batch_size=layout["size"],
                 seed=seed, workers=workers,
             )  # fmt: skip
 
-        expected = read(lambda: make(1), [], layout["size"], 1, layout["size"], 0)
-        assert_same(read(make, stops, **layout), expected)
+        expected = read(lambda: build(1), [], layout["size"], 1, layout["size"], 0)
+        assert_same(read(build, stops, **layout), expected)
 
 
 def test_a_position_that_is_off_by_one_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_masked_tokens_are_not_labels() -> None:
 
 
 class StepSource:
-    """A source whose tokens are the step number. Fails or blocks at a step, if told to."""
+    """A source whose tokens are the step number. Optionally fails or blocks at a step."""
 
     seq_len = 2
 

@@ -132,8 +132,8 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
 
 
 def test_shards_have_a_validation_split_or_an_error_names_the_remedy(tmp_path: Path) -> None:
-    place = shards(tmp_path, "split", [f"document {number}" for number in range(200)], share=0.2)
-    data = open_(True, source="shards", path=place, holdout_every=7)
+    path = shards(tmp_path, "split", [f"document {number}" for number in range(200)], share=0.2)
+    data = open_(True, source="shards", path=path, holdout_every=7)
     assert data.validation is not None
     everything = [f"document {number}" for number in range(200)]
     parts = [
@@ -143,20 +143,20 @@ def test_shards_have_a_validation_split_or_an_error_names_the_remedy(tmp_path: P
     assert sorted(parts[0] + parts[1]) == sorted(everything)
     assert 20 < len(parts[1]) < 60
     with pytest.raises(UserError, match=r"has no validation split, and data\.holdout_every = 0; set that"):
-        open_(True, source="shards", path=shards(tmp_path, "whole", everything))
+        open_(True, source="shards", path=shards(tmp_path, "no_split", everything))
 
 
 def test_validation_path_names_shards_or_text(tmp_path: Path) -> None:
-    place = shards(tmp_path, "train", ["training text."] * 9)
+    path = shards(tmp_path, "train", ["training text."] * 9)
     held_out = shards(tmp_path, "held_out", ["what is held out"])
     file = tmp_path / "held_out.txt"
     file.write_text("what is held out")
-    found = [open_(True, source="shards", path=place, validation_path=path) for path in (held_out, str(file))]
+    found = [open_(True, source="shards", path=path, validation_path=path) for path in (held_out, str(file))]
     for data in found:
         assert tokens_of(data.validation) == [*b"what is held out", 256]
         assert len(tokens_of(data.training)) == 9 * 15
     # Validation data does not change the fingerprint of the training data.
-    assert len({data.fingerprint for data in found} | {open_(source="shards", path=place).fingerprint}) == 1
+    assert len({data.fingerprint for data in found} | {open_(source="shards", path=path).fingerprint}) == 1
 
 
 def test_the_fingerprint_of_a_mixture_covers_datasets_and_weights(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_the_fingerprint_of_a_mixture_covers_datasets_and_weights(tmp_path: Path
 
 
 def test_prompts_are_masked(tmp_path: Path) -> None:
-    place = shards(tmp_path, "prompts", ["answer" * n for n in range(1, 9)], prompt="prompt")
-    data = open_(source="shards", path=place)
+    path = shards(tmp_path, "prompts", ["answer" * n for n in range(1, 9)], prompt="prompt")
+    data = open_(source="shards", path=path)
     for step in range(1, 20):
         batch = data.training.read(step, range(2))
         assert batch.loss_mask is not None
@@ -180,19 +180,19 @@ def test_prompts_are_masked(tmp_path: Path) -> None:
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    place = shards(tmp_path, "other", ["text"] * 9)
+    path = shards(tmp_path, "other", ["text"] * 9)
     opened = build_tokenizer(Section(bos="<|endoftext|>", special="bos"))
     with pytest.raises(
         UserError,
         match=r"other was made with another tokenizer .*: tokenizer\.special = \"eos\", not \"bos\"; tokenizer\.bos",
     ):
-        open_sources(Data(source="shards", path=place), opened, seq_len=4, global_batch_size=2, seed=0, validate=False)
-    manifest = Path(place, "manifest.json")
+        open_sources(Data(source="shards", path=path), opened, seq_len=4, global_batch_size=2, seed=0, validate=False)
+    manifest = Path(path, "manifest.json")
     values = json.loads(manifest.read_text())
     values["tokenizer"]["fingerprint"] = "0" * 16
     manifest.write_text(json.dumps(values))
     with pytest.raises(UserError, match="its file has changed; restore that file, or prepare the data again"):
-        open_(source="shards", path=place)
+        open_(source="shards", path=path)
 
 
 def test_the_fingerprint_of_a_stream_covers_file_names_and_sizes(tmp_path: Path) -> None:

@@ -171,10 +171,10 @@ def test_remote_files_are_read_and_a_missing_one_is_reported() -> None:
     memory = fsspec.filesystem("memory")
     for number in range(4):
         content = "".join(json.dumps({"text": f"{number}.{line} " * 3}) + "\n" for line in range(600))
-        memory.pipe_file(f"/far/{number}.jsonl", content.encode())
-    files = list_files("memory://far/*.jsonl")
+        memory.pipe_file(f"/remote/{number}.jsonl", content.encode())
+    files = list_files("memory://remote/*.jsonl")
     source = open_stream([files], seq_len=64)
     assert all(b"." in bytes(min(token, 255) for token in row) for row in source.read(1, range(8)).tokens.tolist())
-    memory.rm("/far/2.jsonl")
-    with pytest.raises(UserError, match=r"memory://(/?)far/2\.jsonl: there is no such file any more"):
+    memory.rm("/remote/2.jsonl")
+    with pytest.raises(UserError, match=r"memory://(/?)remote/2\.jsonl: there is no such file any more"):
         open_stream([files], seq_len=64).read(1, range(8))

@@ -9,19 +9,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torchdata.nodes import Stateful
 
 from titanlike.config import UserError
 from titanlike.data.packed_dataset import Position, SequenceBatch
 
 
-class StatefulLoader(Protocol):
-    """An iterable with a state, such as `StatefulDataLoader` or `torchdata.nodes.Loader`."""
+class StatefulLoader(Stateful, Protocol):
+    """An iterable with `state_dict` and `load_state_dict`, such as `StatefulDataLoader` or `torchdata.nodes.Loader`."""
 
     def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class StatefulLoaderSource:
