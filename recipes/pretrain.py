@@ -92,7 +92,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     seed_generators(seed)
     if resume.checkpoint:
         checkpoints.load(model, optimizer, resume.checkpoint)
-        data.training.load_position(resume.checkpoint.position)
+        data.training.source.begin(resume.checkpoint.position)
 
     if process_group.is_main():
         run.open(device, resumed_step=resume.first_step - 1)
@@ -126,7 +126,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         attention_backend(training.attention),
         data.training.prefetch(recipe.data.prefetch, resume.first_step, training.steps),
     ):
-        monitor.print(summary(recipe, mesh.sizes, device, data.training.describe(training.steps)))
+        monitor.print(summary(recipe, mesh.sizes, device, data.training.source.describe(training.steps)))
         if resume.message:
             monitor.print(resume.message)
 

@@ -42,7 +42,7 @@ MISTAKES = [
     (("--check", "0"), {}, "--check 0: give a number of processes"),
     (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
     (("--recipe=none",), {}, "recipe = 'none': there is no program"),
-    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist here"),
+    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist"),
     (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
     ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data ranks; use 15 or 18"),
     (("--parallelism.replicate=2",), {"NPROC": "3"}, "replicate = 2 does not divide the 3 processes; use 1 or 3"),

@@ -94,8 +94,8 @@ def test_the_defaults_are_valid() -> None:
             1,
             "implemented by the compiler, but compile.mode = 'none'; set compile.mode = 'block'",
         ),
-        (dict(data=dict(holdout_every=0)), 1, "holds nothing out; set validation.interval = 0, or"),
-        (dict(data=dict(holdout_every=1)), 1, "holdout_every = 1 holds everything out; use 2 or more"),
+        (dict(data=dict(holdout_every=0)), 1, "holds out nothing; set validation.interval = 0, or"),
+        (dict(data=dict(holdout_every=1)), 1, "holdout_every = 1 holds out every sequence; use 2 or more"),
         (
             dict(parallelism=dict(cpu_offload=True), run=dict(device="cpu")),
             1,
@@ -335,12 +335,12 @@ def test_shard_minus_one_is_resolved() -> None:
 
 
 def test_a_missing_data_path_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.path = '.*/none' does not exist here.*data\.source = 'synthetic'"):
+    with pytest.raises(UserError, match=r"data\.path = '.*/none' does not exist; .*data\.source = 'synthetic'"):
         check_machine(recipe(data=Data(source="text", path=str(tmp_path / "none")), run=Run(dir=str(tmp_path))))
 
 
 def test_a_missing_tokenizer_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokenizer\.encoding = '.*tokenizer\.model': there is no such file"):
+    with pytest.raises(UserError, match=r"tokenizer\.encoding = '.*tokenizer\.model': no such file"):
         check_machine(
             recipe(tokenizer=Tokenizer(encoding=str(tmp_path / "tokenizer.model")), run=Run(dir=str(tmp_path)))
         )
