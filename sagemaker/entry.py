@@ -1,4 +1,4 @@
-"""The entry point on every host of a SageMaker job: sets up the launcher's environment, runs it, and records the cause of a failure.
+"""The entry point on every host of a SageMaker job: starts the launcher, and records the cause of a failure.
 
 Imports only the standard library: it installs the missing requirements before anything else is imported.
 """

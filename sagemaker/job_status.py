@@ -94,7 +94,7 @@ def describe(clients: Clients, name: str) -> JobStatus | None:
         return None
 
 
-def job_names(clients: Clients, base: str, limit: int | None = None, **filters: str) -> list[str]:
+def job_names(clients: Clients, base: str, limit: int | None = None, **filters: Any) -> list[str]:
     """Returns the names that begin with `base` and a dash, newest first."""
     pages = clients.sagemaker.get_paginator("list_training_jobs").paginate(
         NameContains=f"{base}-"[:63],
@@ -109,7 +109,7 @@ def job_names(clients: Clients, base: str, limit: int | None = None, **filters: 
     return [one["TrainingJobName"] for one in newest_first]
 
 
-def jobs_of_run(clients: Clients, run: str, base: str, **filters: str) -> Iterator[JobStatus]:
+def jobs_of_run(clients: Clients, run: str, base: str, **filters: Any) -> Iterator[JobStatus]:
     """Yields the jobs of a run, newest first."""
     for name in job_names(clients, base, **filters):
         # Job names are ambiguous: another run's name may continue this one's, or differ only in characters replaced by dashes.

@@ -83,8 +83,7 @@ def launch(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
 
 def _submit(options: argparse.Namespace, job: Job, bundle: Bundle) -> int:
     from service import make_clients
-    from submit import select_sender
-    from upload import upload_and_submit
+    from submit import select_sender, upload_and_submit
 
     sender = select_sender(options.sender)
     clients = make_clients(job.region)

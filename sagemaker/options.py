@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from request import PREFIX
 
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of a VPC; repeatable",
     )
     add("--kms-key", default="", metavar="ID", help="key to encrypt disks and output")
-    pairs = {"action": "append", "default": [], "type": _pair}
+    pairs: Any = {"action": "append", "default": [], "type": _pair}
     add("--tag", dest="tags", metavar="NAME=VALUE", help="tag of the job; repeatable", **pairs)
     add("--env", dest="environment", metavar="NAME=VALUE", help="environment variable; repeatable", **pairs)
     add = parser.add_argument_group("data").add_argument

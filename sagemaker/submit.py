@@ -1,15 +1,26 @@
-"""Submits a request: through ModelTrainer (SageMaker SDK v3), the PyTorch estimator (SDK v2), or boto3.
+"""Submits a job: uploads its files, and sends the request through ModelTrainer (SageMaker SDK v3), the PyTorch estimator (SDK v2),
+or boto3.
 
 The SDKs add defaults that an administrator has configured for the account, and their own entry point. All other keys of the request
 are sent unchanged, which `tests/sdk` asserts for both.
 """
 
 import importlib.util
+import json
 import re
 import shlex
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from job_status import TIMESTAMP_SUFFIX, active_job, command
+from request import Job, base_name, request_for
+from service import Clients, NotFound, readable_errors
+from validation import request_errors
 
 from titanlike.config import UserError
+
+if TYPE_CHECKING:
+    from bundle import Bundle
 
 NO_TELEMETRY = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}}
 # The module that each sender requires, and how to install it. Without --sender, the first one installed is used.
@@ -35,6 +46,47 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its parent package
         return False
+
+
+def upload_and_submit(clients: Clients, job: Job, bundle: "Bundle", sender: str) -> str:
+    """Uploads the files, with the request for `resume` beside them, and submits the request. Returns the job's name."""
+    check_bucket(clients, job.bucket)
+    if active := active_job(clients, job.run, base_name(job.prefix, job.run)):
+        raise UserError(
+            f"run {job.run} has an active job, {active.name}: {command('wait', active.name, clients.region)}; to start another "
+            "run, choose another --run"
+        )
+    request = request_for(job)
+    if errors := request_errors(request):
+        raise UserError("\n".join(errors))
+    contents = {**bundle.contents, "request.json": json.dumps(request, indent=1).encode()}
+    prefix = job.code.removeprefix(f"s3://{job.bucket}/")
+    encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": job.kms_key} if job.kms_key else {}
+
+    def put(name: str) -> None:
+        clients.s3.put_object(Bucket=job.bucket, Key=f"{prefix}/{name}", Body=contents[name], **encryption)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, contents))
+    print(f"uploaded {len(contents)} files, {sum(map(len, contents.values())):,} bytes, to {job.code}")
+    with readable_errors(clients.region):
+        name = submit(sender, request, clients.session, f"{job.bucket}/{job.prefix}")
+    print(f"submitted with {sender}: {name}")
+    return name
+
+
+def check_bucket(clients: Clients, bucket: str) -> None:
+    """Refuses a bucket that does not exist, is not accessible, or is in another region."""
+    try:
+        found = clients.s3.head_bucket(Bucket=bucket)
+    except NotFound:
+        make = f"aws s3 mb s3://{bucket} --region {clients.region}"
+        raise UserError(f"--bucket {bucket} does not exist; create it ({make}), or choose another") from None
+    except UserError as error:
+        raise UserError(f"--bucket {bucket}: {error}") from None
+    region = found["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", clients.region)
+    if region != clients.region:
+        raise UserError(f"--bucket {bucket} is in {region}, but the job would run in {clients.region}; use one region")
 
 
 def submit(sender: str, request: dict[str, Any], session: Any, prefix: str) -> str:
@@ -63,13 +115,13 @@ def submit_with_model_trainer(request: dict[str, Any], session: Any, prefix: str
     sdk_session.sagemaker_config = NO_TELEMETRY
     spot = request.get("EnableManagedSpotTraining")
     # `exec` replaces the shell, which would not forward SageMaker's SIGTERM to the entry point.
-    command = f"exec {shlex.join(algorithm['ContainerEntrypoint'])}"
+    entry_point = f"exec {shlex.join(algorithm['ContainerEntrypoint'])}"
     trainer = ModelTrainer(
         sagemaker_session=sdk_session,
-        base_job_name=re.sub(r"-\d{8}-\d{6}$", "", request["TrainingJobName"]),
+        base_job_name=TIMESTAMP_SUFFIX.sub("", request["TrainingJobName"]),
         training_image=algorithm["TrainingImage"],
         training_input_mode=algorithm["TrainingInputMode"],
-        source_code=SourceCode(command=command, args=algorithm["ContainerArguments"]),
+        source_code=SourceCode(command=entry_point, args=algorithm["ContainerArguments"]),
         role=request["RoleArn"],
         input_data_config=[convert(Channel, channel) for channel in request["InputDataConfig"]],
         output_data_config=convert(OutputDataConfig, request["OutputDataConfig"]),

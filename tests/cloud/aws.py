@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
-from machines import MACHINES
+from instances import INSTANCE_TYPES
 from moto.sagemaker.models import sagemaker_backends
 from moto.sagemaker.responses import SageMakerResponse
-from request import STAMP, Job, request_for
+from request import TIMESTAMP, Job, request_for
 from service import Clients
 
 from tests.launching import ROOT
@@ -63,15 +63,15 @@ class Aws:
 
     def send(self, run: str = "debug", *, prefix: str = "titanlike", **changes: Any) -> str:
         """Send a job, as launch.py does. Returns its name; the next one is of a later second."""
-        stamp = (CLOCK + timedelta(seconds=next(self._stamps))).strftime(STAMP)
+        stamp = (CLOCK + timedelta(seconds=next(self._stamps))).strftime(TIMESTAMP)
         asked: dict[str, Any] = {
-            "words": ("recipe.toml",),
-            "machine": MACHINES["ml.p5.48xlarge"],
-            "instances": 2,
+            "arguments": ("recipe.toml",),
+            "instance_type": INSTANCE_TYPES["ml.p5.48xlarge"],
+            "num_instances": 2,
             "role": f"arn:aws:iam::{ACCOUNT}:role/job",
             "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/image:1",
         } | changes
-        job = Job(run=run, stamp=stamp, region=REGION, bucket=BUCKET, prefix=prefix, **asked)
+        job = Job(run=run, timestamp=stamp, region=REGION, bucket=BUCKET, prefix=prefix, **asked)
         request = request_for(job)
         key = f"{prefix}/code/{job.name}/request.json"
         self.clients.s3.put_object(Bucket=BUCKET, Key=key, Body=json.dumps(request).encode())

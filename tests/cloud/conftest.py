@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
-from service import Clients, clients
+from service import Clients, make_clients
 
 from tests.cloud.aws import REGION, Aws, stop_training_job
 

@@ -45,7 +45,7 @@ def test_a_dry_run_tells_all_and_asks_nobody() -> None:
     seconds = []
     for _ in range(3):
         begun = cpu_seconds()
-        done = dry_run(BIG, "--instances=4", "--dry-run", "--tokens-per-second=8624", *DATA)
+        done = dry_run(BIG, "--num_instances=4", "--dry-run", "--tokens-per-second=8624", *DATA)
         seconds.append(cpu_seconds() - begun)
     assert done.returncode == 0, done.stderr
     for words in (
@@ -56,7 +56,7 @@ def test_a_dry_run_tells_all_and_asks_nobody() -> None:
         assert words in done.stdout
     assert "tests/" not in done.stdout and "docs/" not in done.stdout
     assert min(seconds) < 2.0, seconds
-    alone = dry_run(BIG, "--instances=4", "--dry-run", "--json", *DATA)
+    alone = dry_run(BIG, "--num_instances=4", "--dry-run", "--json", *DATA)
     request = json.loads(alone.stdout)
     assert request["ResourceConfig"]["InstanceCount"] == 4
     assert "--data.path=/opt/ml/input/data/data-path" in request["AlgorithmSpecification"]["ContainerArguments"]
@@ -67,7 +67,7 @@ def test_a_former_run_says_how_fast_it_is(tmp_path: Path) -> None:
     lines = [{"step": n, "loss": 1.0, "tokens_per_second": speed} for n, speed in enumerate(speeds)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "environment.json").write_text('{"processes": 8}')
-    words = (BIG, "--instances=4", "--dry-run", f"--measured={tmp_path}/metrics.jsonl", *DATA)
+    words = (BIG, "--num_instances=4", "--dry-run", f"--measured={tmp_path}/metrics.jsonl", *DATA)
     assert "at 6,000 tokens/s of a GPU" in dry_run(*words).stdout
     (tmp_path / "environment.json").unlink()
     assert f"--measured {tmp_path}/metrics.jsonl: not the metrics.jsonl of a run" in dry_run(*words).stderr
@@ -94,7 +94,7 @@ def test_a_former_run_says_how_fast_it_is(tmp_path: Path) -> None:
         ([BIG, "--dry-run", "--checkpoints=s3://a/b"], "--checkpoints s3://a/b: give fsx://FILESYSTEM/MOUNT/FOLDER"),
         (["train_configs/lama.toml", "--dry-run"], "train_configs/lama.toml: there is no such recipe"),
         (
-            ["train_configs/llama3_405b.toml", "--instances=8", "--dry-run", *DATA],
+            ["train_configs/llama3_405b.toml", "--num_instances=8", "--dry-run", *DATA],
             "weights, gradients and optimizer state alone do not fit: ",
         ),
     ],

@@ -9,11 +9,11 @@ from typing import Any
 
 import jobs
 import pytest
-import sent
-from jobs import command, list_jobs, table
-from machines import MACHINES, PRICES
+import job_status
+from jobs import run, list_jobs, table
+from instances import INSTANCE_TYPES, PRICE_SOURCE
 from request import Channel
-from sent import find, last_job, names, resume_request, running
+from job_status import active_job, find_job, job_names, newest_job, resume_request
 
 from tests.cloud.aws import BUCKET, CLOCK, Answer, Aws, refusal
 from tests.launching import environment
@@ -27,13 +27,13 @@ NOW = CLOCK + 24 * HOUR
 @pytest.fixture(autouse=True)
 def same_clients(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands take those of the session, which are there already. And the time stands still."""
-    monkeypatch.setattr(sent, "now", lambda: NOW)
-    monkeypatch.setattr(jobs, "clients", lambda region: aws.clients)
+    monkeypatch.setattr(job_status, "now", lambda: NOW)
+    monkeypatch.setattr(jobs, "make_clients", lambda region: aws.clients)
     monkeypatch.setattr(jobs.system, "exit_on_interrupt", lambda: None)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert command(words) == 0
+    assert run(words) == 0
     return capsys.readouterr().out
 
 
@@ -56,7 +56,7 @@ def test_a_list_is_of_ours_newest_first(aws: Aws, capsys: pytest.CaptureFixture[
     assert [rows[1][i] for i in (0, 1, 5)] == [ours[2], "InProgress: Training", "$126.60 so far"]  # 2 x 63.30
     assert rows[2] == [ours[1], "InProgress: Starting", "2 x ml.p5.48xlarge", "not yet", "$0.00 so far"]
     assert rows[3] == [ours[0], "Completed", "2 x ml.p5.48xlarge", when, "1:00:00", "$126.60"]
-    assert lines[4:] == ["", f"prices: {PRICES}"]
+    assert lines[4:] == ["", f"prices: {PRICE_SOURCE}"]
     asked = [words for name, words in aws.asked if name == "ListTrainingJobs"]
     assert {words["SortOrder"] for words in asked} == {"Descending"}
     assert len(shown(capsys, "list", "--limit", "2").splitlines()) == 5
@@ -75,10 +75,10 @@ def test_all_pages_are_read_until_there_are_enough(aws: Aws) -> None:
         return Answer(200), {"TrainingJobSummaries": [*others, *ours], **more}
 
     aws.before("ListTrainingJobs", page)
-    assert names(aws.clients, "titanlike", 4) == [f"titanlike-{n}" for n in ("1-0", "1-1", "1-2", "2-0")]
+    assert job_names(aws.clients, "titanlike", 4) == [f"titanlike-{n}" for n in ("1-0", "1-1", "1-2", "2-0")]
     assert len(aws.asked) == 2  # pages, and no more
     aws.asked.clear()
-    assert len(names(aws.clients, "titanlike")) == 12
+    assert len(job_names(aws.clients, "titanlike")) == 12
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_all_pages_are_read_until_there_are_enough(aws: Aws) -> None:
         ({"spot": True}, {}, "at most $253.20"),
         ({"spot": True}, {"billable_time_in_seconds": 1800}, "$63.30"),
         ({"training_plan": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/p"}, {}, "prepaid"),
-        ({"machine": MACHINES["ml.p5en.48xlarge"]}, {}, ""),
+        ({"instance_type": INSTANCE_TYPES["ml.p5en.48xlarge"]}, {}, ""),
     ],
 )
 def test_cost(aws: Aws, changes: dict[str, Any], state: dict[str, Any], cost: str) -> None:
@@ -126,7 +126,7 @@ def test_a_description_has_what_a_person_wants(aws: Aws, capsys: pytest.CaptureF
         f"  created      {here:%Y-%m-%d %H:%M:%S}\n"
         "  lasted       1:00:00\n"
         "  billed       1,260 seconds of each machine, 65% saved by spot\n"
-        f"  cost         $44.31 ({PRICES})\n"
+        f"  cost         $44.31 ({PRICE_SOURCE})\n"
         f"  code         s3://a-bucket/titanlike/code/{job}\n"
         "  checkpoints  s3://a-bucket/titanlike/checkpoints/my.run\n"
         "  run folder   s3://a-bucket/titanlike/runs/my.run\n"
@@ -146,7 +146,7 @@ def test_a_description_has_what_a_person_wants(aws: Aws, capsys: pytest.CaptureF
 
 
 def test_checkpoints_on_fsx_are_named_where_they_are(aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = Channel("checkpoints", "fsx://fs-0123456789/mount/kept", writes=True)
+    kept = Channel("checkpoints", "fsx://fs-0123456789/mount/kept", writable=True)
     job = aws.send(checkpoints=kept, subnets=("subnet-1",), security_groups=("sg-1",))
     assert "  checkpoints  fsx://fs-0123456789/mount/kept/debug\n" in shown(capsys, "describe", job)
 
@@ -155,9 +155,9 @@ def test_a_run_has_its_own_jobs_alone(aws: Aws) -> None:
     first, dotted, longer, later = [aws.send(run) for run in ("a-b", "a.b", "a-b-c", "a-b")]
     aws.set(first, "InProgress", "Training")
     aws.set(longer, "InProgress", "Training")
-    assert last_job(aws.clients, "a") is None
+    assert newest_job(aws.clients, "a") is None
     assert "DescribeTrainingJob" not in [name for name, _ in aws.asked]  # their names suffice
-    found = {run: last_job(aws.clients, run) for run in ("a-b", "a.b", "a-b-c", "b")}
+    found = {run: newest_job(aws.clients, run) for run in ("a-b", "a.b", "a-b-c", "b")}
     assert {run: job.name for run, job in found.items() if job} == {"a-b": later, "a.b": dotted, "a-b-c": longer}
     busy = {run: running(aws.clients, run) for run in ("a-b", "a.b", "a-b-c")}
     assert {run: job.name for run, job in busy.items() if job} == {"a-b": first, "a-b-c": longer}
@@ -165,13 +165,13 @@ def test_a_run_has_its_own_jobs_alone(aws: Aws) -> None:
     assert (job := running(aws.clients, "a-b")) and job.name == first
     aws.set(first, "Stopped")
     assert running(aws.clients, "a-b") is None
-    assert last_job(aws.clients, "a-b", "other") is None
+    assert newest_job(aws.clients, "a-b", "other") is None
 
 
 def test_a_name_that_is_none_gets_the_nearest(aws: Aws) -> None:
     def said(name: str, prefix: str = "titanlike") -> str:
         with pytest.raises(UserError) as error:
-            find(aws.clients, name, prefix)
+            find_job(aws.clients, name, prefix)
         return str(error.value)
 
     assert said("debug") == (
@@ -183,8 +183,8 @@ def test_a_name_that_is_none_gets_the_nearest(aws: Aws) -> None:
     assert said("titanlike-lama-8b-20261001-100000").endswith(f"{none}; did you mean {job}?")
     assert said("x") == f"x: {none}; `python sagemaker/launch.py list` shows those that there are"
     assert said("not a name").startswith(f"not a name: {none}")
-    assert find(aws.clients, "llama.8b").name == find(aws.clients, job).name == job
-    assert find(aws.clients, job, "other").name == job
+    assert find_job(aws.clients, "llama.8b").name == find_job(aws.clients, job).name == job
+    assert find_job(aws.clients, job, "other").name == job
 
 
 def test_resume_is_the_same_request_again_and_again(aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,9 +199,9 @@ def test_resume_is_the_same_request_again_and_again(aws: Aws, capsys: pytest.Cap
         "FI_EFA_USE_DEVICE_RDMA": "1",
         "NAME": "value",
     }
-    assert len(names(aws.clients, "titanlike")) == 1
+    assert len(job_names(aws.clients, "titanlike")) == 1
     out = shown(capsys, "resume", job)
-    [second, _] = names(aws.clients, "titanlike")
+    [second, _] = job_names(aws.clients, "titanlike")
     assert out == (f"sent {second}\nto watch it: python sagemaker/launch.py wait {second} --region us-east-1\n")
     aws.set(second, "Failed")
     # Its request lies with its code, and that with the first job.
@@ -240,19 +240,19 @@ def test_what_cannot_be_resumed(aws: Aws) -> None:
 def test_stop(aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
     job = aws.send()
     with pytest.raises(UserError, match=f"{job}: there is nothing to stop, it is Completed"):
-        command(["stop", "debug"])
+        run(["stop", "debug"])
     aws.set(job, "InProgress", "Training")
     assert shown(capsys, "stop", job) == (
         f"{job} is told to stop: it saves, within 120 seconds; to go on from there: python sagemaker/launch.py resume {job} "
         "--region us-east-1\n"
     )
-    assert find(aws.clients, job).status == "Stopping"
+    assert find_job(aws.clients, job).status == "Stopping"
     assert shown(capsys, "stop", job) == f"{job} is being stopped already\n"
     assert [name for name, _ in aws.asked].count("StopTrainingJob") == 1
     aws.set(job, "InProgress", "Training")
     aws.before("StopTrainingJob", lambda: refusal("AccessDeniedException", "User: x may not"))
     with pytest.raises(UserError, match=r"your credentials may not do this \(StopTrainingJob: User: x may not\)"):
-        command(["stop", job])
+        run(["stop", job])
 
 
 def test_help_and_bad_words_ask_nobody(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,5 +263,5 @@ def test_help_and_bad_words_ask_nobody(capsys: pytest.CaptureFixture[str]) -> No
     subprocess.run([sys.executable, "-c", code], env=variables, check=True)
     for words in (["list", "--limit", "0"], ["logs", "x", "--tail", "-1"], ["describe"], ["other"]):
         with pytest.raises(SystemExit, match="2"):
-            command(words)
+            run(words)
     assert "--limit: 0 is not a whole number from 1 on" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from typing import Any
 import jobs
 import logs
 import pytest
-from jobs import command
-from watching import show_logs
+from jobs import run
+from monitor import show_logs
 
 from tests.cloud.aws import CLOCK, Answer, Aws, nothing, one_by_one, refusal
 from tests.launching import environment
@@ -138,20 +138,20 @@ def test_follow_ends_with_the_job_and_its_late_lines(aws: Aws, job: str, capsys:
 def test_commands_about_lines(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(jobs, "clients", lambda region: aws.clients)
+    monkeypatch.setattr(jobs, "make_clients", lambda region: aws.clients)
     monkeypatch.setattr(jobs.system, "exit_on_interrupt", nothing)
     aws.say(job, "algo-1", "a", "b")
-    assert command(["logs", "debug", "--tail", "1"]) == 0
+    assert run(["logs", "debug", "--tail", "1"]) == 0
     assert capsys.readouterr().out == "[algo-1] b\n"
     long_ago = CLOCK - timedelta(days=1)
     aws.set(job, "Failed", training_start_time=long_ago, training_end_time=long_ago)
-    monkeypatch.setattr("watching.time.sleep", lambda seconds: pytest.fail("what has ended long ago has no late lines"))
-    assert command(["logs", "debug", "--follow"]) == 0
-    assert command(["wait", "debug", "--tail", "1"]) == 1
+    monkeypatch.setattr("monitor.time.sleep", lambda seconds: pytest.fail("what has ended long ago has no late lines"))
+    assert run(["logs", "debug", "--follow"]) == 0
+    assert run(["wait", "debug", "--tail", "1"]) == 1
     out = capsys.readouterr().out
     assert (out.count("[algo-1] a\n"), out.count("[algo-1] b\n")) == (1, 2)
     with pytest.raises(UserError, match="did you mean debug"):
-        command(["wait", "debgu"])
+        run(["wait", "debgu"])
 
 
 @pytest.mark.parametrize("words", [["logs", "debug"], ["list"]])
@@ -159,7 +159,7 @@ def test_a_reader_that_has_seen_enough(aws: Aws, job: str, words: list[str]) -> 
     aws.say(job, "algo-1", *"abc")
     reads, writes = os.pipe()
     os.close(reads)
-    code = "import sys; from jobs import command; sys.exit(command(sys.argv[1:]))"
+    code = "import sys; from jobs import run; sys.exit(command(sys.argv[1:]))"
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sagemaker'}", PYTHONUNBUFFERED="")
     done = subprocess.run(
         [sys.executable, "-c", code, *words],

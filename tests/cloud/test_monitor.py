@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sent
-import watching
-from watching import wait
+import job_status
+import monitor
+from monitor import wait
 
 from tests.cloud.aws import CLOCK, Aws, away, nothing, one_by_one, refusal
 from tests.launching import environment
@@ -86,13 +86,13 @@ def test_a_network_that_is_away_is_waited_for(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pauses: list[float] = []
-    rest = watching.Watch._rest
+    rest = monitor.Watch._rest
 
-    def noted(watch: watching.Watch) -> None:
+    def noted(watch: monitor.Watch) -> None:
         pauses.append(watch.pause)
         rest(watch)
 
-    monkeypatch.setattr(watching.Watch, "_rest", noted)
+    monkeypatch.setattr(monitor.Watch, "_rest", noted)
     monkeypatch.setattr(watching, "LONGEST", 5 * SOON)
     aws.before("DescribeTrainingJob", one_by_one(nothing, *[away] * 4, nothing, away, nothing, aws.ending(job)))
     assert wait(aws.clients, job, interval=SOON) == 0
@@ -121,7 +121,7 @@ def test_without_a_terminal_it_is_not_silent_for_long(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watching, "QUIET", 0.0)
-    monkeypatch.setattr(sent, "now", lambda: CLOCK + timedelta(hours=1))
+    monkeypatch.setattr(job_status, "now", lambda: CLOCK + timedelta(hours=1))
     aws.set(job, "InProgress", "Training", training_start_time=CLOCK)
     aws.before("DescribeTrainingJob", one_by_one(nothing, nothing, aws.ending(job)))
     assert wait(aws.clients, job, interval=SOON) == 0
@@ -168,7 +168,7 @@ def test_ctrl_c_detaches(
     assert pressed(aws, job, typed, monkeypatch) == 130
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == f"detached, and the job goes on; {BACK.format(job)}"
-    assert (watching.QUESTION in err) == (typed is not None)
+    assert (monitor.QUESTION in err) == (typed is not None)
     assert not [name for name, _ in aws.asked if name == "StopTrainingJob"]
 
 
@@ -176,7 +176,7 @@ def test_ctrl_c_goes_on(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert pressed(aws, job, "\nwhat\n", monkeypatch, nothing, press) == 0
-    assert capsys.readouterr().err.count(watching.QUESTION) == 2
+    assert capsys.readouterr().err.count(monitor.QUESTION) == 2
 
 
 def test_ctrl_c_stops_the_job_and_waits_for_that(
@@ -217,7 +217,7 @@ def test_on_a_terminal(aws: Aws, job: str) -> None:
     aws.say(job, "algo-1", "one")
     aws.say(job, "algo-2", "two")
     aws.say(job, "algo-1", "three", ago=10)
-    code = "import sys, service, watching; sys.exit(watching.wait(service.clients(), sys.argv[1], interval=0.1))"
+    code = "import sys, service, watching; sys.exit(monitor.wait(service.clients(), sys.argv[1], interval=0.1))"
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sagemaker'}", TERM="xterm-256color", COLUMNS="100", LINES="30")
     ours, theirs = os.openpty()
     process = subprocess.Popen(
@@ -244,7 +244,7 @@ def test_on_a_terminal(aws: Aws, job: str) -> None:
         assert all(f"{colour}[algo-{n}] " in shown for n, colour in ((1, "\x1b[36m"), (2, "\x1b[32m")))
         assert shown.count("\x1b[36m[algo-1]") == 2
         process.send_signal(signal.SIGINT)
-        until(watching.QUESTION)
+        until(monitor.QUESTION)
         os.write(ours, b"s\n")
         until("is told to stop")
         aws.set(job, "Stopped")

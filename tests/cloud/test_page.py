@@ -61,12 +61,12 @@ def test_a_user_may_do_what_the_commands_do(aws: Aws, monkeypatch: pytest.Monkey
             you, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/titanlike-debug-20261122-101112"
         )
         assert not allowed(you, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/theirs")
-    monkeypatch.setattr("jobs.clients", lambda region: aws.clients)
+    monkeypatch.setattr("jobs.make_clients", lambda region: aws.clients)
     job = aws.running()
     aws.say(job, "algo-1", "hello")
     aws.asked.clear()
     for words in (["list"], ["describe", job], ["logs", job], ["stop", job]):
-        assert jobs.command([*words, "--region", "us-east-1"]) == 0
+        assert jobs.run([*words, "--region", "us-east-1"]) == 0
     asked = {operation for operation, _ in aws.asked}
     assert {"ListTrainingJobs", "DescribeTrainingJob"} <= asked
     for operation in asked:

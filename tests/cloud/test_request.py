@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from entry import exception, fail, install, lacking, place
-from limits import model_problems, problems
-from machines import MACHINES
+from validation import job_errors, request_errors
+from instances import INSTANCE_TYPES
 from request import METRICS, Channel, Job, request_for
 
 from titanlike.metrics.terminal import Screen
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 JOB = Job(
-    run="llama3_8b", stamp="20261122-101112", words=("recipe.toml", "--training.steps=50"), machine=MACHINES["ml.p5.48xlarge"],
-    instances=4, region="us-east-1", role=ROLE, bucket="ours", image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
+    run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"],
+    num_instances=4, region="us-east-1", role=ROLE, bucket="ours", image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
 )  # fmt: skip
 FSX = Channel("data.path", "fsx://fs-0123456789abcdef0/mount/tokens")
 VPC: dict[str, Any] = dict(subnets=("subnet-1",), security_groups=("sg-1",))
@@ -63,7 +63,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, An
 def test_a_plain_job() -> None:
     request = request_for(JOB)
     assert request == PLAIN
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_spot() -> None:
@@ -72,7 +72,7 @@ def test_spot() -> None:
         "EnableManagedSpotTraining": True,
         "StoppingCondition": {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 129600},
     }
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_a_warm_pool() -> None:
@@ -80,11 +80,11 @@ def test_a_warm_pool() -> None:
     assert differences(request, PLAIN) == {
         "ResourceConfig": PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}
     }
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_data_and_checkpoints_on_fsx() -> None:
-    kept = Channel("checkpoints", "fsx://fs-0123456789abcdef0/mount/kept", writes=True)
+    kept = Channel("checkpoints", "fsx://fs-0123456789abcdef0/mount/kept", writable=True)
     request = request_for(replace(JOB, channels=(FSX,), checkpoints=kept, **VPC))
     changed = differences(request, PLAIN)
     assert changed.pop("VpcConfig") == {"SecurityGroupIds": ["sg-1"], "Subnets": ["subnet-1"]}
@@ -102,7 +102,7 @@ def test_data_and_checkpoints_on_fsx() -> None:
     assert "--checkpoint.dir=/opt/ml/input/data/checkpoints" in words
     assert "--data.path=/opt/ml/input/data/data-path" in words
     assert changed == {}
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_everything_else() -> None:
@@ -135,18 +135,18 @@ def test_everything_else() -> None:
     words = request["AlgorithmSpecification"]["ContainerArguments"]
     assert "--data.mixture=['/opt/ml/input/data/data-mixture-1', '/opt/ml/input/data/data-mixture-2']" in words
     assert "--tokenizer.encoding=/opt/ml/input/data/tokenizer-encoding/tokenizer.model" in words
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_one_machine_needs_no_efa_and_a_smoke_job_looks_for_it() -> None:
-    assert "FI_PROVIDER" not in request_for(replace(JOB, instances=1))["Environment"]
-    smoke = request_for(replace(JOB, instances=1, smoke=True))
+    assert "FI_PROVIDER" not in request_for(replace(JOB, num_instances=1))["Environment"]
+    smoke = request_for(replace(JOB, num_instances=1, smoke=True))
     assert smoke["AlgorithmSpecification"]["ContainerArguments"][0] == "--smoke"
     assert smoke["Environment"] == {"NCCL_DEBUG": "WARN", "SMOKE_GPUS": "8", "SMOKE_EFA": "1"}
 
 
 def test_a_channel_stands_in_place_of_what_the_key_names() -> None:
-    job = replace(JOB, words=("recipe.toml", "--data.path=here", "--training.steps=5"), channels=(FSX,), **VPC)
+    job = replace(JOB, arguments=("recipe.toml", "--data.path=here", "--training.steps=5"), channels=(FSX,), **VPC)
     words = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
     assert [word for word in words if "data.path" in word] == ["--data.path=/opt/ml/input/data/data-path"]
     assert words[-1] == "--training.steps=5"
@@ -163,7 +163,7 @@ def test_a_folder_may_have_a_point_in_its_name() -> None:
 
 
 def test_the_user_wins_over_what_a_job_sets() -> None:
-    words = request_for(replace(JOB, words=("recipe.toml", "--run.shutdown_timeout=60")))["AlgorithmSpecification"][
+    words = request_for(replace(JOB, arguments=("recipe.toml", "--run.shutdown_timeout=60")))["AlgorithmSpecification"][
         "ContainerArguments"
     ]
     assert [word for word in words if "shutdown_timeout" in word] == ["--run.shutdown_timeout=60"]
@@ -197,15 +197,15 @@ def test_the_user_wins_over_what_a_job_sets() -> None:
             "fsx://mine/tokens: give fsx://fs-0123456789abcdef0/MOUNT/FOLDER, with the file system's mount name first",
         ),
         (
-            dict(words=("recipe.toml", f"--sample.prompt={'x' * 250}")),
+            dict(arguments=("recipe.toml", f"--sample.prompt={'x' * 250}")),
             f"--sample.prompt={'x' * 24}...: an argument of a job has 256 characters at most; put it into the recipe",
         ),
         (dict(environment={"A": "x" * 513}), "--env A: SageMaker takes values of 512 characters at most, and this has 513"),
     ],
 )  # fmt: skip
 def test_what_the_service_would_refuse_is_said_here(changes: dict[str, Any], problem: str) -> None:
-    assert list(problems(replace(JOB, **changes))) == [problem]
-    assert list(problems(JOB)) == []
+    assert list(job_errors(replace(JOB, **changes))) == [problem]
+    assert list(job_errors(JOB)) == []
 
 
 def test_the_services_own_model_is_asked() -> None:
@@ -213,7 +213,7 @@ def test_the_services_own_model_is_asked() -> None:
     request["ResourceConfig"] |= {"InstanceType": "ml.p5.96xlarge", "KeepAlivePeriodInSeconds": 99999, "Colour": "red"}
     request["RoleArn"] = "x" * 25
     del request["OutputDataConfig"]
-    found = "\n".join(model_problems(request))
+    found = "\n".join(request_errors(request))
     for words in (
         'Missing required parameter in input: "OutputDataConfig"', 'Unknown parameter in ResourceConfig: "Colour"',
         "ResourceConfig.InstanceType = ml.p5.96xlarge: not one of those", "KeepAlivePeriodInSeconds = 99999: more than 21600",

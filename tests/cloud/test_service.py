@@ -6,8 +6,8 @@ from typing import Any
 import boto3
 import botocore.exceptions as raised
 import pytest
-from sent import described
-from service import NoAnswer, clients
+from job_status import describe
+from service import TransientError, clients
 
 from tests.cloud.aws import BUCKET, Aws, refusal
 from tests.launching import free_port
@@ -59,8 +59,8 @@ def test_nobody_there(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{(port := free_port())}")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between botocore's own attempts
     made = clients("eu-west-1")
-    with pytest.raises(NoAnswer) as error:
-        described(made, "titanlike-debug")
+    with pytest.raises(TransientError) as error:
+        describe(made, "titanlike-debug")
     assert str(error.value) == (
         f'AWS does not answer (Could not connect to the endpoint URL: "http://127.0.0.1:{port}/"): look whether the network is '
         "there, and --region eu-west-1 right"
@@ -84,16 +84,16 @@ NOT_TAKEN = f"AWS does not take your credentials ({{}}: {MAY_NOT}); {LOG_IN}"
         ),
         ("ExpiredTokenException", 400, UserError, NOT_TAKEN.format("ExpiredTokenException")),
         ("UnrecognizedClientException", 400, UserError, NOT_TAKEN.format("UnrecognizedClientException")),
-        ("ThrottlingException", 400, NoAnswer, OFTEN.format("ThrottlingException")),
-        ("InternalFailure", 500, NoAnswer, TROUBLE.format("InternalFailure")),
-        ("ServiceUnavailable", 503, NoAnswer, TROUBLE.format("ServiceUnavailable")),
+        ("ThrottlingException", 400, TransientError, OFTEN.format("ThrottlingException")),
+        ("InternalFailure", 500, TransientError, TROUBLE.format("InternalFailure")),
+        ("ServiceUnavailable", 503, TransientError, TROUBLE.format("ServiceUnavailable")),
         ("ValidationException", 400, UserError, f"AWS refuses this (DescribeTrainingJob, ValidationException): {MAY_NOT}"),
     ],
 )  # fmt: skip
 def test_refusals(aws: Aws, code: str, status: int, kind: type[UserError], words: str) -> None:
     aws.before("DescribeTrainingJob", lambda: refusal(code, MAY_NOT.replace(" to ", "\n to "), status))
     with pytest.raises(UserError) as error:
-        described(aws.clients, "titanlike-debug")
+        describe(aws.clients, "titanlike-debug")
     assert (type(error.value), str(error.value)) == (kind, words)
 
 
@@ -107,10 +107,10 @@ def test_refusals(aws: Aws, code: str, status: int, kind: type[UserError], words
             UserError,
             "your AWS credentials cannot be used: ",
         ),
-        (raised.ReadTimeoutError(endpoint_url="x"), NoAnswer, "AWS does not answer (Read timeout on endpoint URL"),
-        (raised.ConnectTimeoutError(endpoint_url="x"), NoAnswer, "AWS does not answer (Connect timeout on"),
-        (raised.ConnectionClosedError(endpoint_url="x"), NoAnswer, "AWS does not answer (Connection was closed before"),
-        (raised.SSLError(endpoint_url="x", error="old"), NoAnswer, "AWS does not answer (SSL validation failed"),
+        (raised.ReadTimeoutError(endpoint_url="x"), TransientError, "AWS does not answer (Read timeout on endpoint URL"),
+        (raised.ConnectTimeoutError(endpoint_url="x"), TransientError, "AWS does not answer (Connect timeout on"),
+        (raised.ConnectionClosedError(endpoint_url="x"), TransientError, "AWS does not answer (Connection was closed before"),
+        (raised.SSLError(endpoint_url="x", error="old"), TransientError, "AWS does not answer (SSL validation failed"),
         (raised.InvalidConfigError(error_msg="so\nbad"), UserError, "so bad"),
     ],
 )
@@ -120,25 +120,25 @@ def test_what_boto3_raises(aws: Aws, problem: Exception, kind: type[UserError], 
 
     aws.before("DescribeTrainingJob", fail)
     with pytest.raises(UserError) as error:
-        described(aws.clients, "titanlike-debug")
+        describe(aws.clients, "titanlike-debug")
     assert type(error.value) is kind
     assert str(error.value).startswith(words)
 
 
 def test_a_missing_job_is_none_and_not_an_error(aws: Aws) -> None:
-    assert described(aws.clients, "titanlike-debug") is None
+    assert describe(aws.clients, "titanlike-debug") is None
     for name in ("", "not a name", "x" * 64, "-x", "x-", "a_b"):
-        assert described(aws.clients, name) is None
+        assert describe(aws.clients, name) is None
     assert [name for name, _ in aws.asked].count("DescribeTrainingJob") == 1
     answers: list[Any] = ["ResourceNotFound", "ValidationException"]
     aws.before("DescribeTrainingJob", lambda: refusal(answers.pop(0), "Requested resource not found."))
     for _ in range(2):
-        assert described(aws.clients, "titanlike-debug") is None
+        assert describe(aws.clients, "titanlike-debug") is None
 
 
 def test_a_missing_bucket(aws: Aws) -> None:
-    from service import plainly
+    from service import readable_errors
 
-    with pytest.raises(UserError, match="there is no bucket b-bucket: give another --bucket"), plainly("us-east-1"):
+    with pytest.raises(UserError, match="there is no bucket b-bucket: give another --bucket"), readable_errors("us-east-1"):
         aws.clients.s3.get_object(Bucket="b-bucket", Key="x")
     assert aws.clients.s3.list_buckets()["Buckets"][0]["Name"] == BUCKET

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from machines import MACHINES
-from parcel import pack
+from instances import INSTANCE_TYPES
+from bundle import make_bundle
 from request import Job, request_for
 from simulate import Simulation
 
@@ -31,7 +31,7 @@ TINY = {
     "model.dropout": 0.1, "training.steps": STEPS,
 }  # fmt: skip
 JOB = Job(
-    run="tiny", stamp="20261122-101112", words=(), machine=MACHINES["ml.p5.48xlarge"], instances=2, region="us-east-1",
+    run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2, region="us-east-1",
     role="arn:aws:iam::123456789012:role/training", bucket="ours", image="image",
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ def start(
     """A job of the run `tiny` in this folder, which goes on with the one before it there."""
     keys = TINY | {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
     parcel = pack(recipe, [f"--{key}={value}" for key, value in keys.items()], 2, s3=False)
-    job = replace(JOB, stamp=stamp, words=parcel.words, **{k: v for k, v in changes.items() if "__" not in k})
+    job = replace(JOB, timestamp=stamp, words=parcel.words, **{k: v for k, v in changes.items() if "__" not in k})
     return Simulation(request_for(job), parcel, folder, processes)
 
 
@@ -97,7 +97,7 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
 @pytest.mark.slow
 def test_ctrl_c_stops_a_simulation_as_the_service_stops_a_job(tmp_path: Path) -> None:
     keys = [f"--{key}={value}" for key, value in (TINY | {"training.steps": 5000}).items()]
-    words = ["sagemaker/launch.py", "train_configs/debug.toml", "--instances=2", "--simulate", f"--folder={tmp_path}"]
+    words = ["sagemaker/launch.py", "train_configs/debug.toml", "--num_instances=2", "--simulate", f"--folder={tmp_path}"]
     command = [sys.executable, *words, "--run=tiny", "--bucket=ours", *keys]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout
@@ -111,7 +111,7 @@ def test_ctrl_c_stops_a_simulation_as_the_service_stops_a_job(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_smoke_job_measures_and_trains_a_little(tmp_path: Path) -> None:
-    said = finish(start(tmp_path, "20261122-000001", instances=1, smoke=True, processes=2), 0)
+    said = finish(start(tmp_path, "20261122-000001", num_instances=1, smoke=True, processes=2), 0)
     assert "smoke: no GPU, or no driver of one" in said
     assert any(re.fullmatch(r"smoke: all-reduce of 16 MiB over 2: [\d.]+ ms, [\d.]+ GB/s", line) for line in said)
     assert any(line.startswith("step     20/20  loss ") for line in said)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import study
-import watching
+import monitor
 
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, leaves
 from tests.cloud.test_simulated_jobs import TINY
@@ -17,7 +17,7 @@ SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_g
 @pytest.fixture(autouse=True)
 def _same_clients(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client takes a fifth of a second to make."""
-    for place in ("service.clients", "study.clients"):
+    for place in ("service.make_clients", "study.make_clients"):
         monkeypatch.setattr(place, lambda region="": aws.clients)
 
 
@@ -54,14 +54,14 @@ def test_figures_lie_beside_the_published_ones(
 
 
 def test_what_is_not_done_is_sent(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("watching.wait", functools.partial(watching.wait, interval=0.05))
+    monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.05))
     lay(aws, "baseline", 6000.0)
     lay(aws, "compile", 6600.0, steps=400)
     words = [
         f"--role=arn:aws:iam::{ACCOUNT}:role/job",
         f"--bucket={BUCKET}",
         "--channel=data.path=s3://t/c",
-        "--instances=4",
+        "--num_instances=4",
     ]
     assert (
         leaves(monkeypatch, study.main, f"--out={tmp_path}", *words, "--channel=tokenizer.encoding=s3://t/t.model") == 0

@@ -8,12 +8,12 @@ from typing import Any
 
 import launch
 import pytest
-import watching
+import monitor
 
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, leaves
 from tests.launching import ROOT
 
-WORDS = ["train_configs/debug.toml", "--instances=2", f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}"]
+WORDS = ["train_configs/debug.toml", "--num_instances=2", f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}"]
 
 
 SENT: list[dict[str, Any]] = []  # what CreateTrainingJob was given
@@ -23,7 +23,7 @@ SENT: list[dict[str, Any]] = []  # what CreateTrainingJob was given
 def listening(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hear what is sent."""
     SENT.clear()
-    monkeypatch.setattr("service.clients", lambda region="": aws.clients)
+    monkeypatch.setattr("service.make_clients", lambda region="": aws.clients)
     event, hear = "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: SENT.append(params)
     aws.clients.session.events.register(event, hear)
     yield
@@ -70,7 +70,7 @@ def test_a_run_has_one_job_at_a_time(
 
 
 def test_waiting_for_it(aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("watching.wait", functools.partial(watching.wait, interval=0.05))
+    monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.05))
     assert leaves(monkeypatch, launch.main, *WORDS, "--wait") == 0
     assert "Completed" in capsys.readouterr().out
 

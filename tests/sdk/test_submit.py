@@ -11,7 +11,7 @@ from typing import Any
 
 import boto3
 import pytest
-import senders
+import submit
 from moto.server import ThreadedMotoServer
 
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -120,15 +120,15 @@ SENT: list[dict[str, Any]] = []
 
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
 def test_boto3_sends_it_as_it_is(session: boto3.Session, request_: dict[str, Any]) -> None:
-    assert senders.by_boto3(request_, session, "ours/titanlike") == "titanlike-run-20261122-101112"
+    assert submit.by_boto3(request_, session, "ours/titanlike") == "titanlike-run-20261122-101112"
     assert [request_] == SENT
 
 
 @pytest.mark.skipif(not installed(SDKS["v3"]), reason="version 3 of the SageMaker SDK is not installed")
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
 def test_version_3_sends_it_with_its_own_way_in(session: boto3.Session, request_: dict[str, Any]) -> None:
-    assert senders.sender()[1] is senders.by_model_trainer
-    name = senders.by_model_trainer(request_, session, "ours/titanlike")
+    assert submit.sender()[1] is submit.by_model_trainer
+    name = submit.by_model_trainer(request_, session, "ours/titanlike")
     (sent,) = SENT
     assert sent["TrainingJobName"] == name and name.startswith("titanlike-run-2")
     # Its script stands before ours, in a channel of its own, and hands over to our entry with the same words.
@@ -151,8 +151,8 @@ def test_version_3_sends_it_with_its_own_way_in(session: boto3.Session, request_
 @pytest.mark.skipif(not installed(SDKS["v2"]), reason="version 2 of the SageMaker SDK is not installed")
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
 def test_version_2_sends_it_with_words_that_nobody_reads(session: boto3.Session, request_: dict[str, Any]) -> None:
-    assert senders.sender()[1] is senders.by_estimator
-    assert senders.by_estimator(request_, session, "ours/titanlike") == request_["TrainingJobName"]
+    assert submit.sender()[1] is submit.by_estimator
+    assert submit.by_estimator(request_, session, "ours/titanlike") == request_["TrainingJobName"]
     (sent,) = SENT
     assert all(key.startswith("sagemaker_") for key in sent.pop("HyperParameters"))
     assert sent.pop("ProfilerConfig") == {"DisableProfiler": True}
@@ -161,4 +161,4 @@ def test_version_2_sends_it_with_words_that_nobody_reads(session: boto3.Session,
 
 def test_without_an_sdk_boto3_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert senders.sender() == ("boto3", senders.by_boto3)
+    assert submit.sender() == ("boto3", submit.by_boto3)
