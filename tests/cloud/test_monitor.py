@@ -1,4 +1,4 @@
-"""A job that is watched: what becomes of it, an AWS that does not answer, and Ctrl-C."""
+"""Monitoring a job: status changes, connection failures and Ctrl-C."""
 
 import io
 import os
@@ -13,18 +13,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import job_status
 import monitor
+import pytest
 from monitor import wait
 
-from tests.cloud.aws import CLOCK, Aws, away, nothing, one_by_one, refusal
+from tests.cloud.aws import START, Aws, error_response, in_sequence, network_down, no_change
 from tests.launching import environment
 from titanlike.config import UserError
 
 ROOT = Path(__file__).parents[2]
-SOON = 0.01
-BACK = "back to it: python sagemaker/launch.py wait {} --region us-east-1"
+INTERVAL = 0.01
+REATTACH = "to reattach: python sagemaker/launch.py wait {} --region us-east-1"
 
 
 @pytest.fixture
@@ -32,25 +32,25 @@ def job(aws: Aws) -> str:
     return aws.running()
 
 
-def test_wait_says_each_change_once(aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
-    job = aws.send()
+def test_wait_prints_each_change_once(aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
+    job = aws.submit()
     steps = [("Starting", "Preparing"), ("Starting", "No capacity"), ("Downloading", "Image"), ("Training", "")]
 
-    def become(number: int) -> Callable[[], None]:
-        history = [{"Status": s, "StatusMessage": m, "StartTime": CLOCK} for s, m in [steps[1], *steps[2 : number + 1]]]
-        history = history if number else [{"Status": "Starting", "StatusMessage": "Preparing", "StartTime": CLOCK}]
-        return lambda: aws.set(job, "InProgress", steps[number][0], secondary_status_transitions=history)
+    def reach(number: int) -> Callable[[], None]:
+        history = [{"Status": s, "StatusMessage": m, "StartTime": START} for s, m in [steps[1], *steps[2 : number + 1]]]
+        history = history if number else [{"Status": "Starting", "StatusMessage": "Preparing", "StartTime": START}]
+        return lambda: aws.set_status(job, "InProgress", steps[number][0], secondary_status_transitions=history)
 
-    states = [become(0), become(0), become(1), become(3)]  # two changes between two looks
-    aws.before("DescribeTrainingJob", one_by_one(*states, aws.ending(job, secondary_status_transitions=[])))
-    assert wait(aws.clients, job, interval=SOON) == 0
-    when = f"{CLOCK.astimezone():%H:%M:%S}"
+    polls = [reach(0), reach(0), reach(1), reach(3)]  # two changes between two polls
+    aws.before("DescribeTrainingJob", in_sequence(*polls, aws.ending(job, secondary_status_transitions=[])))
+    assert wait(aws.clients, job, interval=INTERVAL) == 0
+    start = f"{START.astimezone():%H:%M:%S}"
     lines = capsys.readouterr().out.splitlines()
     assert lines[:-1] == [
-        f"{when}  Starting  Preparing",
-        f"{when}  Starting  No capacity",
-        f"{when}  Downloading  Image",
-        f"{when}  Training",
+        f"{start}  Starting  Preparing",
+        f"{start}  Starting  No capacity",
+        f"{start}  Downloading  Image",
+        f"{start}  Training",
     ]
 
 
@@ -67,64 +67,69 @@ def test_wait_says_each_change_once(aws: Aws, capsys: pytest.CaptureFixture[str]
 def test_exit_codes(
     aws: Aws, job: str, capsys: pytest.CaptureFixture[str], status: str, secondary: str, code: int, reason: str
 ) -> None:
-    end = CLOCK + timedelta(hours=2)
-    more = {"training_start_time": CLOCK, "training_end_time": end, "billable_time_in_seconds": 3600}
+    end = START + timedelta(hours=2)
+    more = {"training_start_time": START, "training_end_time": end, "billable_time_in_seconds": 3600}
     aws.before(
         "DescribeTrainingJob",
-        one_by_one(nothing, lambda: aws.set(job, status, secondary, failure_reason=reason or None, **more)),
+        in_sequence(no_change, lambda: aws.set_status(job, status, secondary, failure_reason=reason or None, **more)),
     )
-    assert wait(aws.clients, job, interval=SOON) == code
+    assert wait(aws.clients, job, interval=INTERVAL) == code
     lines = capsys.readouterr().out.splitlines()
-    again = f"to go on from its newest checkpoint: python sagemaker/launch.py resume {job} --region us-east-1"
+    resume = f"to resume from the newest checkpoint: python sagemaker/launch.py resume {job} --region us-east-1"
     assert lines[2:] == [
         f"{job}: {secondary} (2:00:00, $126.60)" + (f": {reason}" if reason else ""),
-        *([again] if code else []),
+        *([resume] if code else []),
     ]
 
 
-def test_a_network_that_is_away_is_waited_for(
+def test_a_lost_connection_is_retried(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pauses: list[float] = []
-    rest = monitor.Watch._rest
+    delays: list[float] = []
+    sleep = monitor.JobMonitor._sleep
 
-    def noted(watch: monitor.Watch) -> None:
-        pauses.append(watch.pause)
-        rest(watch)
+    def record(job_monitor: monitor.JobMonitor) -> None:
+        delays.append(job_monitor.delay)
+        sleep(job_monitor)
 
-    monkeypatch.setattr(monitor.Watch, "_rest", noted)
-    monkeypatch.setattr(watching, "LONGEST", 5 * SOON)
-    aws.before("DescribeTrainingJob", one_by_one(nothing, *[away] * 4, nothing, away, nothing, aws.ending(job)))
-    assert wait(aws.clients, job, interval=SOON) == 0
+    monkeypatch.setattr(monitor.JobMonitor, "_sleep", record)
+    monkeypatch.setattr(watching, "LONGEST", 5 * INTERVAL)
+    aws.before(
+        "DescribeTrainingJob",
+        in_sequence(no_change, *[network_down] * 4, no_change, network_down, no_change, aws.ending(job)),
+    )
+    assert wait(aws.clients, job, interval=INTERVAL) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = (
-        'AWS does not answer (Could not connect to the endpoint URL: "https://api.sagemaker.us-east-1.amazonaws.com/"): look '
-        "whether the network is there, and --region us-east-1 right; it is asked again and again, and the job goes on"
+    lost = (
+        'no response from AWS (Could not connect to the endpoint URL: "https://api.sagemaker.us-east-1.amazonaws.com/"): check '
+        "the network, and --region us-east-1; retrying, the job keeps running"
     )
-    assert lines[1:5] == [told, "AWS answers again", told, "AWS answers again"]
-    assert [round(pause / SOON) for pause in pauses] == [1, 2, 4, 5, 5, 1, 2, 1, 1]
+    assert lines[1:5] == [lost, "AWS responds again", lost, "AWS responds again"]
+    assert [round(delay / INTERVAL) for delay in delays] == [1, 2, 4, 5, 5, 1, 2, 1, 1]
 
 
-def test_what_waiting_cannot_help_ends_it(aws: Aws, job: str) -> None:
-    aws.before("DescribeTrainingJob", one_by_one(nothing, lambda: refusal("ExpiredTokenException", "it has expired")))
+def test_permanent_errors_are_raised(aws: Aws, job: str) -> None:
+    aws.before(
+        "DescribeTrainingJob", in_sequence(no_change, lambda: error_response("ExpiredTokenException", "it has expired"))
+    )
     with pytest.raises(UserError) as error:
-        wait(aws.clients, job, interval=SOON)
+        wait(aws.clients, job, interval=INTERVAL)
     assert str(error.value) == (
-        "AWS does not take your credentials (ExpiredTokenException: it has expired); log in again (aws sso login, or aws "
-        f"configure), or set AWS_PROFILE; the job itself goes on, and {BACK.format(job)}"
+        "AWS rejects the credentials (ExpiredTokenException: it has expired); log in again (aws sso login, or aws "
+        f"configure), or set AWS_PROFILE; the job keeps running; {REATTACH.format(job)}"
     )
-    with pytest.raises(UserError, match=r"titanlike-none: there is no such job in us-east-1$"):
-        wait(aws.clients, "titanlike-none", interval=SOON)
+    with pytest.raises(UserError, match=r"titanlike-none: no such job in us-east-1$"):
+        wait(aws.clients, "titanlike-none", interval=INTERVAL)
 
 
-def test_without_a_terminal_it_is_not_silent_for_long(
+def test_the_status_is_printed_without_a_terminal(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watching, "QUIET", 0.0)
-    monkeypatch.setattr(job_status, "now", lambda: CLOCK + timedelta(hours=1))
-    aws.set(job, "InProgress", "Training", training_start_time=CLOCK)
-    aws.before("DescribeTrainingJob", one_by_one(nothing, nothing, aws.ending(job)))
-    assert wait(aws.clients, job, interval=SOON) == 0
+    monkeypatch.setattr(job_status, "now", lambda: START + timedelta(hours=1))
+    aws.set_status(job, "InProgress", "Training", training_start_time=START)
+    aws.before("DescribeTrainingJob", in_sequence(no_change, no_change, aws.ending(job)))
+    assert wait(aws.clients, job, interval=INTERVAL) == 0
     assert re.search(r"\nTraining for 0:00:\d\d  2 x ml\.p5\.48xlarge  \$126\.60 so far\n", capsys.readouterr().out)
 
 
@@ -132,7 +137,7 @@ def test_without_a_terminal_it_is_not_silent_for_long(
 
 
 class Terminal:
-    """Somebody types."""
+    """A terminal with typed input."""
 
     def __init__(self, typed: str) -> None:
         self.typed = io.StringIO(typed)
@@ -152,12 +157,12 @@ def press() -> None:
 
 
 def pressed(aws: Aws, job: str, typed: str | None, monkeypatch: pytest.MonkeyPatch, *steps: Callable[[], Any]) -> int:
-    """Ctrl-C at the second look, and what is typed at the question; then these steps, then the end."""
+    """Presses Ctrl-C at the second poll and types the answer; runs the steps, then ends the job."""
     monkeypatch.setattr(sys, "stdin", io.StringIO() if typed is None else Terminal(typed))
-    aws.before("DescribeTrainingJob", one_by_one(nothing, press, *steps, aws.ending(job)))
-    before = signal.getsignal(signal.SIGINT)
-    code = wait(aws.clients, job, interval=SOON)
-    assert signal.getsignal(signal.SIGINT) is before
+    aws.before("DescribeTrainingJob", in_sequence(no_change, press, *steps, aws.ending(job)))
+    previous = signal.getsignal(signal.SIGINT)
+    code = wait(aws.clients, job, interval=INTERVAL)
+    assert signal.getsignal(signal.SIGINT) is previous
     return code
 
 
@@ -167,39 +172,39 @@ def test_ctrl_c_detaches(
 ) -> None:
     assert pressed(aws, job, typed, monkeypatch) == 130
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1] == f"detached, and the job goes on; {BACK.format(job)}"
+    assert out.splitlines()[-1] == f"detached, the job keeps running; {REATTACH.format(job)}"
     assert (monitor.QUESTION in err) == (typed is not None)
-    assert not [name for name, _ in aws.asked if name == "StopTrainingJob"]
+    assert not [name for name, _ in aws.calls if name == "StopTrainingJob"]
 
 
-def test_ctrl_c_goes_on(
+def test_ctrl_c_continues(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pressed(aws, job, "\nwhat\n", monkeypatch, nothing, press) == 0
+    assert pressed(aws, job, "\nwhat\n", monkeypatch, no_change, press) == 0
     assert capsys.readouterr().err.count(monitor.QUESTION) == 2
 
 
-def test_ctrl_c_stops_the_job_and_waits_for_that(
+def test_ctrl_c_stops_the_job_and_waits_for_its_end(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = (nothing, nothing, nothing, lambda: aws.say(job, "algo-1", "saved"), aws.ending(job, "Stopped"))
+    steps = (no_change, no_change, no_change, lambda: aws.log(job, "algo-1", "saved"), aws.ending(job, "Stopped"))
     assert pressed(aws, job, "s\n", monkeypatch, *steps) == 143
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith(f"{job} is told to stop: it saves, within 120 seconds;")
+    assert lines[1].startswith(f"stopping {job}: it saves a checkpoint within 120 seconds;")
     assert lines[2].endswith("  Stopping  Stopping the training job")
     assert lines[3] == "[algo-1] saved"
     assert lines[-2].startswith(f"{job}: Stopped (")
 
 
-def test_a_stop_that_fails_is_told(
+def test_a_failed_stop_is_reported(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    aws.before("StopTrainingJob", away)
-    assert pressed(aws, job, "s\n", monkeypatch, nothing) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("error: AWS does not answer (Could not connect")
+    aws.before("StopTrainingJob", network_down)
+    assert pressed(aws, job, "s\n", monkeypatch, no_change) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("error: no response from AWS (Could not connect")
 
 
-def test_two_at_once_get_out_of_a_call(
+def test_two_interrupts_leave_a_call(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def twice() -> None:
@@ -207,51 +212,51 @@ def test_two_at_once_get_out_of_a_call(
         press()
         raise AssertionError("not reached")
 
-    aws.before("DescribeTrainingJob", one_by_one(nothing, twice))
-    assert wait(aws.clients, job, interval=SOON) == 130
-    assert capsys.readouterr().out.splitlines()[-1].startswith("detached, and the job goes on; ")
+    aws.before("DescribeTrainingJob", in_sequence(no_change, twice))
+    assert wait(aws.clients, job, interval=INTERVAL) == 130
+    assert capsys.readouterr().out.splitlines()[-1].startswith("detached, the job keeps running; ")
 
 
-def test_on_a_terminal(aws: Aws, job: str) -> None:
-    """The real thing: colours, a live line, and Ctrl-C that asks."""
-    aws.say(job, "algo-1", "one")
-    aws.say(job, "algo-2", "two")
-    aws.say(job, "algo-1", "three", ago=10)
-    code = "import sys, service, watching; sys.exit(monitor.wait(service.clients(), sys.argv[1], interval=0.1))"
+def test_terminal(aws: Aws, job: str) -> None:
+    """Checks colors, the status line and the question of Ctrl-C in a real terminal."""
+    aws.log(job, "algo-1", "one")
+    aws.log(job, "algo-2", "two")
+    aws.log(job, "algo-1", "three", ago=10)
+    code = "import sys, service, watching; sys.exit(monitor.wait(service.make_clients(), sys.argv[1], interval=0.1))"
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sagemaker'}", TERM="xterm-256color", COLUMNS="100", LINES="30")
-    ours, theirs = os.openpty()
+    controller, terminal = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code, job],
         env=variables,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
         start_new_session=True,
     )
-    os.close(theirs)
+    os.close(terminal)
     shown = ""
 
-    def until(words: str) -> None:
+    def until(text: str) -> None:
         nonlocal shown
         deadline = time.monotonic() + 30
-        while words not in shown:
-            assert select.select([ours], [], [], deadline - time.monotonic())[0], shown
-            shown += os.read(ours, 10_000).decode()
+        while text not in shown:
+            assert select.select([controller], [], [], deadline - time.monotonic())[0], shown
+            shown += os.read(controller, 10_000).decode()
 
     try:
         until("so far  Ctrl-C detaches or stops")
         assert "Training for 0:00:" in shown
-        assert all(f"{colour}[algo-{n}] " in shown for n, colour in ((1, "\x1b[36m"), (2, "\x1b[32m")))
+        assert all(f"{color}[algo-{n}] " in shown for n, color in ((1, "\x1b[36m"), (2, "\x1b[32m")))
         assert shown.count("\x1b[36m[algo-1]") == 2
         process.send_signal(signal.SIGINT)
         until(monitor.QUESTION)
-        os.write(ours, b"s\n")
-        until("is told to stop")
-        aws.set(job, "Stopped")
-        until("to go on from its newest checkpoint")
+        os.write(controller, b"s\n")
+        until(f"stopping {job}")
+        aws.set_status(job, "Stopped")
+        until("to resume from the newest checkpoint")
         assert process.wait(timeout=30) == 143
-        assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+        assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is visible again
     finally:
         process.kill()
         process.wait()
-        os.close(ours)
+        os.close(controller)
