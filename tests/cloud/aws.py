@@ -22,6 +22,7 @@ from request import TIMESTAMP, Job, request_for
 from service import Clients
 
 from tests.launching import ROOT
+from titanlike.config import UserError
 
 REGION, BUCKET = "us-east-1", "a-bucket"
 GROUP = "/aws/sagemaker/TrainingJobs"
@@ -105,9 +106,9 @@ class Aws:
     def log(self, job: str, host: str, *lines: str, ago: float = 60.0, number: int = 1234567890) -> None:
         """Writes log lines of a host, one per second, the first `ago` seconds ago."""
         logs, stream = self.clients.logs, f"{job}/{host}-{number}"
-        with contextlib.suppress(logs.exceptions.ResourceAlreadyExistsException):
+        with contextlib.suppress(UserError):
             logs.create_log_group(logGroupName=GROUP)
-        with contextlib.suppress(logs.exceptions.ResourceAlreadyExistsException):
+        with contextlib.suppress(UserError):
             logs.create_log_stream(logGroupName=GROUP, logStreamName=stream)
         begin = time.time() - ago
         events = [{"timestamp": int((begin + i) * 1000), "message": line} for i, line in enumerate(lines)]

@@ -51,7 +51,8 @@ def test_dry_run_report() -> None:
     for text in (
         "4 x ml.p5.48xlarge: 32 x H100, 80 GiB each, connected by EFA", "16 bytes x 8.03 billion parameters / 32 shards = 3.74 GiB",
         "$253.20 an hour (4 x $63.30, us-east-1, on-demand, 2026-09, unofficial); at most $6,076.80 in --max-hours 24",
-        "full run    10.6 hours, $2,672.41, at 8,624 tokens/s per GPU", "recipes/pretrain.py", "request valid according to botocore",
+        "full run    10.6 hours, $2,672.41, at 8,624 tokens/s per GPU", "recipes/pretrain.py",
+        "request valid according to botocore's model of the service",
     ):  # fmt: skip
         assert text in done.stdout
     assert "tests/" not in done.stdout and "docs/" not in done.stdout

@@ -114,7 +114,7 @@ def test_describe(aws: Aws, capsys: pytest.CaptureFixture[str]) -> None:
         {"Status": "Failed", "StartTime": START + HOUR, "StatusMessage": "Training job failed"},
     ]
     metrics = [{"MetricName": "loss", "Value": 2.53125, "Timestamp": START}]
-    over(
+    finish(
         aws, job, 1.0, "Failed", failure_reason="AlgorithmError: algo-2: out of memory", billable_time_in_seconds=1260,
         training_time_in_seconds=3600, secondary_status_transitions=steps, final_metric_data_list=metrics, creation_time=START,
     )  # fmt: skip

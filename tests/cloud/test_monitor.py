@@ -93,7 +93,7 @@ def test_a_lost_connection_is_retried(
         sleep(job_monitor)
 
     monkeypatch.setattr(monitor.JobMonitor, "_sleep", record)
-    monkeypatch.setattr(watching, "LONGEST", 5 * INTERVAL)
+    monkeypatch.setattr(monitor, "MAX_DELAY", 5 * INTERVAL)
     aws.before(
         "DescribeTrainingJob",
         in_sequence(no_change, *[network_down] * 4, no_change, network_down, no_change, aws.ending(job)),
@@ -125,7 +125,7 @@ def test_permanent_errors_are_raised(aws: Aws, job: str) -> None:
 def test_the_status_is_printed_without_a_terminal(
     aws: Aws, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watching, "QUIET", 0.0)
+    monkeypatch.setattr(monitor, "QUIET_INTERVAL", 0.0)
     monkeypatch.setattr(job_status, "now", lambda: START + timedelta(hours=1))
     aws.set_status(job, "InProgress", "Training", training_start_time=START)
     aws.before("DescribeTrainingJob", in_sequence(no_change, no_change, aws.ending(job)))

@@ -15,8 +15,9 @@ from titanlike.metrics.terminal import Screen
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 JOB = Job(
-    run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"],
-    num_instances=4, region="us-east-1", role=ROLE, bucket="ours", image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
+    run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"),
+    instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=4, region="us-east-1", role=ROLE, bucket="ours",
+    image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
 )  # fmt: skip
 FSX = Channel("data.path", "fsx://fs-0123456789abcdef0/mount/tokens")
 VPC: dict[str, Any] = dict(subnets=("subnet-1",), security_groups=("sg-1",))
@@ -216,7 +217,8 @@ def test_requests_are_validated_with_botocore() -> None:
     found = "\n".join(request_errors(request))
     for text in (
         'Missing required parameter in input: "OutputDataConfig"', 'Unknown parameter in ResourceConfig: "Colour"',
-        "ResourceConfig.InstanceType = ml.p5.96xlarge: not supported by the installed botocore", "KeepAlivePeriodInSeconds = 99999: the maximum is 21600",
+        "ResourceConfig.InstanceType = ml.p5.96xlarge: not supported by the installed botocore",
+        "KeepAlivePeriodInSeconds = 99999: the maximum is 21600",
         "RoleArn = xxxxxxxxxxxxxxxxxxxxxxxxx: does not match arn",
     ):  # fmt: skip
         assert text in found

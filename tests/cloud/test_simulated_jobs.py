@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bundle import make_bundle
 from instances import INSTANCE_TYPES
 from request import Job, request_for
 from simulate import Simulation
@@ -30,8 +31,8 @@ TINY = {
     "model.dropout": 0.1, "training.steps": STEPS,
 }  # fmt: skip
 JOB = Job(
-    run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2, region="us-east-1",
-    role="arn:aws:iam::123456789012:role/training", bucket="ours", image="image",
+    run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2,
+    region="us-east-1", role="arn:aws:iam::123456789012:role/training", bucket="ours", image="image",
 )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def start(
 ) -> Simulation:
     """Starts a job of the run `tiny`, which resumes from the previous job in this folder."""
     keys = TINY | {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
-    parcel = pack(recipe, [f"--{key}={value}" for key, value in keys.items()], 2, s3=False)
+    bundle = make_bundle(recipe, {key: str(value) for key, value in keys.items()}, 2, s3=False)
     job = replace(
         JOB, timestamp=timestamp, arguments=bundle.arguments, **{k: v for k, v in changes.items() if "__" not in k}
     )
@@ -75,7 +76,7 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
     assert "ranks   2 on cpu; compute float32, compile none" in lines
     first = start(parts, "20261122-000001")
     wait_for(lambda: any(f"step      5/{STEPS}" in line for line in first.hosts[0].lines))
-    first.hosts[1].stop()  # SIGTERM to the first process of one host, as when spot capacity is taken network_down
+    first.hosts[1].stop()  # SIGTERM to the first process of one host, as at a spot interruption
     lines = finish(first, 143, 143)
     reached = max(losses(parts))
     assert 5 <= reached < STEPS

@@ -124,7 +124,7 @@ def test_a_local_tokenizer_is_uploaded(aws: Aws, monkeypatch: pytest.MonkeyPatch
     assert exit_code(monkeypatch, launch.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/mine.model") == 0
     (submitted,) = REQUESTS
     assert "--tokenizer.encoding=tokenizer/mine.model" in submitted["AlgorithmSpecification"]["ContainerArguments"]
-    assert files(aws, f"titanlike/code/{asked['TrainingJobName']}/").items() >= {
+    assert files(aws, f"titanlike/code/{submitted['TrainingJobName']}/").items() >= {
         ("tokenizer/mine.model", b"IQ== 0\n"),
         ("tokenizer/tokenizer_config.json", b"{}"),
     }
