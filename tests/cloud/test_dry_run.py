@@ -45,7 +45,7 @@ def test_dry_run_report() -> None:
     seconds = []
     for _ in range(3):
         start = cpu_seconds()
-        done = dry_run(BIG, "--num_instances=4", "--dry-run", "--tokens-per-second=8624", *DATA)
+        done = dry_run(BIG, "--instances=4", "--dry-run", "--tokens-per-second=8624", *DATA)
         seconds.append(cpu_seconds() - start)
     assert done.returncode == 0, done.stderr
     for text in (
@@ -57,7 +57,7 @@ def test_dry_run_report() -> None:
         assert text in done.stdout
     assert "tests/" not in done.stdout and "docs/" not in done.stdout
     assert min(seconds) < 2.0, seconds
-    done = dry_run(BIG, "--num_instances=4", "--dry-run", "--json", *DATA)
+    done = dry_run(BIG, "--instances=4", "--dry-run", "--json", *DATA)
     request = json.loads(done.stdout)
     assert request["ResourceConfig"]["InstanceCount"] == 4
     assert "--data.path=/opt/ml/input/data/data-path" in request["AlgorithmSpecification"]["ContainerArguments"]
@@ -68,7 +68,7 @@ def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:
     lines = [{"step": n, "loss": 1.0, "tokens_per_second": speed} for n, speed in enumerate(speeds)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "environment.json").write_text('{"processes": 8}')
-    arguments = (BIG, "--num_instances=4", "--dry-run", f"--measured={tmp_path}/metrics.jsonl", *DATA)
+    arguments = (BIG, "--instances=4", "--dry-run", f"--measured={tmp_path}/metrics.jsonl", *DATA)
     assert "at 6,000 tokens/s per GPU" in dry_run(*arguments).stdout
     (tmp_path / "environment.json").unlink()
     assert f"--measured {tmp_path}/metrics.jsonl: not a run's metrics.jsonl" in dry_run(*arguments).stderr
@@ -95,7 +95,7 @@ def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:
         ([BIG, "--dry-run", "--checkpoints=s3://a/b"], "--checkpoints s3://a/b: expected fsx://FILESYSTEM/MOUNT/FOLDER"),
         (["train_configs/lama.toml", "--dry-run"], "train_configs/lama.toml: there is no such recipe"),
         (
-            ["train_configs/llama3_405b.toml", "--num_instances=8", "--dry-run", *DATA],
+            ["train_configs/llama3_405b.toml", "--instances=8", "--dry-run", *DATA],
             "weights, gradients and optimizer state do not fit: ",
         ),
     ],

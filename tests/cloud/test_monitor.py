@@ -222,7 +222,7 @@ def test_terminal(aws: Aws, job: str) -> None:
     aws.log(job, "algo-1", "one")
     aws.log(job, "algo-2", "two")
     aws.log(job, "algo-1", "three", ago=10)
-    code = "import sys, service, watching; sys.exit(monitor.wait(service.make_clients(), sys.argv[1], interval=0.1))"
+    code = "import sys, service, monitor; sys.exit(monitor.wait(service.make_clients(), sys.argv[1], interval=0.1))"
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sagemaker'}", TERM="xterm-256color", COLUMNS="100", LINES="30")
     controller, terminal = os.openpty()
     process = subprocess.Popen(

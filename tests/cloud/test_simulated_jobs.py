@@ -102,7 +102,7 @@ def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
     program = [
         "sagemaker/launch.py",
         "train_configs/debug.toml",
-        "--num_instances=2",
+        "--instances=2",
         "--simulate",
         f"--folder={tmp_path}",
     ]
@@ -131,7 +131,7 @@ def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkey
     monkeypatch.setattr("simulate.subprocess", forked)
     program = (ROOT / "recipes/pretrain.py").read_text()
     crash = (
-        "            if step == 3 and distributed.dist.get_rank() == 1:\n"
+        "            if step == 3 and __import__('torch').distributed.get_rank() == 1:\n"
         "                raise RuntimeError('simulated crash')\n"
     )
     anchor = "            watchdog.step(step)\n"

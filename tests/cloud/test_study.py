@@ -62,7 +62,7 @@ def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyP
         f"--role=arn:aws:iam::{ACCOUNT}:role/job",
         f"--bucket={BUCKET}",
         "--channel=data.path=s3://t/c",
-        "--num_instances=4",
+        "--instances=4",
     ]
     assert (
         exit_code(

@@ -1,6 +1,7 @@
 """Jobs submitted to moto's server on loopback, which replaces SageMaker and S3."""
 
 import functools
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 import launch
 import monitor
 import pytest
+import submit
 
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, exit_code
 from tests.launching import ROOT
+from titanlike.config import UserError
 
 ARGUMENTS = [
     "train_configs/debug.toml",
-    "--num_instances=2",
+    "--instances=2",
     f"--role=arn:aws:iam::{ACCOUNT}:role/job",
     f"--bucket={BUCKET}",
 ]
@@ -128,3 +131,65 @@ def test_a_local_tokenizer_is_uploaded(aws: Aws, monkeypatch: pytest.MonkeyPatch
         ("tokenizer/mine.model", b"IQ== 0\n"),
         ("tokenizer/tokenizer_config.json", b"{}"),
     }
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Makes the senders find only these modules."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in modules else None)
+
+
+MODULES = {"modeltrainer": "sagemaker.train", "estimator": "sagemaker.pytorch", "boto3": "boto3"}
+INSTALL = {
+    "modeltrainer": 'pip install "sagemaker-train>=1.10"',
+    "estimator": 'pip install "sagemaker>=2.250,<3"',
+    "boto3": 'pip install "boto3>=1.40"',
+}
+
+
+def test_the_default_sender_is_the_first_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for skipped, sender in enumerate(MODULES):
+        install(monkeypatch, *list(MODULES.values())[skipped:])
+        assert submit.select_sender() == sender
+    install(monkeypatch)
+    assert submit.select_sender() == "boto3"  # creating the clients reports that it is missing
+
+
+@pytest.mark.parametrize("sender", MODULES)
+def test_a_sender_can_be_chosen(sender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *MODULES.values())
+    assert submit.select_sender(sender) == sender
+    install(monkeypatch, *(module for name, module in MODULES.items() if name != sender))
+    with pytest.raises(UserError) as error:
+        submit.select_sender(sender)
+    assert (
+        str(error.value) == f"--sender {sender}: the module {MODULES[sender]} is not installed; run: {INSTALL[sender]}"
+    )
+
+
+def test_submit_uses_the_chosen_sender(
+    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    senders: list[str] = []
+
+    def record(request: dict[str, Any], session: Any, prefix: str) -> str:
+        senders.append(prefix)
+        return str(request["TrainingJobName"])
+
+    monkeypatch.setattr(submit, "submit_with_estimator", record)
+    monkeypatch.setattr(submit, "select_sender", lambda name: name)
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--sender=estimator") == 0
+    assert "submitted with estimator: titanlike-debug-" in capsys.readouterr().out
+    assert senders == [f"{BUCKET}/titanlike"] and REQUESTS == []
+
+
+def test_a_missing_sdk_is_refused_before_the_upload(
+    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submit, "_is_installed", lambda module: False)
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--sender=modeltrainer") == 2
+    error = capsys.readouterr().err
+    assert (
+        error
+        == f"error: --sender modeltrainer: the module sagemaker.train is not installed; run: {INSTALL['modeltrainer']}\n"
+    )
+    assert files(aws, "") == {}
