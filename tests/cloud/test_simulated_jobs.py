@@ -144,7 +144,7 @@ def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkey
     wait_for((job.hosts[1].root / "output/failure").exists)
     other, crashed = job.wait()
     assert crashed.failure.splitlines()[0] == (
-        "127.0.0.2: RuntimeError: simulated crash; process 1 ended with exit code 1; its own words are above"
+        "127.0.0.2: RuntimeError: simulated crash; process 1 exited with code 1; see its output above"
     )
     assert crashed.code == 1 and other.code in (1, 143)  # it may be stopped before it notices the crash
     assert "Traceback (most recent call last)" in crashed.failure and "crashing.py" in crashed.failure
