@@ -59,22 +59,18 @@ def _validate(request: dict[str, Any]) -> str:
     return "request valid according to botocore's model of the service"
 
 
-def bytes_per_parameter(recipe: PretrainRecipe) -> float:
-    """Returns the size of weight, gradient and optimizer state."""
-    weight = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
-    moments = {"full": 2 * weight, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
-    return weight + weight + moments
-
-
 def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
     """Returns the memory of the sharded training state, and refuses one that exceeds a GPU's memory."""
     if recipe.parallelism.cpu_offload:
         return "memory      weights, gradients and optimizer state in host memory (parallelism.cpu_offload)"
     layout = recipe.parallelism.resolve(num_gpus)
     shards = layout.shard * layout.context * layout.tensor * layout.pipeline
-    per_parameter, count, limit = bytes_per_parameter(recipe), recipe.model.num_parameters(), job.instance_type.gpu_gib
-    size = per_parameter * count / shards / GIB
-    text = f"{per_parameter:g} bytes x {count / 1e9:.3g} billion parameters / {shards} shards = {size:.3g} GiB"
+    weight = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
+    moments = {"full": 2 * weight, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
+    state = weight + weight + moments  # bytes per parameter, with the gradient
+    count, limit = recipe.model.num_parameters(), job.instance_type.gpu_gib
+    size = state * count / shards / GIB
+    text = f"{state} bytes x {count / 1e9:.3g} billion parameters / {shards} shards = {size:.3g} GiB"
     if size > limit:
         raise UserError(
             f"weights, gradients and optimizer state do not fit: {text}, but a GPU of {job.instance_type.name} has {limit} GiB; "

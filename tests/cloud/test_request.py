@@ -77,7 +77,7 @@ def test_spot() -> None:
 
 
 def test_a_warm_pool() -> None:
-    request = request_for(replace(JOB, keep_alive_minutes=30))
+    request = request_for(replace(JOB, keep_alive=30))
     assert differences(request, PLAIN) == {
         "ResourceConfig": PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}
     }
@@ -184,10 +184,10 @@ def test_overrides_take_precedence_over_job_defaults() -> None:
             "use a run name of at most 37",
         ),
         (
-            dict(spot=True, keep_alive_minutes=5),
+            dict(spot=True, keep_alive=5),
             "--spot and --keep-alive exclude each other: SageMaker has no warm pools of spot instances; remove one",
         ),
-        (dict(keep_alive_minutes=400), "--keep-alive 400: SageMaker's limit is 360 minutes"),
+        (dict(keep_alive=400), "--keep-alive 400: SageMaker's limit is 360 minutes"),
         (dict(subnets=("subnet-1",)), "--subnet and --security-group must be used together"),
         (
             dict(channels=(FSX,)),
