@@ -66,14 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--security-group", dest="security_groups", metavar="ID", help="of the VPC; repeatable", **REPEATABLE)
     add("--kms-key", default="", metavar="ID", help="key to encrypt disks and output")
     add("--tag", dest="tags", metavar="NAME=VALUE", type=_pair, help="tag of the job; repeatable", **REPEATABLE)
-    add(
-        "--env",
-        dest="environment",
-        metavar="NAME=VALUE",
-        type=_pair,
-        help="environment variable; repeatable",
-        **REPEATABLE,
-    )
+    add("--env", dest="environment", metavar="NAME=VALUE", type=_pair, help="variable; repeatable", **REPEATABLE)
     add = parser.add_argument_group("data").add_argument
     add(
         "--channel", dest="channels", metavar="KEY=URI", type=_pair, **REPEATABLE,
