@@ -11,23 +11,26 @@ from tests.launching import SMALL, losses, run
 @pytest.mark.slow
 def test_resume_from_s3_is_bit_identical(aws: Aws, tmp_path: Path) -> None:
     options = SMALL | {
-        "run.name": "r", "checkpoint.dir": f"s3://{BUCKET}/kept", "checkpoint.interval": "2", "model.dropout": "0.1",
+        "run.name": "r", "checkpoint.dir": f"s3://{BUCKET}/checkpoints", "checkpoint.interval": "2", "model.dropout": "0.1",
     }  # fmt: skip
     first = run(tmp_path, variables={"NPROC": "2"}, **options)
     assert (first.returncode, first.stderr) == (0, "")
     expected = losses(tmp_path / "runs/r")
     s3 = aws.clients.s3
-    keys = {one["Key"] for one in s3.list_objects_v2(Bucket=BUCKET, Prefix="kept/r/")["Contents"]}
+    keys = {one["Key"] for one in s3.list_objects_v2(Bucket=BUCKET, Prefix="checkpoints/r/")["Contents"]}
     files = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json")
-    assert keys == {"kept/r/latest", *(f"kept/r/step-0000000{step}/{file}" for step in (4, 6) for file in files)}
+    assert keys == {
+        "checkpoints/r/latest",
+        *(f"checkpoints/r/step-0000000{step}/{file}" for step in (4, 6) for file in files),
+    }
 
     # A truncated shard is reported, its checkpoint is skipped, and the repeated steps have the same losses.
-    key = "kept/r/step-00000006/rank-00001.safetensors"
+    key = "checkpoints/r/step-00000006/rank-00001.safetensors"
     content = s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()
     s3.put_object(Bucket=BUCKET, Key=key, Body=content[:-8])
     again = run(tmp_path, variables={"NPROC": "2"}, **options)
     assert again.returncode == 0, again.stderr
-    assert f"s3://{BUCKET}/kept/r/step-00000006/rank-00001.safetensors" in again.stderr
+    assert f"s3://{BUCKET}/checkpoints/r/step-00000006/rank-00001.safetensors" in again.stderr
     assert "going back to the checkpoint before it" in again.stderr
     assert "resumed at step 4\n" in again.stdout
     assert losses(tmp_path / "runs/r") == expected and set(expected) == set(range(1, 7))
