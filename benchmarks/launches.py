@@ -40,7 +40,7 @@ class Start:
         self._metrics_before = self._inode()
         self._first_step: float | None = None
         self._mark = secrets.token_hex(8)
-        variables = environment.variables({MARK: self._mark, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"})
+        variables = environment.child_environment({MARK: self._mark, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"})
         variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
         self.started = time.monotonic()
         with self.log_file.open("w") as log:

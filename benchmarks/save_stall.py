@@ -34,8 +34,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.figures import cpu_name, spread
-from benchmarks.models import MODELS, shape_of
+from benchmarks.figures import cpu_name, format_ratio
+from benchmarks.models import MODELS, config_of
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, loader
 from titanlike.config.sections import (
     ActivationCheckpoint,
@@ -65,7 +65,7 @@ class Bench:
     """The model of one rank, and the methods to save it."""
 
     def __init__(self, name: str, folder: Path, sequences: int, length: int) -> None:
-        config = shape_of(MODELS[name])
+        config = config_of(MODELS[name])
         parallelism = Parallelism().resolve(dist.get_world_size())
         training = Training(
             compute_dtype="float32", seq_len=length, global_batch_size=sequences * dist.get_world_size()
@@ -219,7 +219,7 @@ def table(result: dict[str, Any]) -> str:
         for row, one in figures(rows).items():
             slowdown = "" if "async" not in row else f"{one['slowdown']['median']:.2f}"
             lines.append(
-                f"| {row} | {one['stall']['median']:.3f} | {spread(one['stall_ratio'])} | {one['seconds']['median']:.2f} | "
+                f"| {row} | {one['stall']['median']:.3f} | {format_ratio(one['stall_ratio'])} | {one['seconds']['median']:.2f} | "
                 f"{one['mb_per_second']['median']:.0f} | {slowdown} |"
             )
         lines.append("")
@@ -251,7 +251,7 @@ def main() -> None:
     if arguments.worker:
         work(arguments)
         return
-    config = shape_of(MODELS[arguments.model])
+    config = config_of(MODELS[arguments.model])
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.save_stall", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},

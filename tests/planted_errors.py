@@ -82,9 +82,9 @@ ERRORS = {
     ),
     "watchdog": Planted(
         "titanlike/distributed/watchdog.py",
-        "limit = max(self.seconds, PATIENCE) if someone_is_patient else self.seconds",
-        "limit = max(self.seconds, PATIENCE)",
-        "tests/unit/test_watch.py tests/faults/test_hang.py",
+        "return not any(beat and beat.paused and rank not in silent for rank, beat in heartbeats.items())",
+        "return False",
+        "tests/unit/test_watchdog.py tests/faults/test_hang.py",
     ),
 }
 

@@ -116,10 +116,10 @@ MACHINE = {"device": "cpu", "torch": "2.13.0"}
 
 
 def saved_by(recipe: Any) -> CheckpointMetadata:
-    from titanlike.run.resume import as_json
+    from titanlike.run.run_dir import recipe_as_json
 
     return CheckpointMetadata(
-        step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
+        step=3, recipe=recipe_as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
     )
 
 
@@ -136,7 +136,9 @@ def saved_by(recipe: Any) -> CheckpointMetadata:
 )
 def test_a_recipe_that_trains_differently_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     saved = saved_by(tiny(tmp_path, "run"))
-    with pytest.raises(UserError, match=f"holds a run at step 3 that was trained otherwise: .*{message}.*--run.name"):
+    with pytest.raises(
+        UserError, match=f"holds a run at step 3 that was trained with another recipe: .*{message}.*--run.name"
+    ):
         resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout, MACHINE)
 
 
@@ -144,7 +146,7 @@ def test_other_data_is_refused_and_inexact_changes_are_reported(tmp_path: Path) 
     recipe = tiny(tmp_path, "run")
     saved = saved_by(recipe)
     assert resume(saved, recipe, "abc", saved.layout, MACHINE) == []
-    with pytest.raises(UserError, match=r"read other data \(fingerprint abc, now xyz\)"):
+    with pytest.raises(UserError, match=r"trained on other data \(fingerprint abc, now xyz\)"):
         resume(saved, recipe, "xyz", saved.layout, MACHINE)
     permitted = tiny(
         tmp_path,
@@ -195,7 +197,7 @@ def test_a_run_without_a_checkpoint_starts_over(ranks: Ranks, tmp_path: Path) ->
     expected = train(ranks(1), recipe)
     drop_last(tmp_path / "run")
     run = RunDirectory(recipe)
-    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: beginning again at step 1"
+    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: starting at step 1"
     assert train(ranks(1), recipe).losses == expected.losses
 
 
@@ -219,4 +221,4 @@ def test_the_shutdown_message_shows_how_to_resume(ranks: Ranks, tmp_path: Path) 
     run = RunDirectory(recipe)
     assert run.shutdown_message() == "stopped before the first checkpoint"
     train(ranks(1), recipe)
-    assert run.shutdown_message() == f"stopped; to go on from step 5: ./run_train.sh '{run.path}/recipe.toml'"
+    assert run.shutdown_message() == f"stopped; to resume from step 5: ./run_train.sh '{run.path}/recipe.toml'"

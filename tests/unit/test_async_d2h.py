@@ -53,9 +53,9 @@ def test_a_non_finite_last_step_is_detected_by_flush() -> None:
 def test_flush_checks_the_pending_step() -> None:
     guard = NonFiniteGuard()
     check_steps(guard, [1.0, 2.0, 3.0])
-    assert len(guard.unseen) == 1
+    assert len(guard.pending) == 1
     guard.flush()
-    assert not guard.unseen
+    assert not guard.pending
 
 
 @pytest.mark.usefixtures("delayed", "alone")
@@ -65,7 +65,7 @@ def test_skipping_checks_a_step_before_the_optimizer_update() -> None:
     assert [guard.should_step(step, one, one, norms(value)) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
         True, False, True,
     ]  # fmt: skip
-    assert not guard.unseen
+    assert not guard.pending
 
 
 @pytest.mark.usefixtures("delayed")
