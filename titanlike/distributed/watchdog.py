@@ -108,7 +108,7 @@ class Watchdog:
             return False
         heartbeats, silent = self._heartbeats.call(self._heartbeats.read_all) or ({}, [])
         # A rank that was stopped during a pause cannot publish its end, but is silent.
-        return not any(beat and beat.paused and rank not in silent for rank, beat in heartbeats.items())
+        return not any(heartbeat and heartbeat.paused and rank not in silent for rank, heartbeat in heartbeats.items())
 
     def _end(self, stalled: float) -> NoReturn:
         """Raises the alarm, or responds to it: dumps stacks, reports, and exits together with the other ranks."""
@@ -142,10 +142,10 @@ class Watchdog:
             ]
         heartbeats, silent = found
         for rank in silent:
-            beat = heartbeats[rank]
-            if beat and (beat.host, beat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
+            heartbeat = heartbeats[rank]
+            if heartbeat and (heartbeat.host, heartbeat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
                 # The common launcher would wait half a minute for a stopped process. It has to see our exit code first.
-                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {beat.pid}"], stderr=subprocess.DEVNULL)
+                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {heartbeat.pid}"], stderr=subprocess.DEVNULL)
         return diagnose_missing_ranks(heartbeats, silent, time.time())
 
     def _wait_for_dumps(self) -> tuple[dict[int, Heartbeat | None], list[int]] | None:
@@ -153,7 +153,11 @@ class Watchdog:
         end = time.monotonic() + 4 * self.store_timeout
         while found := self._heartbeats.call(self._heartbeats.read_all):
             heartbeats, silent = found
-            pending = [rank for rank, beat in heartbeats.items() if rank not in silent and not (beat and beat.is_final)]
+            pending = [
+                rank
+                for rank, heartbeat in heartbeats.items()
+                if rank not in silent and not (heartbeat and heartbeat.is_final)
+            ]
             if not pending or time.monotonic() > end:
                 break
             time.sleep(0.1)
