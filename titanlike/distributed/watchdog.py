@@ -212,6 +212,6 @@ def stack_location(frame: FrameType | None) -> str:
     own = [one for one in frames if not any(library in one.f_code.co_filename for library in libraries)]
     lines = []
     for one in frames[:1] + own[:1]:
-        path = Path(one.f_code.co_filename)
-        lines.append(f"{one.f_code.co_name} ({path.parent.name}/{path.name}:{one.f_lineno})")
+        path = "/".join(Path(one.f_code.co_filename).parts[-3:])
+        lines.append(f"{one.f_code.co_name} ({path}:{one.f_lineno})")
     return ", called from ".join(dict.fromkeys(lines)) or "code without a Python frame"
