@@ -63,7 +63,7 @@ SAVES = {
     "before the old one goes": Case(dies(f"{FOLDER}.remove", rank=0, step=4), (2, 4), keep=1),
     "while the old one goes": Case(dies("shutil.rmtree", rank=0, step=4), (4,), keep=1),
     "with half of the old one gone": Case(dies("os.unlink", "after", rank=0, step=4), (4,), "sync", keep=1),
-    "after everything": Case(dies(f"{STORE}.tidy", "after", rank=0, step=4), (2, 4)),
+    "after everything": Case(dies(f"{STORE}.prune", "after", rank=0, step=4), (2, 4)),
     "in the first save": Case(dies(WRITING, "inside", rank=0, step=2), ()),
     "after the last commit": Case(dies(f"{FOLDER}.commit", "after", rank=0, step=6), (2, 4, 6)),
 }
@@ -150,6 +150,19 @@ def test_rank_stopped_during_a_pause(starter: Starter, tmp_path: Path) -> None:
     job = starter.start(tmp_path, fault, **{"run.hang_timeout": "2"})
     assert job.wait() == [3, -9], job.said
     assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
+
+
+@pytest.mark.slow
+def test_stopped_rank_that_hosts_the_store(starter: Starter, tmp_path: Path) -> None:
+    """No rank can be elected to report, so rank 1 does."""
+    fault = Fault("titanlike.optim.optimizer.AdamW.step", "after", 0, step=5, do="sleep 0.5, SIGSTOP")
+    job = starter.start(tmp_path, fault, **{"checkpoint.mode": "sync", "run.hang_timeout": "2"})
+    assert job.ranks[1].wait(timeout=120) == 3, job.said
+    assert (
+        "error: the job's key-value store does not answer: rank 0's process is stopped, or its host is down" in job.said
+    )
+    assert "error: rank 1 waits in " in job.said
+    assert (tmp_path / "runs/run/hang/rank-00001.txt").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -126,6 +126,7 @@ class Watchdog:
             # Without the store no rank can be elected, and rank 0's host may be down.
             elif is_reporter or environment.is_first_on_node() or self.rank == 1:
                 self._report(stalled, self._diagnose(is_reporter))
+            if is_reporter:
                 self._heartbeats.call(lambda store: store.set("reported", ""))
                 time.sleep(0.5)  # the other ranks exit first: this process may host the store
         finally:
@@ -167,9 +168,8 @@ class Watchdog:
         end = time.monotonic() + 8 * self.store_timeout
         is_reported: bool | None = False
         while is_reported is False and time.monotonic() < end:
-            is_reported = self._heartbeats.call(
-                lambda store: store.check(["reported"])
-            )  # None if the reporter hosted the store
+            # None if the reporter hosted the store and has exited.
+            is_reported = self._heartbeats.call(lambda store: store.check(["reported"]))
             time.sleep(0.1)
 
     def _report(self, stalled: float, findings: list[str]) -> None:
