@@ -48,7 +48,7 @@ def test_finite_steps_pass(ranks: Ranks) -> None:
 
 def _step_with_infinite_shard(inf_rank: int) -> str:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    apply_fsdp(model, build_mesh("cpu", shard=2).weights, units=[], compute_dtype=torch.float32)
+    apply_fsdp(model, build_mesh("cpu", shard=2).fsdp, units=[], compute_dtype=torch.float32)
     model(torch.ones(1, 4)).sum().backward()
     if dist.get_rank() == inf_rank:
         gradient = model.get_parameter("1.weight").grad
