@@ -1,7 +1,9 @@
-"""The layouts that are held against one process, as data, and the README's table made from what the tests measured.
+"""Layouts that are compared with one process, and the table of the measured differences in docs/layouts.md.
 
-pytest -n 0 -m "every or not every" tests/distributed/test_parity.py --record docs/parity.json
-python -m tests.parity docs/parity.json
+Record the differences, then print the table and the summary for README.md:
+
+    pytest -n 0 -m "every or not every" tests/distributed/test_parity.py --record docs/parity.json
+    python -m tests.parity docs/parity.json
 """
 
 import json
@@ -13,7 +15,7 @@ from typing import Any
 
 from titanlike.config.layout import DIMENSIONS
 
-# Captures and partitions as the real compiler does, and leaves out the half minute of generating code.
+# Captures and partitions the graph as inductor does, without the half minute of code generation.
 FAST = "aot_eager_decomp_partition"
 COMPILED: dict[str, Any] = {"compile": dict(mode="block", backend=FAST)}
 SELECTIVE: dict[str, Any] = {"activation_checkpoint": dict(mode="selective")}
@@ -22,16 +24,16 @@ FULL: dict[str, Any] = {"activation_checkpoint": dict(mode="full")}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and with it what else the recipe says."""
+    """A layout and the other settings of its recipe."""
 
     name: str
     layout: dict[str, Any]
-    local: int = 0  # sequences of 8 that a rank takes at once; 0: as many as make two micro-batches
+    local: int = 0  # micro-batch size, of 8 sequences in a step; 0: two micro-batches per rank
     sections: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     tier: str = "both"
-    """`both`: in every run, with both models. `one`: in every run with one model, in the second tier with the other.
-    `slow`: in the second tier with one model. `every`: when all are asked for."""
+    """`both`: both models in the default tests. `one`: one model in the default tests, the other in the slow tests.
+    `slow`: one model in the slow tests. `every`: with `-m every` only."""
 
     @property
     def processes(self) -> int:
@@ -102,16 +104,31 @@ CASES = [
 
 
 def table(measured: dict[str, Any]) -> str:
-    """One row a case: the largest relative difference from one process in losses, gradient norms and weights."""
+    """Returns a row per case: the largest relative differences from one process in losses, gradient norms and weights."""
     lines = ["| Layout | Processes | Llama: loss / norm / weights | GPT: loss / norm / weights |", "|---|---|---|---|"]
     for name, case in measured["cases"].items():
         cells = [
-            " / ".join(f"{case[model][what]:.0e}" for what in ("loss", "gradient norm", "weights"))
+            " / ".join(f"{case[model][metric]:.0e}" for metric in ("loss", "gradient norm", "weights"))
             for model in ("llama", "gpt")
         ]
         lines.append(f"| {name} | {case['processes']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def summary(measured: dict[str, Any]) -> str:
+    """Returns the largest differences of all cases as a sentence."""
+    cases = measured["cases"].values()
+    loss, norm, weights = (
+        max(case[model][quantity] for case in cases for model in ("llama", "gpt"))
+        for quantity in ("loss", "gradient norm", "weights")
+    )
+    return (
+        f"under {len(cases)} layouts with both models in float32 over gloo, on 2 to {max(case['processes'] for case in cases)} "
+        f"processes, and compared with one process: losses differ by at most {loss:.0e}, gradient norms by {norm:.0e} and "
+        f"weights by {weights:.0e} (relative)"
+    )
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())))
+    recorded = json.loads(Path(sys.argv[1]).read_text())
+    print(table(recorded), summary(recorded), sep="\n\n")

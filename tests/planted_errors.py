@@ -46,7 +46,7 @@ ERRORS = {
     ),
     "commit": Planted(
         "titanlike/checkpoint/store.py",
-        "        self._partial(step).rename(self.path / name_of(step))\n        _sync(self.path)",
+        "        self._partial(step).rename(self.path / name_of(step))\n        fsync_directory(self.path)",
         "        shutil.copytree(self._partial(step), self.path / name_of(step))\n        shutil.rmtree(self._partial(step))",
         "tests/faults tests/distributed/test_saving.py",
     ),

@@ -39,7 +39,7 @@ def _step_with_nan(nan_rank: int) -> str:
 @pytest.mark.parametrize("nan_rank", [0, 1])
 def test_all_ranks_name_the_rank_with_the_nan(ranks: Ranks, nan_rank: int) -> None:
     for error in ranks(2).run(_step_with_nan, nan_rank):
-        assert error.startswith(f"step 7: the loss is nan on rank {nan_rank}. Nothing of it was saved")
+        assert error.startswith(f"step 7: the loss is nan on rank {nan_rank}. The step was not saved")
 
 
 def test_finite_steps_pass(ranks: Ranks) -> None:
@@ -61,4 +61,4 @@ def _step_with_infinite_shard(inf_rank: int) -> str:
 @pytest.mark.parametrize("inf_rank", [0, 1])
 def test_all_ranks_name_the_parameter_and_the_rank_of_its_shard(ranks: Ranks, inf_rank: int) -> None:
     for error in ranks(2).run(_step_with_infinite_shard, inf_rank):
-        assert f"but not the gradient of 1.weight, in the part held by rank {inf_rank}." in error
+        assert f"but not the gradient of 1.weight, in the shard of rank {inf_rank}." in error

@@ -54,7 +54,7 @@ def write_copy(directory: Path, before: str, inserted: str) -> None:
     """Writes a copy of the shipped program with code inserted before a line, and a recipe that uses it."""
     program = (ROOT / "recipes/pretrain.py").read_text()
     assert program.count(before) == 1
-    program = program.replace(before, inserted + before).replace("import gc\n", "import gc, os, time\n")
+    program = program.replace(before, inserted + before).replace("import torch\n", "import os, time\nimport torch\n")
     (directory / "own.py").write_text(program)
     (directory / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
 

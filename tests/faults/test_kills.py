@@ -7,9 +7,13 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps
 
-SAVING, STORE, FOLDER = "titanlike.checkpoint.saver", "titanlike.checkpoint.store", "titanlike.checkpoint.store.Folder"
+SAVING, STORE, FOLDER = (
+    "titanlike.checkpoint.saver",
+    "titanlike.checkpoint.store",
+    "titanlike.checkpoint.store.LocalStore",
+)
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,20 @@ STEPS = {
 }
 
 ONE_SHARD = (
-    Fault(f"{SAVING}._Save._write", "after", rank=0, step=4, do="mark written"),
-    Fault(f"{SAVING}._Save._write", "before", rank=1, step=4, do="await written, SIGKILL"),
+    Fault(f"{SAVING}.CheckpointManager._write", "after", rank=0, step=4, do="mark written"),
+    Fault(f"{SAVING}.CheckpointManager._write", "before", rank=1, step=4, do="await written, SIGKILL"),
 )
 # During the save of step 4. All ranks take part in the first half, only rank 0 in the second.
 SAVES = {
-    "before the copy": Case(dies(f"{SAVING}.Stage.take", rank=1, step=4), (2,)),
-    "after the copy": Case(dies(f"{SAVING}.Stage.take", "after", rank=0, step=4), (2,), "sync"),
+    "before the copy": Case(dies(f"{SAVING}.Stage.copy", rank=1, step=4), (2,)),
+    "after the copy": Case(dies(f"{SAVING}.Stage.copy", "after", rank=0, step=4), (2,), "sync"),
     "before there is a folder": Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,)),
     "when there is a folder": Case(dies(f"{FOLDER}.begin", "after", rank=0, step=4), (2,), "sync"),
     "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, given="rank-00001.safetensors"), (2,)),
     "in the middle of its shard": Case(dies(WRITING, "inside", rank=1, step=4), (2,)),
     "in the middle of the first shard": Case(dies(WRITING, "inside", rank=0, step=4), (2,), "sync"),
     "between the shards": Case(ONE_SHARD, (2,)),
-    "after its shard": Case(dies(f"{SAVING}._Save._write", "after", rank=1, step=4), (2,), "sync"),
+    "after its shard": Case(dies(f"{SAVING}.CheckpointManager._write", "after", rank=1, step=4), (2,), "sync"),
     "when all shards are there": Case(dies(f"{STORE}.commit", rank=0, step=4), (2,)),
     "between state and manifest": Case(dies(f"{FOLDER}.create", rank=0, step=4, given="manifest.json"), (2,), "sync"),
     "after the manifest": Case(dies(f"{FOLDER}.commit", rank=0, step=4), (2,), keep=1),
@@ -84,7 +88,7 @@ def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, cas
     codes = job.wait_for_a_death()
     assert codes[case.faults[-1].rank] == -9, job.said
     checkpoints = tmp_path / "runs/run/checkpoints"
-    assert tuple(whole_steps(checkpoints)) == case.committed
+    assert tuple(valid_steps(checkpoints)) == case.committed
 
     job = resume(starter, tmp_path, **options)
     if case.committed:
@@ -101,7 +105,7 @@ def test_killed_after_every_resume(starter: Starter, undisturbed: Trained, tmp_p
     for step, rank in [(2, 0), (4, 1), (4, 0), (6, 1)]:
         job = starter.start(tmp_path, *dies(WRITING, "inside", rank=rank, step=step))
         assert job.wait_for_a_death()[rank] == -9, job.said
-        assert whole_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
+        assert valid_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
     resume(starter, tmp_path)
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -122,7 +126,7 @@ def test_all_ranks_are_killed(
         job.wait_for(tmp_path / f"{rank}.mark")
     job.kill()
     assert job.codes == [-9, -9]
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [newest]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [newest]
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -138,7 +142,7 @@ def test_stopped_rank(starter: Starter, undisturbed: Trained, tmp_path: Path) ->
     codes = job.wait()
     assert codes == [3, -9], job.said
     assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path, **options).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -169,8 +173,8 @@ def test_stopped_rank_that_hosts_the_store(starter: Starter, tmp_path: Path) -> 
 def test_nan_loss_on_one_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, rank: int) -> None:
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", rank, step=5, do="spoil"))
     assert job.wait() == [2, 2], job.said
-    assert f"error: step 5: the loss is nan on rank {rank}. Nothing of it was saved" in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert f"error: step 5: the loss is nan on rank {rank}. The step was not saved" in job.said
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -183,7 +187,7 @@ def test_rank_dies_while_another_commits(starter: Starter, undisturbed: Trained,
         Fault("titanlike.optim.schedule.set_learning_rate", rank=1, step=5, do="await committing, SIGKILL"),
     )
     assert job.wait_for_a_death()[1] == -9
-    newest = whole_steps(tmp_path / "runs/run/checkpoints")[-1]
+    newest = valid_steps(tmp_path / "runs/run/checkpoints")[-1]
     assert newest in (2, 4)  # rank 0 may or may not complete the commit
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)

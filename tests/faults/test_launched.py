@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault, variables
 from tests.faults.starting import OPTIONS, Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, valid_steps
 from tests.launching import descendants, start, wait_for
 
 pytestmark = pytest.mark.slow  # real jobs, in sequence
@@ -46,7 +46,7 @@ def test_process_killed_during_a_write(starter: Starter, undisturbed: Trained, t
         _, errors = job.communicate(timeout=120)
     assert job.returncode == 1
     assert "error: process 1 was terminated by SIGKILL\n" in errors
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
     assert "resumed at step 2\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -66,7 +66,7 @@ def test_signal_to_the_launcher_stops_the_run(
     (last,) = re.findall(rf"stopped by {name}; to resume from step (\d): ./run_train.sh runs/run/recipe.toml\n", output)
     assert last in "56"
     assert "Traceback" not in errors
-    assert whole_steps(tmp_path / "runs/run/checkpoints")[-1] == int(last)
+    assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == int(last)
     assert f"resumed at step {last}\n" in resume(starter, tmp_path).said
     found = trained(tmp_path)
     assert found.losses == undisturbed.losses
@@ -82,7 +82,7 @@ def test_launcher_and_processes_killed_at_once(starter: Starter, undisturbed: Tr
             wait_for(tmp_path / f"{rank}.mark", 120)
         kill(descendants(job.pid))
         job.communicate(timeout=120)
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
     assert "resumed at step 2\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -101,6 +101,6 @@ def test_second_ctrl_c_reaches_the_processes(starter: Starter, undisturbed: Trai
     assert "press Ctrl-C again to exit at once\n" in errors
     assert "stopped; to resume from step 2: ./run_train.sh runs/run/recipe.toml\n" in errors
     assert "Traceback" not in errors
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
     resume(starter, tmp_path)
     assert_as_undisturbed(tmp_path, undisturbed)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, valid_steps
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_signal_to_one_rank_stops_all(
     shutdown_message = f"stopped by {name}; to resume from step {last}: ./run_train.sh runs/run/recipe.toml\n"
     assert job.said.count(shutdown_message) == 1
     assert "Traceback" not in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints")[-1] == last
+    assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == last
     assert list(trained(tmp_path).losses) == list(range(1, last + 1))
     assert f"resumed at step {last}\n" in resume(starter, tmp_path).said
     found = trained(tmp_path)
@@ -45,7 +45,7 @@ def test_signal_during_a_save(starter: Starter, undisturbed: Trained, tmp_path: 
     """Both the save in progress and that of the last step are committed."""
     job = starter.start(tmp_path, Fault(WRITING, "inside", rank=0, step=2, do="SIGTERM, sleep 1"))
     assert job.wait() == [143, 143], job.said
-    last = whole_steps(tmp_path / "runs/run/checkpoints")
+    last = valid_steps(tmp_path / "runs/run/checkpoints")
     assert last in ([2, 3], [2, 4])
     assert f"stopped by SIGTERM; to resume from step {last[-1]}: " in job.said
     assert f"resumed at step {last[-1]}\n" in resume(starter, tmp_path).said
@@ -94,6 +94,6 @@ def test_killed_in_the_save_after_a_signal(starter: Starter, undisturbed: Traine
         Fault(WRITING, "inside", rank=1, step=5),
     )
     assert job.wait_for_a_death()[1] == -9
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)

@@ -202,7 +202,7 @@ def test_user_error_on_one_rank_is_printed(tmp_path: Path) -> None:
     assert program.count(line) == 1
     inserted = "    if mesh.data_rank == 1:\n        raise UserError('only on rank 1')\n"
     program = program.replace(line, inserted + line).replace(
-        "import gc\n", "import gc\nfrom titanlike.config import UserError\n"
+        "import torch\n", "import torch\nfrom titanlike.config import UserError\n"
     )
     (tmp_path / "own.py").write_text(program)
     (tmp_path / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
@@ -254,7 +254,7 @@ def test_non_finite_loss_stops_the_run(tmp_path: Path, processes: int) -> None:
     options = SMALL | {"optimizer.lr": "1e30", "checkpoint.interval": "1", "run.name": "r"}
     done = run(tmp_path, variables={"NPROC": str(processes)}, **options)
     assert done.returncode == 2
-    assert "Nothing of it was saved" in done.stderr
+    assert "The step was not saved" in done.stderr
     assert "Traceback" not in done.stderr
     stopped = int(done.stderr.split("error: step ")[1].split(":")[0])
     saved = sorted(path.name for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))

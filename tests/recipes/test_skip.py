@@ -40,7 +40,7 @@ def test_run_continues_after_skipped_steps(tmp_path: Path, processes: int) -> No
     done = run(tmp_path, recipe, variables={"NPROC": str(processes)}, **SMALL | SKIP)
     assert done.returncode == 0, done.stderr
     holders = ", ".join(map(str, range(processes)))
-    cause = f"the loss is finite, but not the gradient of norm.weight, in the part held by rank {holders}"
+    cause = f"the loss is finite, but not the gradient of norm.weight, in the shard of rank {holders}"
     assert f"step      2/6  skipped: {cause}\n" in done.stdout
     assert f"step      5/6  skipped: {cause}\n" in done.stdout
     found = strict_records(tmp_path)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import torch
 
 from tests.training import tiny
 from titanlike.config import UserError
@@ -16,7 +17,7 @@ def test_interrupted_open_leaves_complete_files(tmp_path: Path, monkeypatch: pyt
     """A truncated recipe would still be valid, with default values for the missing keys."""
     recipe = tiny(tmp_path, "run")
     run = RunDirectory(recipe)
-    run.open(recipe, "cpu", 2, resumed_step=0)
+    run.open(torch.device("cpu"), resumed_step=0)
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     write_all = atomic_io.write_all
@@ -31,7 +32,7 @@ def test_interrupted_open_leaves_complete_files(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(
         UserError, match=r"cannot write to .*run: the disk is full; fix this, or choose another run\.dir"
     ):
-        run.open(recipe, "cpu", 1, resumed_step=2)
+        run.open(torch.device("cpu"), resumed_step=2)
     kept = [path for path in before if path.stem == victim]
     assert kept and all(path.read_bytes() == before[path] for path in kept)
     assert {path for path in run.path.iterdir() if path.is_file()} == before.keys()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titanlike.cli import data
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.schema import editor_schema
+from titanlike.config.schema import editor_schema, markdown
 from titanlike.distributed import environment
 from titanlike.utils import system
 from titanlike.utils.arguments import positive_int
@@ -26,7 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="titanlike", description="Tools for recipes, data and checkpoints. ./run_train.sh trains."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
+    schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
+    schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     command = commands.add_parser(
         "verify",
         help="compare a layout with a single process numerically, on this machine",
@@ -57,7 +58,10 @@ def main() -> None:
     if overrides and not accepts_overrides:
         parser.error(f"{arguments.command} takes no {' '.join(overrides)}")
     if arguments.command == "schema":
-        print(json.dumps(editor_schema(PretrainRecipe), indent=2))
+        if arguments.markdown:
+            print(markdown(PretrainRecipe), end="")
+        else:
+            print(json.dumps(editor_schema(PretrainRecipe), indent=2))
     elif arguments.command == "data":
         data.run(arguments, overrides)
     elif arguments.command == "consolidate":

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlike.checkpoint import CheckpointMetadata
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.run.run_dir import RunDirectory, recipe_as_json
 
 # Sections that may change: they affect placement, logging and storage, and not what is computed. All other sections, including
 # those that a copied program defines, determine the next steps.
@@ -75,16 +78,10 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     return inexact + list(_differences(before, after).values())
 
 
-def as_json(recipe: PretrainRecipe) -> dict[str, Any]:
-    """Returns a recipe as plain dictionaries, with the name of its program instead of the path."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return values | {"recipe": Path(recipe.recipe).stem}
-
-
 def _default_recipe(recipe: PretrainRecipe) -> dict[str, Any]:
     default = type(recipe)()
     same_model = isinstance(default.model, type(recipe.model))
-    return as_json(default if same_model else dataclasses.replace(default, model=type(recipe.model)()))
+    return recipe_as_json(default if same_model else dataclasses.replace(default, model=type(recipe.model)()))
 
 
 def _with_new_keys(old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -109,3 +106,30 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         elif before != after:
             found[name] = f"{name} was {json.dumps(before)}, now {json.dumps(after)}"
     return found
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Where a run starts, decided before anything is built or written."""
+
+    checkpoint: CheckpointMetadata | None  # None: a new run
+    message: str | None  # what to print about it
+
+    @property
+    def first_step(self) -> int:
+        """The first step to train, counted from 1."""
+        return self.checkpoint.step + 1 if self.checkpoint else 1
+
+    @property
+    def skipped(self) -> Sequence[int]:
+        """Steps whose update earlier starts of the run skipped."""
+        return self.checkpoint.skipped if self.checkpoint else ()
+
+
+def plan_resume(
+    run: RunDirectory, checkpoints: CheckpointManager, metadata: CheckpointMetadata, recipe: PretrainRecipe
+) -> ResumePlan:
+    """Finds the checkpoint to resume from, and refuses it if this recipe would not continue its run."""
+    checkpoint = checkpoints.find(recipe.checkpoint.resume_from)
+    inexact = check_resume(checkpoint, metadata, recipe) if checkpoint else []
+    return ResumePlan(checkpoint, run.resume_message(checkpoint, inexact))

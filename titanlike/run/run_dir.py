@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.distributed import environment, process_group
+from titanlike.distributed.watchdog import group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
+from titanlike.metrics.hardware import device_name
 from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
 
@@ -31,10 +33,27 @@ class RunDirectory:
     """Paths of a run. Nothing is written before `open`."""
 
     def __init__(self, recipe: PretrainRecipe) -> None:
+        self.recipe = recipe
         self.path = Path(recipe.run.dir, recipe.run.name)
         parent = recipe.checkpoint.dir
         self.checkpoints = f"{parent.rstrip('/')}/{recipe.run.name}" if parent else str(self.path / "checkpoints")
         self.metrics = self.path / "metrics.jsonl"
+
+    @contextmanager
+    def session(self) -> Iterator[torch.device]:
+        """Joins the process group and locks this directory; yields the device of this rank. Leaves both at the end."""
+        section = self.recipe.run
+        timeout = group_timeout(section.hang_timeout)
+        with (
+            process_group.session(
+                section.device,
+                deterministic=section.deterministic,
+                timeout=timeout,
+                shutdown_message=self.shutdown_message,
+            ) as device,
+            self.locked(),
+        ):
+            yield device
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -64,8 +83,9 @@ class RunDirectory:
             )
         return lock, None
 
-    def open(self, recipe: PretrainRecipe, device: str, world_size: int, resumed_step: int) -> None:
+    def open(self, device: torch.device, *, resumed_step: int) -> None:
         """Creates the directory, writes the recipe and the environment, and removes metrics of steps that will be repeated."""
+        recipe = self.recipe
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if "://" not in self.checkpoints:
@@ -78,7 +98,8 @@ class RunDirectory:
         comment = f"The resolved recipe of this run. To resume the run:\n{self.command()}"
         # These two keys apply to one start only.
         resolved = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0, allow_changed=()))
-        environment_json = environment_metadata(device, world_size) | {"resumed_step": resumed_step}
+        facts = environment_metadata(device_name(device), environment.rank_info().world_size)
+        environment_json = facts | {"resumed_step": resumed_step}
         try:
             atomic_write_text(self.path / "recipe.toml", to_toml(resolved, comment))
             atomic_write_text(self.path / "environment.json", json.dumps(environment_json, indent=1) + "\n")
@@ -114,7 +135,7 @@ class RunDirectory:
         return None
 
 
-def summary_lines(recipe: PretrainRecipe, layout: dict[str, int], device: str, data: str) -> list[str]:
+def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device, data: str) -> str:
     """Returns a summary of the model, data, batch and layout."""
     model, training = recipe.model, recipe.training
     ranks, num_data_ranks = math.prod(layout.values()), layout["replicate"] * layout["shard"]
@@ -128,13 +149,13 @@ def summary_lines(recipe: PretrainRecipe, layout: dict[str, int], device: str, d
         "context": f"chunks of a sequence, {training.seq_len // layout['context']} tokens each",
         "tensor": f"shards of a matrix, {model.num_heads // layout['tensor']} heads each",
     }
-    return [
-        f"model   {model.name} {model.size}: {model.num_parameters():,} parameters, "
+    lines = [
+        f"model   {f'{model.name} {model.size}'.strip()}: {model.num_parameters():,} parameters, "
         f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP per token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens per step; per rank "
         f"{num_microbatches} x {microbatch_size}",
-        f"ranks   {ranks} on {device}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
+        f"ranks   {ranks} on {device_name(device)}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {dimensions[name]}" for name, size in layout.items() if size > 1),
         *float8_summary_lines(
             recipe.float8,
@@ -144,6 +165,28 @@ def summary_lines(recipe: PretrainRecipe, layout: dict[str, int], device: str, d
             sharded=layout["shard"] * layout["context"] > 1,
         ),
     ]
+    return "\n".join(lines)
+
+
+def run_metadata(
+    recipe: PretrainRecipe, data: str, tokenizer: str, layout: dict[str, int], device: torch.device
+) -> CheckpointMetadata:
+    """Returns the metadata of a checkpoint of this run at step 0. `data` and `tokenizer` are fingerprints."""
+    return CheckpointMetadata(
+        step=0,
+        recipe=recipe_as_json(recipe),
+        data=data,
+        tokenizer=tokenizer,
+        layout=layout,
+        machine=machine_metadata(device),
+        versions=versions(),
+    )
+
+
+def recipe_as_json(recipe: PretrainRecipe) -> dict[str, Any]:
+    """Returns a recipe as plain dictionaries, with the name of its program instead of the path."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
+    return values | {"recipe": Path(recipe.recipe).stem}
 
 
 def machine_metadata(device: torch.device) -> dict[str, str]:

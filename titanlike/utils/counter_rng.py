@@ -14,7 +14,7 @@ def derive_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
-def spread(bits: Tensor) -> Tensor:
+def hash_u32(bits: Tensor) -> Tensor:
     """Hashes unsigned 32-bit integers, stored as int64, with the finalizer of MurmurHash3."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = bits & 0xFFFFFFFF
