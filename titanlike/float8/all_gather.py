@@ -149,9 +149,7 @@ class ScaleUpdater:
         if self.updated_at == self.optimizer_steps["steps"]:
             return
         self.updated_at = self.optimizer_steps["steps"]
-        if (
-            not self.weights
-        ):  # before the first all-gather all parameters are sharded; later FSDP may swap in unsharded ones
+        if not self.weights:  # found before the first all-gather; later FSDP may swap in unsharded parameters
             parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
             self.weights = [p for p in parameters if isinstance(p._local_tensor, Float8Shard)]
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Float8Shard]] = {}
