@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from benchmarks.models import MODELS, Model, config_of
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.metrics.hardware import device_name, peak_flops
-from titanlike.models.layers import KERNELS, attention_backend
+from titanlike.models.layers import ATTENTION_BACKENDS, attention_backend
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 7) -> float:
@@ -78,7 +78,7 @@ def attention(
         torch.autograd.grad(out, (q, k, v), out)
 
     found: dict[str, float | None] = {}
-    for name in KERNELS:
+    for name in ATTENTION_BACKENDS:
         if name == "math" and length > 2048:
             continue  # its memory is quadratic in the sequence length
         try:

@@ -1,7 +1,9 @@
-"""The cases of the parity test, and the table of its measurements in the documentation.
+"""Layouts that are compared with one process, and the table of the measured differences in docs/layouts.md.
 
-pytest -n 0 -m "every or not every" tests/distributed/test_parity.py --record docs/parity.json
-python -m tests.parity docs/parity.json
+Record the differences, then print the table and the summary for README.md:
+
+    pytest -n 0 -m "every or not every" tests/distributed/test_parity.py --record docs/parity.json
+    python -m tests.parity docs/parity.json
 """
 
 import json
@@ -13,7 +15,7 @@ from typing import Any
 
 from titanlike.config.layout import DIMENSIONS
 
-# Traces and partitions like inductor, without half a minute of code generation.
+# Captures and partitions the graph as inductor does, without the half minute of code generation.
 FAST = "aot_eager_decomp_partition"
 COMPILED: dict[str, Any] = {"compile": dict(mode="block", backend=FAST)}
 SELECTIVE: dict[str, Any] = {"activation_checkpoint": dict(mode="selective")}
@@ -22,16 +24,16 @@ FULL: dict[str, Any] = {"activation_checkpoint": dict(mode="full")}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and other recipe sections."""
+    """A layout and the other settings of its recipe."""
 
     name: str
     layout: dict[str, Any]
-    local: int = 0  # local batch size, of a global batch of 8; 0: two micro-batches a step
+    local: int = 0  # micro-batch size, of 8 sequences in a step; 0: two micro-batches per rank
     sections: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     tier: str = "both"
-    """`both`: default run, both models. `one`: default run with one model, slow run with the other. `slow`: slow run with one
-    model. `every`: only with `-m "every or not every"`."""
+    """`both`: both models in the default tests. `one`: one model in the default tests, the other in the slow tests.
+    `slow`: one model in the slow tests. `every`: with `-m every` only."""
 
     @property
     def processes(self) -> int:
@@ -102,7 +104,7 @@ CASES = [
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Returns a row for each case: the largest relative differences from one process in losses, gradient norms and weights."""
+    """Returns a row per case: the largest relative differences from one process in losses, gradient norms and weights."""
     lines = ["| Layout | Processes | Llama: loss / norm / weights | GPT: loss / norm / weights |", "|---|---|---|---|"]
     for name, case in measured["cases"].items():
         cells = [
@@ -113,5 +115,20 @@ def table(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(measured: dict[str, Any]) -> str:
+    """Returns the largest differences of all cases as a sentence."""
+    cases = measured["cases"].values()
+    loss, norm, weights = (
+        max(case[model][quantity] for case in cases for model in ("llama", "gpt"))
+        for quantity in ("loss", "gradient norm", "weights")
+    )
+    return (
+        f"under {len(cases)} layouts with both models in float32 over gloo, on 2 to {max(case['processes'] for case in cases)} "
+        f"processes, and compared with one process: losses differ by at most {loss:.0e}, gradient norms by {norm:.0e} and "
+        f"weights by {weights:.0e} (relative)"
+    )
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())))
+    recorded = json.loads(Path(sys.argv[1]).read_text())
+    print(table(recorded), summary(recorded), sep="\n\n")

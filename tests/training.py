@@ -22,7 +22,8 @@ from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
-from titanlike.run.resume import as_json, check_resume
+from titanlike.run.resume import check_resume
+from titanlike.run.run_dir import recipe_as_json
 from titanlike.verify import Result, differences
 
 mesh_of = functools.cache(build_mesh)
@@ -106,7 +107,7 @@ def resume(
     saved: CheckpointMetadata, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
 ) -> list[str]:
     """Checks whether this recipe may resume from a checkpoint, with this data, layout and machine."""
-    return check_resume(saved, CheckpointMetadata(0, as_json(recipe), data, layout, machine), recipe)
+    return check_resume(saved, CheckpointMetadata(0, recipe_as_json(recipe), data, layout, machine), recipe)
 
 
 class Operations(TorchDispatchMode):

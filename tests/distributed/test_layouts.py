@@ -17,7 +17,7 @@ from tests.pool import Pool
 from tests.training import MODELS, assert_same, build, full_tensor, result, tiny, train, train_on_rank
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import Parallelism
+from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.generate import generate
@@ -125,12 +125,9 @@ def _sample(recipe: PretrainRecipe) -> str:
         model,
         mesh,
         tokenizer,
-        "def ",
-        num_tokens=8,
-        window=7,
-        temperature=0.7,
+        Sample(tokens=8, prompt="def ", temperature=0.7),
+        context_length=7,
         seed=0,
-        device=torch.device("cpu"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Copy the program and a recipe elsewhere, add a section and a line: no change to the library."""
+"""A copy of the program and a recipe, with a section and a line of its own, as described in docs/copy.md."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ class Noise:
     """Gradient noise."""
 
     scale: float = 0.0
-    """How much of it."""
+    """Standard deviation."""
 
 
 @section
 class NoisyRecipe(PretrainRecipe):
-    """Everything that this program reads."""
+    """The recipe of this program."""
 
     noise: Noise = Noise()
 
@@ -27,12 +27,12 @@ class NoisyRecipe(PretrainRecipe):
 
 def edited(text: str, *changes: tuple[str, str]) -> str:
     for old, new in changes:
-        assert text.count(old) == 1, f"the recipe no longer has one line {old!r}"
+        assert text.count(old) == 1, f"the program does not have exactly one {old!r}"
         text = text.replace(old, new)
     return text
 
 
-def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
+def test_a_copied_program_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
         ("from titanlike.run.start import start\n", "from titanlike.run.start import start\n" + SECTION),
@@ -58,17 +58,17 @@ def test_a_copy_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:
     assert losses(tmp_path / "runs/quiet") == losses(tmp_path / "runs/shipped")
     assert losses(tmp_path / "runs/loud") != losses(tmp_path / "runs/shipped")
 
-    # Its section and its name are part of what a run means: another scale, or the shipped program, is another run.
+    # The section and the program are part of the run's identity: a resume with another one is refused.
     for other in (("loud.toml", "--noise.scale=0.5"), ("quiet.toml", "--recipe=pretrain")):
         refused = run(tmp_path, *other, **SMALL | {"run.name": "loud"})
         assert refused.returncode == 2
     assert "noise.scale" in run(tmp_path, "loud.toml", "--noise.scale=0.5", **SMALL | {"run.name": "loud"}).stderr
 
     wrong = run(tmp_path, "loud.toml", "--noise.scalle=1")
-    assert "noise.scalle = 1: there is no such key; did you mean noise.scale?" in wrong.stderr
+    assert "noise.scalle = 1: unknown key; did you mean noise.scale?" in wrong.stderr
     assert "--noise.scale" in run(tmp_path, "loud.toml", "--help").stdout
     resolved = (tmp_path / "runs/loud/recipe.toml").read_text()
     assert "[noise]\nscale = 0.01" in resolved
-    # The resolved recipe finds the copied program again, and the copy runs by itself as well.
+    # The resolved recipe refers to the copied program, which can also be started directly.
     assert "resumed at step 6" in run(tmp_path, "runs/loud/recipe.toml").stdout
     assert "resumed at step 6" in python(tmp_path, "noisy.py", "runs/loud/recipe.toml").stdout

@@ -1,5 +1,7 @@
-"""What the documents say can be done, can be done: their commands, keys, files and links."""
+"""The documentation is correct: its commands, code, keys, tables, files and links."""
 
+import ast
+import functools
 import json
 import math
 import re
@@ -10,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks import data_batches, data_prepare, figures, float8_quality, optimizers, save_stall, soak, startup
-from tests.launching import ROOT
-from tests.parity import CASES, table
+from tests.launching import ROOT, free_port, python
+from tests.parity import CASES, summary, table
 from titanlike.cli.main import build_parser
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import DIMENSIONS
@@ -27,23 +29,33 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 KEYS = {key.name for key in describe(PretrainRecipe)}
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+def blocks(page: Path, language: str = "bash") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def commands() -> list[str]:
-    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
-    return sorted({line for line in lines if "./run_train.sh" in line and "-e ." not in line})
+LINES = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
+COMMANDS = sorted({line for line in LINES if "./run_train.sh" in line and "-e ." not in line})
 
 
-def test_the_two_lines_are_there_once_for_ci_to_run() -> None:
+def own_text(page: Path) -> str:
+    """Returns the text without the keys and files of other projects, which coming_from.md has in its first column."""
+    text = page.read_text()
+    return re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE) if page.name == "coming_from.md" else text
+
+
+def slug(heading: str) -> str:
+    """Returns the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_readme_has_the_two_commands_that_ci_runs_once() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert lines.count("pip install -e . && ./run_train.sh") == 1
     assert lines.count('pip install -e ".[dev]" && pytest') == 1
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_documents_is_a_right_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_training_command_is_valid(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command, comments=True)
     arguments = Arguments(words[words.index("./run_train.sh") + 1 :])
@@ -52,19 +64,40 @@ def test_a_command_of_the_documents_is_a_right_one(command: str, monkeypatch: py
     check_recipe(recipe, arguments.check or processes or (1 if arguments.recipe == DEFAULT_RECIPE else 8))
 
 
-def test_other_commands_of_the_documents_are_right_ones() -> None:
-    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
-    ours = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("titanlike ")]
-    assert {words[1] for words in ours if words[0] == "data"} == {"prepare", "inspect", "train-tokenizer"}
-    for words in ours:
+def test_other_commands_are_valid() -> None:
+    commands = [shlex.split(line, comments=True)[1:] for line in LINES if line.startswith("titanlike ")]
+    assert {words[1] for words in commands if words[0] == "data"} == {"prepare", "inspect", "train-tokenizer"}
+    for words in commands:
         build_parser().parse_args(words)
 
 
-def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sagemaker_command_of_the_readme_runs(tmp_path: Path) -> None:
+    (line,) = [line for block in blocks(ROOT / "README.md") for line in block.splitlines() if "sagemaker/" in line]
+    program, recipe, *options = shlex.split(line, comments=True)[1:]
+    done = python(tmp_path, str(ROOT / program), str(ROOT / recipe), *options)
+    assert done.returncode == 0, done.stderr
+    assert '"InstanceCount": 2' in done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_code_parses(page: Path) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+def test_the_python_code_of_the_readme_runs(tmp_path: Path) -> None:
+    (program,) = blocks(ROOT / "README.md", "python")
+    (tmp_path / "example.py").write_text(program)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    done = python(tmp_path, "example.py", variables=variables | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shard_format_is_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/data.md").read_text()
-    program, feed = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    program, _, source = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     members = {name for name in BatchSource.__dict__ if not name.startswith("_")} | set(BatchSource.__annotations__)
-    assert set(re.findall(r"def (\w+)|^    (\w+) =", feed, flags=re.MULTILINE)) == {
+    assert set(re.findall(r"def (\w+)|^    (\w+) =", source, flags=re.MULTILINE)) == {
         ("", name) if name == "seq_len" else (name, "") for name in members
     }
     (tmp_path / "a.txt").write_text("the first")
@@ -77,16 +110,19 @@ def test_shards_are_what_the_documents_say(tmp_path: Path, monkeypatch: pytest.M
     assert names["documents"].tolist() == [[10, 0], [21, 10]]
 
 
-def test_what_data_costs_is_what_was_measured() -> None:
+def test_the_data_tables_are_the_measurements() -> None:
     page = (ROOT / "docs/data.md").read_text()
-    for made_by, name in ((data_batches, "data_batches_cpu"), (data_prepare, "data_prepare_cpu")):
+    measurements = (
+        (data_batches, "data_batches_cpu"), (data_batches, "data_torchdata_cpu"), (data_prepare, "data_prepare_cpu")
+    )  # fmt: skip
+    for made_by, name in measurements:
         measured = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
         for part in made_by.table(measured).strip().split("\n\n"):
             assert f"\n\n{part}\n\n" in page, name
 
 
-def test_what_the_documents_verify_can_be_verified() -> None:
-    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines() if "verify" in line]
+def test_the_verify_commands_are_valid() -> None:
+    lines = [line for line in LINES if line.startswith("titanlike verify")]
     assert len(lines) >= 2
     for line in lines:
         _, command, recipe, option, layout = shlex.split(line, comments=True)
@@ -97,51 +133,54 @@ def test_what_the_documents_verify_can_be_verified() -> None:
         check_recipe(load(PretrainRecipe, ROOT / recipe, overrides), processes)
 
 
-def test_the_table_of_layouts_is_what_the_tests_measured() -> None:
+def test_the_parity_table_is_what_the_tests_measured() -> None:
     measured = json.loads((ROOT / "docs/parity.json").read_text())
     assert list(measured["cases"]) == [case.name for case in CASES], (
-        "made of other tests: make it anew (tests/parity.py)"
+        "docs/parity.json is outdated: record it again (tests/parity.py)"
     )
-    assert f"-->\n\n{table(measured)}\n\n" in (ROOT / "README.md").read_text()
+    assert f"-->\n\n{table(measured)}\n\n" in (ROOT / "docs/layouts.md").read_text() + "\n"
+    assert summary(measured) in " ".join((ROOT / "README.md").read_text().split())
     for case in measured["cases"].values():
         for model in ("llama", "gpt"):
             for what, worst in case[model].items():
                 assert worst <= TOLERANCES[what]
 
 
-def test_float8_loss_table_matches_the_measurements() -> None:
+def test_the_float8_losses_are_the_measurements() -> None:
     page = (ROOT / "docs/float8.md").read_text()
     for folder, rate in (("docs/float8", "6e-4"), ("docs/float8/high_lr", "1.5e-3")):
         found = float8_quality.read(ROOT / folder)
         last = {name: losses[500] for name, losses in found.items()}
         assert all(len(losses) == 20 for losses in found.values())
-        apart = [100 * (last[name] / last["baseline"] - 1) for name in float8_quality.VARIANTS[1:]]
-        assert f"| {rate} | {last['baseline']:.4f} | " + " | ".join(f"{each:+.2f}%" for each in apart) + " |" in page
-        assert rate != "6e-4" or max(map(abs, apart)) < 1.0
+        differences = [100 * (last[name] / last["baseline"] - 1) for name in float8_quality.VARIANTS[1:]]
+        assert (
+            f"| {rate} | {last['baseline']:.4f} | " + " | ".join(f"{each:+.2f}%" for each in differences) + " |" in page
+        )
+        assert rate != "6e-4" or max(map(abs, differences)) < 1.0
 
 
-def test_optimizer_table_matches_the_measurements() -> None:
+def test_the_optimizer_table_is_the_measurement() -> None:
     measured = json.loads((ROOT / "docs/optimizers.json").read_text())
     assert list(measured) == list(optimizers.VARIANTS)
     assert f"\n\n{optimizers.table(measured)}\n\n" in (ROOT / "docs/float8.md").read_text()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("cpu_*.json")), ids=lambda path: path.stem)
-def test_the_tables_of_speed_are_what_was_measured(path: Path) -> None:
+def test_the_speed_tables_are_the_measurements(path: Path) -> None:
     measured = json.loads(path.read_text())
     assert figures.table([measured]).strip() in (ROOT / "docs/speed.md").read_text()
     assert measured["command"].endswith(f"--out benchmarks/results/{path.name}")
     assert all(one.get("losses_match") for one in measured["rows"].values() if "failed" not in one)
 
 
-def test_the_table_of_starts_is_what_was_measured() -> None:
+def test_the_startup_table_is_the_measurement() -> None:
     measured = json.loads((ROOT / "benchmarks/results/startup_cpu.json").read_text())
     page = (ROOT / "docs/speed.md").read_text()
     assert f"\n\n{startup.table(measured)}\n\n" in page
     assert f"\n{measured['command']}\n" in page
 
 
-def test_the_tables_of_checkpoints_are_what_was_measured() -> None:
+def test_the_checkpoint_tables_are_the_measurements() -> None:
     page = (ROOT / "docs/checkpoints.md").read_text()
     for program, file in ((soak, "soak_cpu.json"), (save_stall, "save_stall_cpu.json")):
         measured = json.loads((ROOT / "benchmarks/results" / file).read_text())
@@ -152,33 +191,84 @@ def test_the_tables_of_checkpoints_are_what_was_measured() -> None:
     assert len(killed["kills"]) >= 100
 
 
+def messages() -> list[str]:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    return re.findall(r"^(?:error|warning): (.+)$", text, flags=re.MULTILINE)
+
+
+@functools.cache
+def literals(folder: Path) -> list[re.Pattern[str]]:
+    """Returns a pattern for each string literal: a group for each constant part, and any text for formatted values."""
+    patterns = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if sum(len(text) for text in texts if isinstance(text, str)) >= 12:
+                patterns.add("".join(f"({re.escape(text)})" if isinstance(text, str) else ".*?" for text in texts))
+    return [re.compile(pattern) for pattern in patterns]
+
+
+@pytest.mark.parametrize("message", messages(), ids=lambda message: message[:40])
+def test_a_message_of_the_troubleshooting_page_is_printed_by_the_program(message: str) -> None:
+    covered: set[int] = set()
+    for pattern in literals(ROOT / "titanlike"):
+        if match := pattern.search(message):
+            covered |= {i for group in range(1, len(match.groups()) + 1) for i in range(*match.span(group))}
+    assert len(covered) >= 0.6 * len(message), "".join(c if i in covered else "_" for i, c in enumerate(message))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        assert (page.parent / target.partition("#")[0]).exists(), target
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), flags=re.MULTILINE)
+            assert anchor in map(slug, headings), target
+
+
+def test_the_readme_links_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    for page in PAGES[1:]:
+        assert f"({page.relative_to(ROOT)})" in text, page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", own_text(page)):
+        assert (ROOT / name).exists() or (ROOT / "titanlike" / name).exists() or name.startswith("custom/"), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_that_are_named_exist(page: Path) -> None:
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
-    for name in re.findall(r"`-{0,2}(\w+\.\w+)(?: ?=[^`]*)?`", page.read_text()):
-        if name.partition(".")[0] in sections and name not in (
-            "tokenizer.model",
-            "tokenizer.json",
-            "metrics.jsonl",
-        ):  # files
+    for name in re.findall(r"`-{0,2}(\w+\.\w+)(?: ?=[^`]*)?`", own_text(page)):
+        is_file = name in ("tokenizer.model", "tokenizer.json", "metrics.jsonl")
+        if name.partition(".")[0] in sections and not is_file:
             assert name in KEYS, name
 
 
-def test_the_list_of_folders_is_that_of_the_package() -> None:
+def test_keys_of_other_projects_that_are_the_same_exist() -> None:
+    rows = re.findall(r"^\| ([^|]*) \| the same \|", (ROOT / "docs/coming_from.md").read_text(), flags=re.MULTILINE)
+    assert len(rows) >= 3
+    for row in rows:
+        first, *others = re.findall(r"`([\w.]+)`", row)
+        section = first.partition(".")[0]
+        names = [first, *(name if "." in name else f"{section}.{name}" for name in others)]
+        assert KEYS.issuperset(names), names
+
+
+def test_the_repository_layout_lists_every_package() -> None:
     text = (ROOT / "README.md").read_text()
-    listed = text.split("```\nrun_train.sh")[1].split("```")[0]
+    layout = text.split("```\nrun_train.sh")[1].split("```")[0]
     for path in (ROOT / "titanlike").iterdir():
         name = f"{path.name}/" if path.is_dir() else path.name
-        assert name.startswith("__") or f"  {name} " in listed, f"{name} is not on the README's map"
+        assert name.startswith("__") or f"  {name} " in layout, f"{name} is not in the repository layout of the README"
 
 
-def test_the_table_of_recipes_has_the_counts_that_are_built() -> None:
+def test_the_table_of_recipes_has_the_parameter_counts() -> None:
     text = (ROOT / "README.md").read_text()
     for path in (ROOT / "train_configs").glob("*.toml"):
         count = load(PretrainRecipe, path).model.num_parameters()

@@ -11,9 +11,9 @@ from tests.launching import ROOT, SMALL, cpu_seconds, run
 from titanlike.run.start import program_of
 
 MISTAKES = [
-    (("--training.stepz=3",), {}, "training.stepz = 3: there is no such key; did you mean training.steps?"),
-    (("--training.steps", "abc"), {}, 'training.steps = "abc" must be a whole number, at least 1'),
-    (("--steps=5",), {}, "--steps: there is no such option; did you mean --training.steps?"),
+    (("--training.stepz=3",), {}, "training.stepz = 3: unknown key; did you mean training.steps?"),
+    (("--training.steps", "abc"), {}, 'training.steps = "abc" must be an integer >= 1'),
+    (("--steps=5",), {}, "--steps: unknown option; did you mean --training.steps?"),
     (("--training=5",), {}, "--training is a table; name one of its keys, as in --training.steps=..."),
     (("--optimizer.lr",), {}, "--optimizer.lr needs a value"),
     (("--run.name", "--training.steps=5"), {}, "--run.name needs a value"),
@@ -25,14 +25,14 @@ MISTAKES = [
         "num_heads = 7 does not divide model.dim = 300000000; use 6,",
     ),
     (("-x",), {}, "-x: an option starts with two dashes"),
-    (("a.toml", "b.toml"), {}, "a.toml b.toml: one recipe at a time"),
-    (("none.toml",), {}, "none.toml: there is no such recipe"),
-    (("--model.name=lama",), {}, 'model.name = "lama" is not known; did you mean "llama"?'),
-    (("--model.size=9B",), {}, 'model.size = "9B" is not known; use debug, 3-8B'),
+    (("a.toml", "b.toml"), {}, "a.toml b.toml: give one recipe"),
+    (("none.toml",), {}, "none.toml: recipe not found"),
+    (("--model.name=lama",), {}, 'model.name = "lama" is not valid; did you mean "llama"?'),
+    (("--model.size=9B",), {}, 'model.size = "9B" is not valid; choose from debug, 3-8B'),
     (
         ("--parallelism.pipeline_split=[1,0]",),
         {},
-        "parallelism.pipeline_split = 0 must be a list in brackets, each a whole number, at least 1",
+        "parallelism.pipeline_split = 0 must be a list of integers >= 1, such as [1, 2]",
     ),
     (
         ("--parallelism.tensor=2", "--model.num_kv_heads=1"),
@@ -42,11 +42,11 @@ MISTAKES = [
     (("--check", "0"), {}, "--check 0: give a number of processes"),
     (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
     (("--recipe=none",), {}, "recipe = 'none': there is no program"),
-    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist here"),
+    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist"),
     (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
     ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data ranks; use 15 or 18"),
     (("--parallelism.replicate=2",), {"NPROC": "3"}, "replicate = 2 does not divide the 3 processes; use 1 or 3"),
-    ((), {"NPROC": "two"}, "NPROC=two is not a whole number"),
+    ((), {"NPROC": "two"}, "NPROC=two is not an integer"),
     ((), {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
     ((), {"NNODES": "2"}, "NNODES=2, but NODE_RANK and MASTER_ADDR not set"),
 ]
@@ -111,7 +111,7 @@ def test_offloading_from_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None
 def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, **SMALL | {"run.device": "cuda"})
     assert done.returncode == 2
-    assert "run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu'" in done.stderr
+    assert "run.device = 'cuda', but torch finds no GPU; set run.device = 'cpu'" in done.stderr
     # The machine has GPUs and torch cannot use them: training on the CPU in silence would waste them.
     done = run(tmp_path, variables={"CUDA_VISIBLE_DEVICES": "0"}, **SMALL)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Recipes: what they accept, what they refuse, and the words in which they do."""
+"""Loading of recipes: precedence, model sizes, overrides and error messages."""
 
 import subprocess
 import sys
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
+from titanlike.config.load import RENAMED
 from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
+from titanlike.config.schema import describe
 
 
 def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
@@ -17,14 +19,14 @@ def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
     return path
 
 
-def refusal(folder: Path, text: str, **overrides: str) -> str:
+def error_message(folder: Path, text: str, **overrides: str) -> str:
     path = write(folder, text)
     with pytest.raises(UserError) as caught:
         load(PretrainRecipe, path, overrides)
     return str(caught.value).replace(str(folder), "DIR")
 
 
-def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
+def test_an_empty_recipe_has_the_defaults(tmp_path: Path) -> None:
     assert load(PretrainRecipe, write(tmp_path, "")) == PretrainRecipe()
 
 
@@ -38,21 +40,21 @@ def test_precedence_is_defaults_then_extends_then_file_then_command_line(tmp_pat
     assert training.max_norm == PretrainRecipe().training.max_norm
 
 
-def test_a_size_sets_what_the_recipe_does_not(tmp_path: Path) -> None:
+def test_a_model_size_sets_the_fields_that_the_recipe_does_not_set(tmp_path: Path) -> None:
     model = load(PretrainRecipe, write(tmp_path, '[model]\nsize = "3-8B"\nnum_layers = 2\n')).model
     assert isinstance(model, LlamaConfig)
     assert (model.dim, model.num_layers, model.num_kv_heads) == (4096, 2, 8)
     assert isinstance(load(PretrainRecipe, write(tmp_path, '[model]\nname = "gpt"\n')).model, GPTConfig)
 
 
-@pytest.mark.parametrize(("shape", "table"), [(LlamaConfig, LLAMA_SIZES), (GPTConfig, GPT_SIZES)])
-def test_every_size_in_the_tables_can_be_named(tmp_path: Path, shape: type, table: dict[str, object]) -> None:
-    for size in table:
-        path = write(tmp_path, f'[model]\nname = "{shape.name}"\nsize = "{size}"\n')
+@pytest.mark.parametrize(("config", "sizes"), [(LlamaConfig, LLAMA_SIZES), (GPTConfig, GPT_SIZES)])
+def test_every_model_size_is_a_valid_choice(tmp_path: Path, config: type, sizes: dict[str, object]) -> None:
+    for size in sizes:
+        path = write(tmp_path, f'[model]\nname = "{config.name}"\nsize = "{size}"\n')
         assert load(PretrainRecipe, path).model.size == size
 
 
-def test_overrides_take_the_type_of_their_key(tmp_path: Path) -> None:
+def test_overrides_are_parsed_by_the_type_of_the_key(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     overrides = {"run.name": "007", "optimizer.lr": "1", "run.deterministic": "true", "sample.prompt": "a = 1"}
     recipe = load(PretrainRecipe, path, overrides)
@@ -60,7 +62,7 @@ def test_overrides_take_the_type_of_their_key(tmp_path: Path) -> None:
     assert recipe.sample.prompt == "a = 1"
 
 
-def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+def test_a_resolved_recipe_loads_as_an_equal_recipe(tmp_path: Path) -> None:
     text = '[model]\nname = "gpt"\nsize = "124M"\n[sample]\nprompt = "\\"quoted\\" \\\\ \\n\\u007f é"\n[optimizer]\nlr = 1e-05\n'
     recipe = load(PretrainRecipe, write(tmp_path, text))
     again = load(PretrainRecipe, write(tmp_path, to_toml(recipe, "a comment\nof two lines"), "again.toml"))
@@ -72,7 +74,7 @@ def test_recipes_are_frozen() -> None:
         PretrainRecipe().training.steps = 3  # type: ignore[misc]
 
 
-def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
+def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
     @section
     class Ema:
         decay: float = 0.9
@@ -83,7 +85,7 @@ def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
 
     path = write(tmp_path, "[ema]\ndecay = 0.5\n")
     assert load(MyRecipe, path).ema.decay == 0.5
-    with pytest.raises(UserError, match=r"ema\.decai = 0\.5: there is no such key; did you mean ema\.decay\?"):
+    with pytest.raises(UserError, match=r"ema\.decai = 0\.5: unknown key; did you mean ema\.decay\?"):
         load(MyRecipe, write(tmp_path, "[ema]\ndecai = 0.5\n"))
 
 
@@ -92,101 +94,118 @@ def test_a_program_adds_sections_of_its_own(tmp_path: Path) -> None:
     [
         (
             "[training]\nstepz = 3",
-            "DIR/recipe.toml: training.stepz = 3: there is no such key; did you mean training.steps?",
+            "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?",
         ),
-        ("[training]\nlr = 3.0", "training.lr = 3.0: there is no such key; did you mean optimizer.lr?"),
-        ("[trainin]\nsteps = 3", "trainin: there is no such key; did you mean [training]?"),
-        ("[training]\nfoo = 3", "training.foo = 3: there is no such key; [training] has steps, seq_len,"),
-        ("zzz = 3", "zzz = 3: there is no such key; a recipe has activation_checkpoint, checkpoint, compile,"),
-        ('[training]\nsteps = "3"', 'training.steps = "3" must be a whole number, at least 1'),
-        ("[training]\nsteps = 3.0", "training.steps = 3.0 must be a whole number, at least 1"),
-        ("[training]\nsteps = true", "training.steps = true must be a whole number, at least 1"),
-        ("[training]\nsteps = 0", "training.steps = 0 must be a whole number, at least 1"),
-        ("[training]\nsteps = [3]", "training.steps = [3] must be a whole number, at least 1"),
+        ("[training]\nlr = 3.0", "training.lr = 3.0: unknown key; did you mean optimizer.lr?"),
+        ("[trainin]\nsteps = 3", "trainin: unknown key; did you mean [training]?"),
+        ("[training]\nfoo = 3", "training.foo = 3: unknown key; the keys of [training] are steps, seq_len,"),
+        ("zzz = 3", "zzz = 3: unknown key; the sections of a recipe are activation_checkpoint, checkpoint, compile,"),
+        ('[training]\nsteps = "3"', 'training.steps = "3" must be an integer >= 1'),
+        ("[training]\nsteps = 3.0", "training.steps = 3.0 must be an integer >= 1"),
+        ("[training]\nsteps = true", "training.steps = true must be an integer >= 1"),
+        ("[training]\nsteps = 0", "training.steps = 0 must be an integer >= 1"),
+        ("[training]\nsteps = [3]", "training.steps = [3] must be an integer >= 1"),
         ("[run]\ndeterministic = 1", "run.deterministic = 1 must be true or false"),
         ("[run]\nname = 7", "run.name = 7 must be a name of letters, digits and . _ + = @ -"),
         ('[run]\nname = "a/b"', 'run.name = "a/b" must be a name of letters, digits and . _ + = @ -'),
         ('[run]\nname = ".."', 'run.name = ".." must be a name of letters, digits'),
-        ("[run]\ndir = 7", "run.dir = 7 must be text"),
-        ("[run]\ndir = 2024-01-01", "2024-01-01 is a date or a time, which no key takes; as text it stands in quotes"),
-        ("model = 3", "model = 3 is not a table; write [model] and its keys below"),
-        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0 must be a number, at least 0, below 1"),
-        ("[optimizer]\nlr = nan", "optimizer.lr = nan is not a finite number; it must be a number, above 0"),
-        ("[optimizer]\nlr = inf", "optimizer.lr = inf is not a finite number"),
-        ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number, at least 0, below 1"),
+        ("[float8]\nlayers = 3", 'float8.layers = 3 must be a list of strings, such as ["a", "b"]'),
+        (
+            "[parallelism]\npipeline_split = [1, 0]",
+            "parallelism.pipeline_split = 0 must be a list of integers >= 1, such as [1, 2]",
+        ),
+        ("[run]\ndir = 7", "run.dir = 7 must be a string"),
+        (
+            "[run]\ndir = 2024-01-01",
+            "2024-01-01 is a date or time, and no key has that type; write it as a string, in quotes",
+        ),
+        ("model = 3", "model = 3 is not a table; write [model] and its keys below it"),
+        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0 must be a number >= 0 and < 1"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan is not finite; it must be a number > 0"),
+        ("[optimizer]\nlr = inf", "optimizer.lr = inf is not finite"),
+        ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number >= 0 and < 1"),
         (
             '[compile]\nmode = "blocks"',
-            'compile.mode = "blocks" is not known; did you mean "block"? There are block, model, none',
+            'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, model, none',
         ),
-        ('[compile]\nmode = "x"', 'compile.mode = "x" is not known; use block, model, none'),
-        ('[model]\nname = "lama"', 'model.name = "lama" is not known; did you mean "llama"? There are llama, gpt'),
-        ('[model]\nsize = "9B"', 'model.size = "9B" is not known; use debug, 3-8B,'),
-        ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not known; use debug, 124M,'),
+        ('[compile]\nmode = "x"', 'compile.mode = "x" is not valid; choose from block, model, none'),
+        ('[model]\nname = "lama"', 'model.name = "lama" is not valid; did you mean "llama"? choose from llama, gpt'),
+        ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),
+        ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 124M,'),
         (
             '[model]\nname = "gpt"\nnum_kv_heads = 2',
-            "model.num_kv_heads = 2: there is no such key; did you mean model.num_heads?",
+            "model.num_kv_heads = 2: unknown key; did you mean model.num_heads?",
         ),
-        ("training = 3", "training = 3 is not a table; write [training] and its keys below"),
-        ("a = = 3", "DIR/recipe.toml: is not valid TOML"),
-        ('extends = "none.toml"', 'extends = "none.toml", but there is no file DIR/none.toml'),
-        ('extends = "recipe.toml"', 'extends = "recipe.toml" comes back to itself'),
-        ("extends = 3", "extends = 3 must be the path of one recipe"),
+        ("training = 3", "training = 3 is not a table; write [training] and its keys below it"),
+        ("a = = 3", "DIR/recipe.toml: invalid TOML"),
+        ('extends = "none.toml"', 'extends = "none.toml": file DIR/none.toml not found'),
+        ('extends = "recipe.toml"', 'extends = "recipe.toml" is circular; remove it from one of the files'),
+        ("extends = 3", "extends = 3 must be a string, the path of one recipe"),
     ],
 )
-def test_refusals_name_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
-    said = refusal(tmp_path, text)
-    assert message in said
-    assert said.startswith("DIR/recipe.toml: ")
+def test_an_error_has_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
+    error = error_message(tmp_path, text)
+    assert message in error
+    assert error.startswith("DIR/recipe.toml: ")
 
 
-def test_a_mistake_is_laid_at_the_door_of_the_file_that_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_unknown_and_the_error_suggests_the_new_one(tmp_path: Path, old: str, new: str) -> None:
+    section, key = old.split(".")
+    expected = f"{old} = 1: unknown key; did you mean {new}?"
+    assert error_message(tmp_path, f"[{section}]\n{key} = 1") == f"DIR/recipe.toml: {expected}"
+    assert error_message(tmp_path, "", **{old: "1"}) == f"command line: {expected}"
+    assert {old, new} & {key.name for key in describe(PretrainRecipe)} == {new}
+
+
+def test_an_error_names_the_file_that_sets_the_key(tmp_path: Path) -> None:
     write(tmp_path, "[training]\nsteps = 0\n", "base.toml")
-    said = refusal(tmp_path, 'extends = "base.toml"\n[run]\nsteps = 3\n', **{"optimizer.lr": "-1"})
-    assert [line.split(": ")[0] for line in said.splitlines()] == ["DIR/recipe.toml", "DIR/base.toml", "command line"]
+    error = error_message(tmp_path, 'extends = "base.toml"\n[run]\nsteps = 3\n', **{"optimizer.lr": "-1"})
+    assert [line.split(": ")[0] for line in error.splitlines()] == ["DIR/recipe.toml", "DIR/base.toml", "command line"]
 
 
-def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
-    assert "the recipe has a value, not a table, at training" in refusal(
+def test_an_override_of_a_key_below_a_value_is_an_error(tmp_path: Path) -> None:
+    assert "training is a value in the recipe, not a table" in error_message(
         tmp_path, "training = 3", **{"training.steps": "3"}
     )
 
 
-def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_bytes(b"\xef\xbb\xbf[training]\nsteps = 7\n")
     assert load(PretrainRecipe, path).training.steps == 7
 
 
-def test_lists_and_absent_values_of_a_section_of_ones_own(tmp_path: Path) -> None:
+def test_lists_and_none_in_a_custom_section(tmp_path: Path) -> None:
     @section
-    class Mine:
+    class Custom:
         names: tuple[int, ...] = ()
         cap: int | None = None
 
     @section
     class MyRecipe(PretrainRecipe):
-        mine: Mine = Mine()
+        custom: Custom = Custom()
 
-    recipe = load(MyRecipe, write(tmp_path, "[mine]\nnames = [1, 2]\n"))
+    recipe = load(MyRecipe, write(tmp_path, "[custom]\nnames = [1, 2]\n"))
     assert load(MyRecipe, write(tmp_path, to_toml(recipe), "again.toml")) == recipe
-    with pytest.raises(UserError, match=r"mine\.names = \"x\""):
-        load(MyRecipe, write(tmp_path, '[mine]\nnames = [1, "x"]\n'))
+    with pytest.raises(UserError, match=r"custom\.names = \"x\""):
+        load(MyRecipe, write(tmp_path, '[custom]\nnames = [1, "x"]\n'))
 
 
-def test_a_missing_recipe_suggests_its_neighbour(tmp_path: Path) -> None:
+def test_a_missing_recipe_suggests_a_similar_one(tmp_path: Path) -> None:
     write(tmp_path, "", "llama3_8b.toml")
-    with pytest.raises(UserError, match=r"lama3_8b\.toml: there is no such recipe; did you mean .*llama3_8b\.toml\?"):
+    with pytest.raises(UserError, match=r"lama3_8b\.toml: recipe not found; did you mean .*llama3_8b\.toml\?"):
         load(PretrainRecipe, tmp_path / "lama3_8b.toml")
 
 
-def test_a_binary_file_is_no_recipe(tmp_path: Path) -> None:
+def test_a_binary_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read as a recipe"):
         load(PretrainRecipe, path)
 
 
-def test_reading_and_checking_a_recipe_does_not_import_torch() -> None:
+def test_loading_and_checking_a_recipe_does_not_import_torch() -> None:
     code = (
         "import titanlike.run.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
     )

@@ -21,7 +21,7 @@ from titanlike.float8.selection import matches, skip_reasons, summary_lines
 from titanlike.float8.validation import hardware_problems
 from titanlike.models import build_model
 from titanlike.run.preflight import check_machine, check_recipe
-from titanlike.run.resume import as_json
+from titanlike.run.run_dir import recipe_as_json
 
 LARGE = LlamaConfig(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")
@@ -196,12 +196,12 @@ def test_study_recipes_each_change_one_section() -> None:
 def test_resume_may_change_all_gather_and_not_the_rounding() -> None:
     facts = {"device": "cuda", "torch": "2.11.0"}
     before = recipe(dict(emulate=False))
-    saved = CheckpointMetadata(1, as_json(before), "x", {"shard": 8}, facts)
+    saved = CheckpointMetadata(1, recipe_as_json(before), "x", {"shard": 8}, facts)
     free = replace(before, float8=replace(before.float8, all_gather=True))
     assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
     for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
         other = replace(before, float8=replace(before.float8, **{key: value}))
-        with pytest.raises(UserError, match=f"was trained otherwise: float8.{key} was"):
+        with pytest.raises(UserError, match=f"was trained with another recipe: float8.{key} was"):
             resume(saved, other, "x", {"shard": 8}, facts)
 
 
@@ -209,11 +209,11 @@ def test_a_checkpoint_without_float8_keys_resumes() -> None:
     facts = {"device": "cpu", "torch": "2.13.0"}
     for model in (LlamaConfig(dropout=0.1), GPTConfig()):
         now = PretrainRecipe(model=model)
-        old = as_json(now)
+        old = recipe_as_json(now)
         del old["float8"], old["optimizer"]["state_dtype"], old["model"]["dropout"]
         saved = CheckpointMetadata(1, old, "x", {"shard": 1}, facts)
         if model.dropout:
-            with pytest.raises(UserError, match=r"otherwise: model.dropout was 0.0, now 0.1. Put"):
+            with pytest.raises(UserError, match=r"another recipe: model.dropout was 0.0, now 0.1. Restore"):
                 resume(saved, now, "x", {"shard": 1}, facts)
         else:
             assert resume(saved, now, "x", {"shard": 1}, facts) == []

@@ -1,4 +1,4 @@
-"""The house stays one that can be walked through: who imports whom, and who reads the environment."""
+"""Structure of the package: import layers, environment variables and file sizes."""
 
 import ast
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titanlike"
 
-# From the top to the bottom: a package imports from floors below its own. Packages on one floor do not import each other.
-FLOORS = [
+# From top to bottom: a package imports only from lower layers. Packages of one layer do not import each other.
+LAYERS = [
     {"cli"},
     {"verify"},
     {"run"},
@@ -26,15 +26,15 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def package(module: str) -> str:
-    """`data` of titanlike.data.text.files."""
+    """Returns the package of a module: `data` for titanlike.data.text.files."""
     return module.split(".")[1] if "." in module else ""
 
 
-def floor(module: str) -> int:
-    for number, members in enumerate(FLOORS):
+def layer(module: str) -> int:
+    for number, members in enumerate(LAYERS):
         if package(module) in members:
             return number
-    return len(FLOORS)  # titanlike/__init__.py: the version
+    return len(LAYERS)  # titanlike/__init__.py, which has the version only
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -49,19 +49,19 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def test_every_package_has_a_floor_and_no_other_module_is_at_the_top() -> None:
-    named = set().union(*FLOORS)
-    assert {path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__")} == named
+def test_every_package_has_a_layer_and_there_are_no_other_top_level_modules() -> None:
+    members = set().union(*LAYERS)
+    assert {path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__")} == members
     assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "generate", "parallelize", "verify"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
 def test_imports_go_downward(path: Path) -> None:
-    here = module_of(path)
+    module = module_of(path)
     for target in imports(path):
-        assert not target.startswith(("recipes", "tests")), f"{here} imports {target}"
-        if target.startswith("titanlike.") and package(target) != package(here):
-            assert floor(target) > floor(here), f"{here} imports {target}, which is not below it"
+        assert not target.startswith(("recipes", "tests")), f"{module} imports {target}"
+        if target.startswith("titanlike.") and package(target) != package(module):
+            assert layer(target) > layer(module), f"{module} imports {target}, which is not in a lower layer"
 
 
 READERS = ("distributed/environment.py", "utils/system.py")
@@ -73,6 +73,6 @@ def test_only_two_modules_read_environment_variables(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
-def test_a_file_fits_one_subject(path: Path) -> None:
-    most = 450 if path == PACKAGE / "config" / "sections.py" else 320  # all keys on one page, each with its reason
-    assert len(path.read_text().splitlines()) <= most, "ask what second subject moved in"
+def test_a_file_has_a_limited_number_of_lines(path: Path) -> None:
+    limit = 450 if path == PACKAGE / "config" / "sections.py" else 320  # all keys with their documentation in one file
+    assert len(path.read_text().splitlines()) <= limit, "a file has one subject: split it"

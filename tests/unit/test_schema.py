@@ -1,4 +1,4 @@
-"""The schema that editors read, and the text of --help, follow the sections."""
+"""The JSON Schema, the configuration reference and `--help` are generated from the sections."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,29 @@ import tomli
 
 from titanlike.cli.main import main
 from titanlike.config import PretrainRecipe
-from titanlike.config.schema import describe, editor_schema, help_text
+from titanlike.config.schema import describe, editor_schema, help_text, markdown
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
-def test_the_committed_schema_is_the_one_that_the_sections_give() -> None:
+def test_the_committed_schema_is_up_to_date() -> None:
     committed = json.loads((ROOT / "recipe.schema.json").read_text())
     assert committed == editor_schema(PretrainRecipe), "run: titanlike schema > recipe.schema.json"
+
+
+def test_the_committed_configuration_reference_is_up_to_date() -> None:
+    committed = (ROOT / "docs/config.md").read_text()
+    assert committed == markdown(PretrainRecipe), "run: titanlike schema --markdown > docs/config.md"
+
+
+def test_the_configuration_reference_has_every_key() -> None:
+    rows = markdown(PretrainRecipe).splitlines()
+    for key in describe(PretrainRecipe):
+        assert any(
+            row.startswith(f"| `{key.name}` | ") and f"| `{json.dumps(key.default)}` | {key.doc} |" in row
+            for row in rows
+        )
 
 
 def test_the_schema_is_valid_draft_4() -> None:
@@ -25,7 +39,7 @@ def test_the_schema_is_valid_draft_4() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_an_editor_finds_no_fault_in_a_shipped_recipe(path: Path) -> None:
+def test_a_shipped_recipe_matches_the_schema(path: Path) -> None:
     jsonschema.Draft4Validator(editor_schema(PretrainRecipe)).validate(tomli.loads(path.read_text()))
 
 
@@ -40,20 +54,24 @@ def test_an_editor_finds_no_fault_in_a_shipped_recipe(path: Path) -> None:
         {"extends": 3},
     ],
 )
-def test_an_editor_marks_what_the_loader_refuses(recipe: dict[str, object]) -> None:
+def test_the_schema_rejects_what_the_loader_rejects(recipe: dict[str, object]) -> None:
     assert not jsonschema.Draft4Validator(editor_schema(PretrainRecipe)).is_valid(recipe)
 
 
-def test_help_has_every_key_with_its_kind_default_and_reason() -> None:
-    text = help_text(PretrainRecipe, "usage")
-    words = " ".join(text.split())
+def test_help_has_every_key_with_its_type_default_and_documentation() -> None:
+    text = " ".join(help_text(PretrainRecipe, "usage").split())
     for key in describe(PretrainRecipe):
-        assert f"--{key.name} ({key.kind}; default {json.dumps(key.default)})" in words
-        assert key.reason, f"{key.name} has no docstring below it"
-        assert key.reason in words
+        assert f"--{key.name} ({key.type}; default {json.dumps(key.default)})" in text
+        assert key.doc, f"{key.name} has no docstring"
+        assert key.doc in text
 
 
-def test_titanlike_schema_prints_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_titanlike_schema_prints_both_forms(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["titanlike", "schema"])
     main()
     assert json.loads(capsys.readouterr().out) == editor_schema(PretrainRecipe)
+    monkeypatch.setattr("sys.argv", ["titanlike", "schema", "--markdown"])
+    main()
+    assert capsys.readouterr().out == markdown(PretrainRecipe)

@@ -1,4 +1,4 @@
-"""Every shipped recipe loads, is right for the machines it names, and builds the published model."""
+"""Every shipped recipe loads, passes the checks for its number of processes, and builds the published model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from titanlike.utils.dtensor import local_tensor
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 
-# Published parameter counts, to the digit (debug is our own), and the processes that the recipe's comment names.
+# Parameter counts, equal to the published ones (debug has none), and the number of processes in the recipe's comment.
 SHIPPED = {
     "debug": (1_746_624, 1),
     "gpt2_124m": (124_439_808, 8),
@@ -34,7 +34,7 @@ SHIPPED = {
 }
 
 
-def test_this_table_has_every_shipped_recipe() -> None:
+def test_the_table_has_every_shipped_recipe() -> None:
     assert {str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.toml")} == set(SHIPPED)
 
 
@@ -62,8 +62,8 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     ],
     ids=str,
 )
-def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, overrides: dict[str, str]) -> None:
-    """The transforms of the real recipe at its real size, on the meta device, over ranks that are only pretended."""
+def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrides: dict[str, str]) -> None:
+    """Applies the transforms of the recipe at full size, on the meta device and a fake process group."""
     count, processes = SHIPPED[name]
     recipe = load(PretrainRecipe, FOLDER / f"{name}.toml", {f"parallelism.{key}": n for key, n in overrides.items()})
     check_recipe(recipe, processes)
@@ -77,18 +77,18 @@ def test_a_shipped_recipe_shards_over_the_processes_it_names(name: str, override
             training=recipe.training, parallelism=layout, activation_checkpoint=recipe.activation_checkpoint,
             compile=recipe.compile, float8=replace(recipe.float8, emulate=True),
         )  # fmt: skip
-        mine = [local_tensor(parameter) for parameter in model.parameters()]
-        assert sum(part.numel() for part in mine) == pytest.approx(count / processes, rel=1e-3)
-        assert {part.dtype for part in mine} == {torch.float32}
+        local = [local_tensor(parameter) for parameter in model.parameters()]
+        assert sum(shard.numel() for shard in local) == pytest.approx(count / processes, rel=1e-3)
+        assert {shard.dtype for shard in local} == {torch.float32}
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_with_what_it_extends_in_it_it_is_the_same(name: str, tmp_path: Path) -> None:
-    whole = joined(FOLDER / f"{name}.toml")
-    assert "extends" not in whole
-    (tmp_path / "one.toml").write_text(whole)
-    # Sizes are not written out: another size on the command line still sets every field.
+def test_a_recipe_joined_with_its_bases_is_equal(name: str, tmp_path: Path) -> None:
+    text = joined(FOLDER / f"{name}.toml")
+    assert "extends" not in text
+    (tmp_path / "one.toml").write_text(text)
+    # The fields of a model size are not written out, so that an override of the size still sets them.
     for keys in ({}, {"model.dim": "256"}):
         assert load(PretrainRecipe, tmp_path / "one.toml", keys) == load(PretrainRecipe, FOLDER / f"{name}.toml", keys)

@@ -1,4 +1,4 @@
-"""Recipes: what they may say, and how they are read. Nothing here imports torch."""
+"""Recipe sections and their loading, validation and schema. Does not import torch."""
 
 from titanlike.config.base import UserError, section
 from titanlike.config.load import load, to_toml

@@ -1,7 +1,7 @@
-"""`@section`: a frozen, strict dataclass, and the kinds of number its fields are made of.
+"""The `@section` decorator and the constrained types of recipe fields.
 
-Strict means: no unknown key, no "3" for 3, no NaN. The text under a field is its documentation: it feeds `--help` and
-the schema.
+A section is a frozen pydantic dataclass. It rejects unknown keys, values of another type (such as "3" for an integer),
+NaN and infinity. The docstring under a field is its documentation in `--help`, the schema and docs/config.md.
 """
 
 from dataclasses import field
@@ -20,23 +20,23 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]  # some may be left out, not all
-Name = Annotated[str, Field(pattern=r"^([\w+=@-][\w.+=@-]*)?$")]  # of a folder: no path, not hidden
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]  # a fraction that excludes 1
+Name = Annotated[str, Field(pattern=r"^([\w+=@-][\w.+=@-]*)?$")]  # a directory name: not a path, not hidden
 
 T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """Something that the user can put right. Shown as one sentence, without a stack trace."""
+    """An error that the user can correct. Programs print its message without a stack trace."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def section(cls: type[T]) -> type[T]:
-    """Make a class of annotated fields into one section of a recipe, or into a recipe of such sections."""
+    """Turn a class of annotated fields into a recipe section, or into a recipe made of sections."""
     return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))
 
 
 def one_of(values: list[int]) -> str:
-    """Numbers as a sentence names them: "1, 2 or 4"."""
-    *head, last = [str(value) for value in values]
-    return f"{', '.join(head)} or {last}" if head else last
+    """Format numbers as a list of alternatives: "1, 2 or 4"."""
+    *others, last = [str(value) for value in values]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,7 @@
-"""Who holds what: pure arithmetic on ranks, stages and blocks, for the checks, the pipeline and the screen alike. No torch."""
+"""Arithmetic on parallel dimensions, pipeline stages and batch sizes. Does not import torch.
+
+The preflight checks, the pipeline and the run summary share these functions, so that they always agree.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,25 +9,22 @@ from dataclasses import dataclass
 
 from titanlike.config.base import UserError, one_of
 
-# From the outermost to the innermost: neighbours in the last dimension talk most, so they sit on one machine.
+# Dimensions of the device mesh, outermost first. The innermost ones communicate most, so their ranks share a node.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
-# Of these matrices a tensor-parallel rank has some inputs; of all others, some outputs.
-SPLIT_BY_INPUTS = ("attention.wo", "feed_forward.w2")
-
-# Neighbours in a row that share a scale in an optimizer of 8 bits. No cut may go through them.
+# Block size of the quantized optimizer states. A shard boundary must not fall inside a block.
 BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which a pipeline takes micro-batches forward and backward."""
+    """Properties of a pipeline schedule."""
 
     torch_class: str
-    stages_per_rank: int = 1  # unless the recipe says otherwise, ...
-    fixed: bool = True  # ... which it may not here
-    v_shaped: bool = False  # the second half of the stages runs back over the ranks, so the first holds both ends
-    splits_backward: bool = False  # gradients of weights are computed apart from those of activations, to fill gaps
+    stages_per_rank: int = 1  # the default
+    fixed: bool = True  # the recipe cannot change stages_per_rank
+    v_shaped: bool = False  # stages are assigned in ranks' order and back, so the first rank holds the first and last
+    splits_backward: bool = False  # input and weight gradients are computed separately, to fill the pipeline bubble
 
 
 SCHEDULES = {
@@ -37,43 +37,49 @@ SCHEDULES = {
 }
 
 
-def split_blocks(num_blocks: int, num_stages: int, head: float) -> list[int]:
-    """How many blocks each stage gets, so that the slowest is as fast as can be. The head counts as so many blocks; the
-    embedding multiplies nothing and counts as none. Each stage gets one at least."""
+def split_blocks(num_blocks: int, num_stages: int, lm_head_cost: float) -> list[int]:
+    """Balance blocks over pipeline stages. Returns the number of blocks of each stage, at least one.
+
+    Minimizes the cost of the slowest stage. `lm_head_cost` is the cost of the LM head in blocks; the embedding is a look-up
+    and costs nothing.
+    """
     split = [1] * num_stages
-    costs = [1.0] * (num_stages - 1) + [1.0 + head]
+    costs = [1.0] * (num_stages - 1) + [1.0 + lm_head_cost]
     for _ in range(num_blocks - num_stages):
-        # Of equals the last: the first stage keeps most activations waiting.
-        least = min(reversed(range(num_stages)), key=lambda stage: costs[stage])
-        split[least] += 1
-        costs[least] += 1.0
+        # Prefer later stages among equals: earlier ones hold more activations in flight.
+        cheapest = min(reversed(range(num_stages)), key=lambda stage: costs[stage])
+        split[cheapest] += 1
+        costs[cheapest] += 1.0
     return split
 
 
 def stages_of(rank: int, num_ranks: int, num_stages: int, *, v_shaped: bool) -> list[int]:
-    """The stages that a rank of the pipeline holds, in their order."""
+    """Returns the stages of a pipeline rank, in ascending order."""
     return [stage for stage in range(num_stages) if rank_of(stage, num_ranks, v_shaped=v_shaped) == rank]
 
 
 def rank_of(stage: int, num_ranks: int, *, v_shaped: bool) -> int:
-    """The rank of the pipeline that holds a stage: round and round, or there and back."""
-    lap, place = divmod(stage, num_ranks)
-    return num_ranks - 1 - place if v_shaped and lap % 2 else place
+    """Returns the pipeline rank of a stage. Assignment is round-robin, or in a V for `v_shaped` schedules."""
+    repeat, rank = divmod(stage, num_ranks)
+    return num_ranks - 1 - rank if v_shaped and repeat % 2 else rank
 
 
 def blocks_of(stage: int, split: Sequence[int]) -> range:
-    """The numbers of a stage's blocks."""
+    """Returns the block indices of a stage."""
     first = sum(split[:stage])
     return range(first, first + split[stage])
 
 
-def ranks_left(dimensions: Mapping[str, int], world_size: int) -> int:
-    """How many of all ranks are for `shard`, where that is -1, or an error if the ranks do not come out even."""
+def infer_shard(dimensions: Mapping[str, int], world_size: int) -> int:
+    """Returns the size of the `shard` dimension, inferring -1 from the world size.
+
+    Raises `UserError` if the product of the dimensions is not the world size.
+    """
     shard = dimensions["shard"]
     others = {name: size for name, size in dimensions.items() if name != "shard" and size > 1}
     product = math.prod(others.values())
     if shard == 0 or shard < -1:
-        raise UserError(f"parallelism.shard = {shard} is not a number of ranks; use 1 or more, or -1 for all left")
+        raise UserError(f"parallelism.shard = {shard} is not a number of ranks; use 1 or more, or -1 to infer it")
     if shard == -1 and world_size % product == 0:
         return world_size // product
     if shard == -1 and others.keys() == {"replicate"}:
@@ -82,22 +88,25 @@ def ranks_left(dimensions: Mapping[str, int], world_size: int) -> int:
             f"parallelism.replicate = {product} does not divide the {world_size} processes; use {one_of(divisors)}"
         )
     if shard == -1:
-        named = _product(others) if len(others) == 1 else f"{_product(others)} = {product}"
+        sizes = _product(others) if len(others) == 1 else f"{_product(others)} = {product}"
         raise UserError(
-            f"parallelism.{named} does not divide the {world_size} processes; start {product} or a multiple, or make "
+            f"parallelism.{sizes} does not divide the {world_size} processes; start {product} or a multiple, or make "
             f"{'it' if len(others) == 1 else 'one of them'} smaller"
         )
     if product * shard != world_size:
-        sizes = {name: size for name, size in dimensions.items() if name in (*others, "shard")}
+        used = {name: size for name, size in dimensions.items() if name in (*others, "shard")}
         raise UserError(
-            f"parallelism.{_product(sizes)} = {product * shard}, but there are {world_size} processes; start "
+            f"parallelism.{_product(used)} = {product * shard}, but there are {world_size} processes; start "
             f"{product * shard}" + ("" if world_size % product else ", or set parallelism.shard = -1")
         )
     return shard
 
 
 def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ranks: int) -> int:
-    """Passes that one rank makes in a step, or an error if the sequences do not come out even."""
+    """Returns the number of forward and backward passes of one rank in a step.
+
+    Raises `UserError` if the batch sizes do not divide evenly.
+    """
     share, rest = divmod(global_batch_size, num_data_ranks)
     if rest:
         multiples = [n * num_data_ranks for n in (share, share + 1) if n]
@@ -115,5 +124,5 @@ def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ran
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """As in "replicate x shard = 2 x 4"."""
+    """Format dimensions as "replicate x shard = 2 x 4"."""
     return f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"

@@ -1,20 +1,15 @@
-"""What a recipe may say: every key with its kind, default and reason, for `--help`, for error messages and for editors."""
+"""Describes every key of a recipe: type, default and documentation, for `--help`, errors, editors and docs/config.md."""
 
 import json
 import shutil
 import textwrap
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from pydantic import TypeAdapter
 
-BOUNDS = (
-    ("minimum", "at least"),
-    ("exclusiveMinimum", "above"),
-    ("maximum", "at most"),
-    ("exclusiveMaximum", "below"),
-)
-KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 @dataclass(frozen=True)
@@ -22,17 +17,31 @@ class Key:
     """One key of a recipe."""
 
     name: str  # dotted: training.seq_len
-    section: str  # the heading in --help
-    variant: str  # "llama" where the table has variants
-    kind: str  # "a whole number, at least 1"
-    is_text: bool
+    section: str  # "[training]"
+    section_doc: str
+    variant: str  # "llama" if the table has variants
+    type: str  # "integer >= 1"
     choices: tuple[str, ...]
     default: Any
-    reason: str
+    doc: str
+
+    @property
+    def is_string(self) -> bool:
+        """Whether a command-line value is used as it is, without parsing."""
+        return self.type == "string" or self.type.startswith("name of") or bool(self.choices)
+
+    @property
+    def expected(self) -> str:
+        """The valid values, for an error message after "must be"."""
+        if self.type == "boolean":
+            return "true or false"
+        example = {"list of integers": ", such as [1, 2]", "list of strings": ', such as ["a", "b"]'}
+        suffix = next((text for prefix, text in example.items() if self.type.startswith(prefix)), "")
+        return f"{'an' if self.type.startswith('integer') else 'a'} {self.type}{suffix}"
 
 
 def describe(recipe_type: type) -> list[Key]:
-    """Every key that a recipe of this type may have, in the order in which they are written in the sections."""
+    """Returns every key of a recipe type, in the order in which the sections define them."""
     schema = TypeAdapter(recipe_type).json_schema()
     keys = []
     for name, prop in schema["properties"].items():
@@ -41,58 +50,83 @@ def describe(recipe_type: type) -> list[Key]:
             definition = schema["$defs"][reference["$ref"].removeprefix("#/$defs/")]
             properties = definition["properties"]
             variant = properties["name"]["default"] if len(references) > 1 else ""
-            title = f"[{name}], name = {variant}" if variant else f"[{name}]"
-            heading = f"{title}  {definition.get('description', '')}".rstrip()
-            keys += [_key(f"{name}.{field}", heading, variant, value) for field, value in properties.items()]
+            title = f'[{name}] with name = "{variant}"' if variant else f"[{name}]"
+            doc = _one_line(definition.get("description", ""))
+            keys += [_key(f"{name}.{field}", title, doc, variant, value) for field, value in properties.items()]
         if not references:
-            keys.append(_key(name, "", "", prop))
+            keys.append(_key(name, "", "", "", prop))
     return keys
 
 
-def _key(name: str, section: str, variant: str, prop: dict[str, Any]) -> Key:
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _key(name: str, section: str, section_doc: str, variant: str, prop: dict[str, Any]) -> Key:
     choices = tuple(prop.get("enum", [prop["const"]] if "const" in prop else []))
-    kind = f"one of {', '.join(choices)}" if choices else KINDS.get(prop.get("type", ""), prop.get("type", "value"))
-    if "pattern" in prop:
-        kind = "a name of letters, digits and . _ + = @ -"
-    numbers = prop.get("items", prop)
-    if numbers is not prop:
-        kind = f"a list in brackets, each {KINDS[numbers['type']]}" + (
-            " in quotes" if numbers["type"] == "string" else ""
-        )
-    bounds = [f"{phrase} {numbers[bound]:g}" for bound, phrase in BOUNDS if bound in numbers]
-    reason = " ".join(prop.get("description", "").split())
+    elements = prop.get("items", prop)
+    if choices:
+        type_name = f"one of {', '.join(choices)}"
+    elif "pattern" in prop:
+        type_name = "name of letters, digits and . _ + = @ -"
+    elif elements is not prop:
+        type_name = f"list of {elements['type']}s"
+    else:
+        type_name = prop.get("type", "value")
+    bounds = " and ".join(f"{symbol} {elements[bound]:g}" for bound, symbol in BOUNDS.items() if bound in elements)
     return Key(
         name=name,
         section=section,
+        section_doc=section_doc,
         variant=variant,
-        kind=", ".join([kind, *bounds]),
-        is_text=prop.get("type") == "string",
+        type=f"{type_name} {bounds}".rstrip(),
         choices=choices,
         default=prop.get("default"),
-        reason=reason,
+        doc=_one_line(prop.get("description", "")),
     )
 
 
 def help_text(recipe_type: type, usage: str) -> str:
-    """The text of `--help`: usage, then every key with its kind, its default and its reason."""
+    """Returns the text of `--help`: the usage, then every key with its type, default and documentation."""
     width = min(shutil.get_terminal_size((110, 24)).columns, 120)
     lines = [usage.rstrip(), ""]
-    section = None
-    for key in describe(recipe_type):
-        if key.section != section:
-            section = key.section
-            lines += ["", section]
-        lines.append(f"  --{key.name}  ({key.kind}; default {json.dumps(key.default)})")
-        lines += textwrap.wrap(key.reason, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    for section, keys in groupby(describe(recipe_type), key=lambda key: f"{key.section}  {key.section_doc}".strip()):
+        lines += ["", section] if section else [""]
+        for key in keys:
+            lines.append(f"  --{key.name}  ({key.type}; default {json.dumps(key.default)})")
+            lines += textwrap.wrap(
+                key.doc, width, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
+            )
     return "\n".join(lines)
 
 
+def markdown(recipe_type: type) -> str:
+    """Returns the configuration reference (docs/config.md): a table for each section."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "<!-- Generated by `titanlike schema --markdown > docs/config.md`. Edit the docstrings in titanlike/config instead. -->",
+        "",
+        "Every key of a recipe. A key is set in the recipe's TOML file or on the command line, as `--section.key=value`.",
+        "[Recipes](recipes.md) explains the file format and the precedence of values.",
+    ]
+    for (section, doc), keys in groupby(describe(recipe_type), key=lambda key: (key.section, key.section_doc)):
+        lines += ["", f"## {section.replace('[', '`[', 1).replace(']', ']`', 1) or 'Top level'}", ""]
+        lines += [doc, ""] if doc else []
+        lines += ["| Key | Type | Default | Description |", "|---|---|---|---|"]
+        for key in keys:
+            type_name = ", ".join(f"`{choice}`" for choice in key.choices) or key.type
+            lines.append(f"| `{key.name}` | {type_name} | `{json.dumps(key.default)}` | {key.doc} |")
+    return "\n".join(lines) + "\n"
+
+
 def editor_schema(recipe_type: type) -> dict[str, Any]:
-    """JSON Schema of a recipe in draft 4, the newest that the usual TOML editor plug-in understands."""
+    """Returns the JSON Schema of a recipe in draft 4, the latest that common TOML editor plug-ins support."""
     schema = TypeAdapter(recipe_type).json_schema()
     schema["properties"]["extends"] = {
         "type": "string",
-        "description": "Another recipe, relative to this file. Keys here win over its keys, lists replace, tables merge.",
+        "description": "Path of another recipe, relative to this file. This file overrides its values; tables are merged "
+        "and lists are replaced.",
     }
     return {"$schema": "http://json-schema.org/draft-04/schema#", **_to_draft4(schema)}
 
@@ -114,10 +148,10 @@ def _to_draft4(node: Any) -> Any:
             result["maximum"], result["exclusiveMaximum"] = value, True
         elif key == "$ref":
             result["$ref"] = value.replace("#/$defs/", "#/definitions/")
-        elif key == "oneOf":  # a recipe that extends another may leave out the key that tells the variants apart
+        elif key == "oneOf":  # a recipe with `extends` may omit the discriminator
             result["anyOf"] = _to_draft4(value)
         elif key != "discriminator":
             result[key] = _to_draft4(value)
-    if "$ref" in result:  # draft 4 ignores everything beside a reference
+    if "$ref" in result:  # draft 4 ignores the siblings of a reference
         return {"$ref": result["$ref"]}
     return result

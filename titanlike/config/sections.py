@@ -1,11 +1,11 @@
-"""Every section of a recipe on one page: the fields, their units, their defaults and the reason for each.
+"""The sections of a recipe: every field with its unit, default and effect. Does not import torch.
 
-No torch here. A program of your own extends `PretrainRecipe` with sections of its own:
+A custom training program extends `PretrainRecipe` with its own sections:
 
     @section
     class Ema:
         decay: float = 0.999
-        '''Weight of the old average at each step.'''
+        '''Weight of the previous average in each update.'''
 
     @section
     class MyRecipe(PretrainRecipe):
@@ -27,238 +27,251 @@ from titanlike.config.base import (
     Share,
     section,
 )
-from titanlike.config.layout import DIMENSIONS, SCHEDULES, num_microbatches, ranks_left, split_blocks
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.layout import DIMENSIONS, SCHEDULES, infer_shard, num_microbatches, split_blocks
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, TransformerConfig
 
 DType = Literal["float32", "bfloat16"]
 
 
 @section
 class Run:
-    """Where a run lives and what makes it repeatable."""
+    """Run directory, seed, device and timeouts."""
 
     name: Name = ""
-    """Folder of the run. The same name again resumes it. Empty: the recipe's file name and the time, so a fresh run."""
+    """Name of the run directory. Starting a run of the same name again resumes it. Default: the recipe's file name and the
+    current time, which starts a new run."""
     dir: str = "runs"
-    """Folder that holds the runs, relative to where the command is given."""
+    """Directory that contains the run directories, relative to the working directory."""
     seed: NonNegative = 0
-    """Decides the initial weights, the order of the data and the sample at the end, and nothing else."""
+    """Seed of the initial weights, the data shuffling, dropout, stochastic rounding and sampling. Python's, NumPy's and
+    torch's global generators are seeded with it as well."""
     deterministic: bool = False
-    """Refuse operations that may differ from run to run on a GPU. Slower; a CPU is deterministic without it."""
+    """Use deterministic algorithms only (`torch.use_deterministic_algorithms`). Slower on a GPU; a CPU is deterministic
+    anyway."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train. `auto` takes the GPUs if there are any."""
+    """Device to train on. `auto` uses the GPUs if there are any."""
     hang_timeout: Positive = 600
-    """Seconds without a step after which a run is taken to hang: it says which rank is missing, and ends with exit code 3. More
-    than the longest step takes. The first step, validation and saving have ten minutes at least."""
+    """Seconds without progress after which the watchdog reports the missing rank and exits with code 3. Must be longer than
+    the longest step. The first step, validation and checkpointing are allowed at least 600 seconds."""
     shutdown_timeout: Positive = 30
-    """Seconds from a stop signal until the launcher kills the processes: the time available for a last checkpoint. torchrun's
-    default is 30, SageMaker's 120."""
+    """Seconds between a stop signal and SIGKILL: the time available for a last checkpoint. The default is torchrun's;
+    SageMaker allows 120."""
 
 
 @section
 class Tokenizer:
-    """How text becomes tokens."""
+    """Conversion of text to tokens."""
 
     encoding: str = "bytes"
     """`bytes` (built in, 257 tokens, no download), the name of a tiktoken encoding such as `gpt2`, or the path of a file: a
     tiktoken rank file such as Llama 3's `tokenizer.model`, or Hugging Face's `tokenizer.json`."""
     special: Literal["eos", "bos", "both"] = "eos"
-    """The special tokens of each document: `eos` closes it, `bos` opens it, `both`. Prepared data has them already, and has to
-    have been prepared with the same."""
+    """Special tokens that delimit a document: `eos` appends one, `bos` prepends one, `both` does both. Token shards contain
+    them and must have been prepared with the same value."""
     eos: str = ""
-    """The token that closes a document. Empty: the tokenizer's own, or the usual one."""
+    """End-of-sequence token. Default: the one that the tokenizer defines, or a common one."""
     bos: str = ""
-    """The token that opens a document. Empty: the tokenizer's own, or the usual one."""
+    """Beginning-of-sequence token. Default: the one that the tokenizer defines, or a common one."""
 
 
 @section
 class Data:
-    """What the model reads."""
+    """Training and validation data."""
 
     source: Literal["python_stdlib", "text", "shards", "stream", "synthetic"] = "python_stdlib"
-    """`shards`: tokens that `titanlike data prepare` has made, for all but small runs. `text`: files, made into tokens at the
-    first start. `stream`: files, made into tokens while the run goes on. `python_stdlib`: the source of Python's own library,
-    on every machine. `synthetic`: random tokens, to measure speed."""
+    """`shards`: token shards from `titanlike data prepare`, recommended for all but small runs. `text`: text files, tokenized
+    at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source code of
+    Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
     path: str = ""
-    """For `shards`: their folder. For `text` and `stream`: a file, a folder (every file below it) or a pattern such as
-    `corpus/*.jsonl.gz`. Each may be an address that fsspec knows: `s3://`, `https://`, `hf://datasets/`. A text file is a
-    document; so is a line of `.jsonl` (or `.json`) and a row of `.parquet`, as they are or with `.gz` or `.zst`."""
+    """For `shards`: their directory. For `text` and `stream`: a file, a directory (read recursively) or a glob pattern such
+    as `corpus/*.jsonl.gz`. Each may be an fsspec URL: `s3://`, `https://`, `hf://datasets/`. A document is a text file, a
+    line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as `.gz` or `.zst`."""
     mixture: tuple[str, ...] = ()
-    """In place of `path`, several of them."""
+    """Several paths to mix, instead of `path`."""
     weights: tuple[PositiveFloat, ...] = ()
-    """Shares of the `mixture`, in its order, in sequences. They need not add up to 1. Empty: equal shares."""
+    """Sampling weights of the `mixture`, in its order, in sequences. They are normalized to sum to 1. Default: equal
+    weights."""
     text_field: str = "text"
-    """Where the text is in a line of JSON or a row of Parquet."""
+    """Field of a JSON line or column of a Parquet file that contains the text."""
     prompt_field: str = ""
-    """Where a prompt is that comes before the text: read, and not learnt. Empty: there is none."""
+    """Field that contains a prompt, which precedes the text and is excluded from the loss. Default: no prompt."""
     bad_records: Literal["stop", "skip"] = "stop"
-    """What a record does that cannot be read: `stop` the run, or be left out, and told."""
+    """How to handle a record that cannot be read: `stop` the run, or `skip` the record and log a warning."""
     document_masks: bool = False
-    """Keep the documents of a sequence apart: none sees another, and each has its positions counted from 0."""
+    """Mask attention between documents in a packed sequence, and restart position ids at each document."""
     holdout_every: NonNegative = 50
-    """One sequence in so many, evenly spread, is held out for validation and never trained on. 0 holds nothing out, and
-    goes with `validation.interval = 0`. Shards with a validation split have that in its place."""
+    """Hold out one of every `holdout_every` sequences, evenly spaced, for validation. 0 holds out none and requires
+    `validation.interval = 0`. Not used for shards that have a validation split."""
     validation_path: str = ""
-    """Shards or text for validation alone: nothing of the training data is held out then."""
+    """Shards or text for validation. If set, no training data is held out."""
     cache: str = ""
-    """A folder that keeps the tokens of `text` for later starts. Empty: `~/.cache/titanlike`."""
+    """Directory that caches the tokens of `text`. Default: `~/.cache/titanlike`."""
     prefetch: NonNegative = 2
-    """BatchLoader that are made before they are asked for, beside the training. 0: none."""
+    """Batches to prepare ahead of the training loop, in a thread. 0 prepares each batch when it is needed."""
     workers: Positive = 4
-    """Threads that read a `stream`. They do not change what is read."""
+    """Threads that read a `stream`. The number does not change the batches."""
 
 
 @section
 class Training:
-    """The batch, its length, and the precision of the arithmetic."""
+    """Batch size, sequence length, precision and loss."""
 
     steps: Positive = 1000
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the run."""
     seq_len: Annotated[int, Field(ge=2)] = 2048
-    """Tokens in a sequence."""
+    """Sequence length in tokens."""
     global_batch_size: Positive = 32
-    """Sequences in an optimizer step, over all ranks. Fixed by the recipe, so the result does not depend on the layout."""
+    """Sequences in an optimizer step, over all ranks. Independent of the number of ranks, so that the layout does not change
+    the result."""
     local_batch_size: Positive = 4
-    """Sequences that one rank takes through the model at once, at most: as many as fit. The rest of its share is
-    accumulated."""
+    """Maximum number of sequences of a rank in one forward pass (the micro-batch size). Use the largest that fits in memory;
+    gradients are accumulated over the rest."""
     max_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Maximum global gradient norm. Larger gradients are scaled down to it."""
     compute_dtype: DType = "bfloat16"
     """Precision of the forward and backward pass."""
     master_dtype: DType = "float32"
-    """Precision in which the optimizer keeps and updates the weights."""
+    """Precision of the weights that the optimizer keeps and updates."""
     reduce_dtype: DType = "float32"
-    """Precision in which gradients are summed over ranks. bfloat16 halves the traffic."""
+    """Precision of gradient reduction across ranks. `bfloat16` halves the traffic."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Digits of products of float32 matrices. `high` lets GPUs take TF32, `medium` lets CPUs that can take bfloat16: faster
-    with `compute_dtype = "float32"`, which then is no longer quite what it says."""
+    """Precision of float32 matmuls (`torch.set_float32_matmul_precision`). `high` enables TF32 on GPUs, `medium` enables
+    bfloat16 on CPUs that support it. Both are faster and less accurate with `compute_dtype = "float32"`."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """The kernel of attention. `auto` takes the first that can do it, in this order."""
+    """Backend of scaled dot product attention. `auto` uses the first one available, in the order listed."""
     loss_chunk: NonNegative = 1024
-    """Tokens whose logits are there at once: the loss and its gradient are found for so many, and the logits forgotten. Less
-    memory, which a large vocabulary has need of; smaller than some hundred is slow. 0: all that a rank takes at once."""
+    """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
+    vocabularies; values below a few hundred are slow. 0 disables chunking."""
     gc_interval: NonNegative = 50
-    """Steps between garbage collections; one more, a whole one, follows the first step. Left to itself Python collects at a
-    different step on each rank, and all wait. 0 leaves it to itself."""
+    """Steps between garbage collections, which all ranks run at the same step so that none waits for another. A full
+    collection follows the first step. 0 leaves garbage collection to Python."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does: `stop` the run, or `skip` the step's update, which has to be known before
-    the optimizer's turn: on a GPU the host then waits for each step."""
+    """How to handle a non-finite loss or gradient: `stop` the run, or `skip` the optimizer update of that step. `skip`
+    synchronizes the host with the GPU at every step."""
     skip_limit: Positive = 3
-    """Steps to skip at most among any `skip_window` successive ones, across resumes. One more stops the run."""
+    """Maximum number of skipped steps among any `skip_window` consecutive steps, counted across resumes. One more stops the
+    run."""
     skip_window: Positive = 100
-    """Steps among which the skipped ones are counted."""
+    """Number of consecutive steps over which skipped steps are counted."""
 
     def num_microbatches(self, num_data_ranks: int) -> int:
-        """Forward and backward passes that one rank makes in a step."""
+        """Returns the number of forward and backward passes of one rank in a step."""
         return num_microbatches(self.global_batch_size, self.local_batch_size, num_data_ranks)
 
 
 @section
 class Optimizer:
-    """AdamW. Norms and biases are not decayed."""
+    """AdamW. Weight decay is not applied to norms and biases."""
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     beta1: Share = 0.9
-    """Memory of the gradient's mean."""
+    """Decay rate of the first moment (the mean of the gradient)."""
     beta2: Share = 0.95
-    """Memory of the gradient's square. 0.95 recovers from a loss spike sooner than Adam's usual 0.999."""
+    """Decay rate of the second moment (the mean of the squared gradient). 0.95 recovers from a loss spike sooner than Adam's
+    default of 0.999."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the mean square, against a division by zero."""
+    """Added to the denominator for numerical stability."""
     weight_decay: NonNegativeFloat = 0.1
-    """Share of a matrix, times the learning rate, taken off at each step."""
+    """Decoupled weight decay coefficient. 0 disables it."""
     fused: bool = True
-    """One kernel for the whole update. Turn it off only to compare. For `state_dtype = "full"`."""
+    """Use the fused implementation, with one kernel for the whole update. Disable it only for comparison. Applies to
+    `state_dtype = "full"`."""
     state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
-    """Precision of Adam's two averages. `full`: that of the weights, 8 bytes a parameter in float32. `bfloat16`: 4 bytes.
-    `8bit`: 2, in blocks that share a scale."""
+    """Precision of Adam's moments. `full`: that of the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
+    2 bytes, quantized in blocks that share a scale."""
     stochastic_rounding: bool = False
-    """Round new weights up or down by chance, in proportion, so that small steps add up. For `master_dtype = "bfloat16"`."""
+    """Round updated weights stochastically, so that updates smaller than the precision accumulate. For
+    `master_dtype = "bfloat16"`."""
 
 
 @section
 class Schedule:
-    """The learning rate over the steps: warm up, stay, decay."""
+    """Learning rate schedule: warmup, stable, decay."""
 
     warmup_steps: NonNegative = 100
-    """Steps from 0 to the peak, in a straight line."""
+    """Steps of linear warmup from 0 to the peak. 0 disables it."""
     decay: Literal["linear", "cosine", "sqrt", "none"] = "cosine"
-    """Form of the way down. `sqrt` falls fast at first: the usual end of a long stable phase."""
+    """Shape of the decay. `sqrt` (1 - sqrt) falls fast at first and is common after a long stable phase."""
     decay_steps: NonNegative = 0
-    """Length of the way down, counted from the last step. 0: all that is left after the warm-up, so no stable phase."""
+    """Length of the decay in steps, ending at the last step. 0: all steps after the warmup, without a stable phase."""
     min_ratio: Fraction = 0.1
-    """The floor, as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
 
 
 @section
 class Parallelism:
-    """How many ranks share the work, and how. The product of the five is the number of processes; none changes the result."""
+    """Sizes of the parallel dimensions. Their product is the number of processes; none of them changes the result."""
 
     replicate: Positive = 1
-    """Copies of the model (the outer dimension of HSDP). With `shard = 1` this is plain data parallelism."""
+    """Model replicas (the outer dimension of HSDP). With `shard = 1` this is data parallelism as in DDP."""
     shard: int = -1
-    """Ranks over which weights, gradients and optimizer state are split (FSDP2). -1: all ranks that are left."""
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2, equivalent to ZeRO-3). -1 uses all
+    ranks that the other dimensions leave."""
     context: Positive = 1
-    """Ranks that share each sequence: for sequences too long for one."""
+    """Context parallelism: ranks over which each sequence is sharded, for long sequences."""
     tensor: Positive = 1
-    """Ranks that share each matrix, and between matrices the tokens of a sequence. They talk all the time: keep them on one
-    machine."""
+    """Tensor parallelism: ranks over which each weight matrix is sharded, with sequence parallelism in between. Communicates
+    several times per block: keep it within one node."""
     async_tensor_parallel: bool = False
-    """Overlap the talk of `tensor` with its products. Wants GPUs that reach each other's memory, and a compiled block."""
+    """Overlap tensor-parallel collectives with matmuls. Requires GPUs with peer access and `compile.mode = "block"`."""
     pipeline: Positive = 1
-    """Ranks that share the blocks, each holding whole ones. They talk least: for between machines."""
+    """Pipeline parallelism: ranks over which the blocks are distributed. Communicates least: use it across nodes."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
-    """The order of the passes. `1f1b` keeps fewer activations than `gpipe`; the others have more stages than ranks, and the last
-    three put gradients of weights into the gaps, so each wastes less time waiting."""
+    """Pipeline schedule. `1f1b` holds fewer activations than `gpipe`. The others have several stages per rank, and the last
+    three also compute weight gradients separately; both reduce the pipeline bubble."""
     pipeline_stages: NonNegative = 0
-    """Stages that each rank holds. 0: what the schedule is made for, one or two."""
+    """Stages per rank. 0: the schedule's default, one or two."""
     pipeline_split: tuple[Positive, ...] = ()
-    """Number of blocks of each stage, in order, such as `[7, 8, 8, 9]`. Empty: balanced, the head counted as the blocks that
-    it costs."""
+    """Number of blocks of each stage, in order, such as `[7, 8, 8, 9]`. Default: balanced, counting the LM head as the
+    equivalent number of blocks."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """When to let go of gathered weights. `auto`: after each block; the head keeps its own, which the backward pass needs at once.
-    `never` gathers once a pass, for the memory of a whole model in `compute_dtype`."""
+    """Whether FSDP frees the gathered parameters of a block after its forward pass. `auto`: yes, except for the LM head,
+    which the backward pass uses first, and with a pipeline. `never` gathers once per forward and backward pass (as
+    ZeRO-2 does) and keeps the whole model in memory in `compute_dtype`."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in the host's memory. Fits larger models; much slower."""
+    """Keep parameters, gradients and optimizer state in host memory. Fits larger models; much slower."""
 
     def resolve(self, world_size: int) -> "Parallelism":
-        """The same section with `shard = -1` replaced by its number, or an error if the ranks do not come out even."""
-        return replace(self, shard=ranks_left(self.dimensions(), world_size))
+        """Returns the section with `shard = -1` replaced by its size. Raises `UserError` if the sizes do not divide evenly."""
+        return replace(self, shard=infer_shard(self.dimensions(), world_size))
 
     def dimensions(self) -> dict[str, int]:
-        """The five dimensions by name, from the one whose ranks talk least to the one whose ranks talk most."""
+        """Returns the sizes of the five dimensions by name, outermost first."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
-    def split(self, model: LlamaConfig | GPTConfig) -> list[int]:
-        """How many of the model's blocks each stage of the pipeline has."""
+    def split(self, model: TransformerConfig) -> list[int]:
+        """Returns the number of the model's blocks in each pipeline stage."""
         if self.pipeline_split:
             return list(self.pipeline_split)
         stages_per_rank = self.pipeline_stages or SCHEDULES[self.pipeline_schedule].stages_per_rank
         num_stages = self.pipeline * stages_per_rank if self.pipeline > 1 else 1
-        return split_blocks(model.num_layers, num_stages, model.head_in_blocks())
+        return split_blocks(model.num_layers, num_stages, model.lm_head_cost())
 
 
 @section
 class Float8:
-    """Matrix products of 8-bit floats: faster on GPUs that have them (compute capability 8.9 and later), with torch.compile."""
+    """Float8 matmuls: faster on GPUs of compute capability 8.9 or later, with torch.compile."""
 
     scaling: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
-    """Numbers that share a scale. `tensorwise`: a whole tensor, the fastest. `rowwise`: a row, more accurate.
-    `rowwise_with_gw_hp`: the same, with weights' gradients in `compute_dtype`, the most accurate. `mxfp8`: 32 neighbours,
-    for Blackwell GPUs. `none` turns float8 off."""
+    """Granularity of the scales. `tensorwise`: one per tensor, the fastest. `rowwise`: one per row, more accurate.
+    `rowwise_with_gw_hp`: the same with weight gradients in `compute_dtype`, the most accurate. `mxfp8`: one per 32 elements,
+    for Blackwell GPUs. `none` disables float8."""
     all_gather: bool = False
-    """FSDP gathers these weights as float8: a quarter of float32's traffic and memory, half of bfloat16's. `tensorwise` only."""
+    """Run FSDP's all-gather of the converted weights in float8: a quarter of float32's traffic and memory, half of
+    bfloat16's. Requires `tensorwise`."""
     layers: tuple[str, ...] = ()
-    """Matrices to convert, by a part of their names: `feed_forward`, `wq`, `layers.0`, `layers.*.attention`. Empty: all of the
-    blocks'."""
+    """Linear layers to convert, by parts of their names: `feed_forward`, `wq`, `layers.0`, `layers.*.attention`. Default: all
+    linear layers of the blocks."""
     skip: tuple[str, ...] = ()
-    """Matrices to leave as they are, named the same way."""
+    """Linear layers not to convert, named in the same way."""
     skip_small: bool = True
-    """Leave those as they are that are too small to gain more in the product than the casts cost."""
+    """Do not convert linear layers that are too small for the faster matmul to outweigh the cost of the casts."""
     head: bool = False
-    """Convert the head too. Logits suffer more from rounding than what is inside the model, and are then there all at once."""
+    """Convert the LM head too. Logits are more sensitive to rounding than hidden layers. Disables the chunked loss."""
     emulate: bool = False
-    """Round as float8 does, multiply in float32: to see on any machine what float8 does to the loss. Slower than without."""
+    """Round to float8 but multiply in float32, to measure the effect of float8 on the loss on any machine. Slower than
+    float32."""
 
 
 @section
@@ -266,102 +279,103 @@ class Compile:
     """torch.compile."""
 
     mode: Literal["block", "model", "none"] = "block"
-    """`block` compiles one block and reuses it for all: the fast start. `model` compiles everything at once, and shards it
-    as one piece. On a CPU the first compile takes about half a minute, so short runs want `none`."""
+    """`block` compiles one block and reuses the code for all, for a fast start. `model` compiles the whole model, which is
+    then one FSDP unit. `none` disables compilation: on a CPU the first compilation takes about half a minute, too long for
+    short runs."""
     backend: str = "inductor"
-    """The compiler's back end. `aot_eager` finds a fault without waiting for code generation."""
+    """Backend of torch.compile. `aot_eager` reproduces compilation errors without code generation."""
     cache: str = ""
-    """A folder that keeps compiled code, for starts on other machines of the same kind: on storage that they share. Empty:
-    this machine keeps its own."""
+    """Directory for compiled code, on storage that machines of the same type share. Default: a local directory."""
 
 
 @section
 class ActivationCheckpoint:
-    """Recompute activations in the backward pass instead of keeping them: memory for time."""
+    """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
     mode: Literal["none", "selective", "every_n", "full", "memory_budget"] = "none"
-    """`selective` keeps attention and every second matrix product of a block, `every_n` recomputes every n-th block,
-    `full` every block, and `memory_budget` lets the compiler choose what to keep."""
+    """`selective` keeps the output of attention and of every second matmul of a block, `every_n` recomputes one of every
+    `every_n` blocks, `full` recomputes every block, and `memory_budget` lets the compiler choose what to keep. `none`
+    disables it."""
     every_n: Positive = 2
-    """For `every_n`: recompute one block in so many."""
+    """For `every_n`: recompute one of this many blocks."""
     memory_budget: Fraction = 0.5
-    """For `memory_budget`: share of a block's activations to keep. 0 is like `full`, 1 keeps all that the compiler would."""
+    """For `memory_budget`: fraction of a block's activations to keep. 0 is like `full`; 1 keeps everything that the compiler
+    would."""
 
 
 @section
 class Checkpoint:
-    """Saving, and with it resuming."""
+    """Checkpointing and resuming."""
 
     enabled: bool = True
-    """Save at all. Turn it off to measure speed."""
+    """Save checkpoints. Disable it to measure speed."""
     interval: NonNegative = 500
-    """Steps between saves. The last step is saved too. 0: only the last."""
+    """Steps between checkpoints. The last step is always saved. 0 saves the last step only."""
     mode: Literal["async", "sync"] = "async"
-    """`async`: training waits while what is saved is copied to the host's memory, and goes on while it is written. `sync`: it
-    waits for all of it."""
+    """`async` blocks training while the state is copied to host memory, and writes it in a thread. `sync` blocks until it is
+    written."""
     keep: Positive = 2
-    """How many of the newest to keep. Older ones are deleted after a newer one is complete."""
+    """Number of most recent checkpoints to keep. Older ones are deleted after a newer one is committed."""
     keep_every: NonNegative = 0
-    """Keep those of every so many steps besides, for ever. 0 keeps none but the newest."""
+    """Also keep every checkpoint whose step is a multiple of this. 0 disables it."""
     dir: str = ""
-    """Where to keep them: a folder, or an address that fsspec knows, such as `s3://bucket/runs`; in it each run has a folder.
-    Empty: in the run's own folder."""
+    """Directory or fsspec URL, such as `s3://bucket/runs`, in which each run has a directory for its checkpoints. Default: the
+    run directory."""
     max_failures: Positive = 3
-    """Saves in a row that may fail, as on a full disk, before the run stops: with the first that succeeds it is as before.
-    1 stops at the first."""
+    """Consecutive failed saves, on a full disk for example, after which the run stops. 1 stops at the first."""
     verify: Literal["content", "size"] = "content"
-    """What is looked at before a checkpoint is loaded: the hash of every file, or its size alone, where reading all of a very
-    large one twice takes too long."""
+    """Verification before loading: `content` compares the hash of every file, `size` only its size, which avoids reading a
+    very large checkpoint twice."""
     weights: Literal["none", "float32", "bfloat16"] = "none"
-    """Precision in which the weights alone, whole, are written after the last step, as `weights.safetensors` in the run's
-    folder. For checkpoints in a folder. `titanlike consolidate` does the same of any checkpoint."""
+    """Precision in which to export the full weights as `weights.safetensors` in the run directory after the last step. Requires
+    checkpoints in a local directory. `titanlike consolidate` exports any checkpoint. `none` disables it."""
     resume_from: NonNegative = 0
-    """The step to go on from, if not the newest. Later checkpoints are put aside, and the recipe in the run's folder does not
-    have this key, so the next start goes on from the newest again."""
+    """Step to resume from. Default: the newest checkpoint. Later checkpoints are archived. The key is not written to the recipe
+    in the run directory, so the next start resumes from the newest checkpoint again."""
     allow_changed: tuple[str, ...] = ()
-    """Keys that may be other than when the checkpoint was saved though they change what is trained, such as
-    `["optimizer.lr"]`. What is read back then need not be what the recipe would have led to."""
+    """Keys that may differ from the checkpoint's recipe although they change training, such as `["optimizer.lr"]`. The resumed
+    run is then not the run that the recipe describes."""
 
 
 @section
 class Validation:
-    """Loss on held-out text while training."""
+    """Validation loss during training."""
 
     interval: NonNegative = 250
-    """Steps between validations. 0 turns them off."""
+    """Steps between validations. 0 disables validation."""
     batches: Positive = 8
-    """Global batches in a validation: always the same ones, the same number on every rank. Fewer where less is held out:
-    none is read twice."""
+    """Global batches in a validation: always the same ones, and equally many on every rank. Fewer if less data is held out; no
+    batch is used twice."""
 
 
 @section
 class Sample:
-    """A piece of text from the trained model at the end of the run."""
+    """Text generated by the trained model at the end of the run."""
 
     tokens: NonNegative = 0
-    """Length of the sample. 0 turns it off."""
+    """Number of tokens to generate. 0 disables sampling."""
     prompt: str = "def "
-    """What the sample starts from."""
+    """Prompt to continue."""
     temperature: Annotated[float, Field(ge=0.01)] = 0.7
-    """Below 1 keeps to likely tokens, above 1 wanders."""
+    """Sampling temperature. Values below 1 favor likely tokens; values above 1 increase randomness."""
 
 
 @section
 class Metrics:
-    """What a run tells of itself."""
+    """Logging of metrics."""
 
     interval: Positive = 10
-    """Steps between two records of `metrics.jsonl`, and between two lines where there is no terminal."""
+    """Steps between records in `metrics.jsonl`, and between log lines if the output is not a terminal."""
     tensorboard: bool = True
-    """Write the same numbers as TensorBoard events."""
+    """Also write TensorBoard events."""
 
 
 @section
 class PretrainRecipe:
-    """Everything that `recipes/pretrain.py` reads."""
+    """The recipe of `recipes/pretrain.py`."""
 
     recipe: str = "pretrain"
-    """The program that this recipe is for: a file of that name beside the recipe, or in `recipes/`; or a path to one."""
+    """Training program: the name of a file next to the recipe or in `recipes/`, or a path."""
     run: Run = Run()
     model: Annotated[LlamaConfig | GPTConfig, Field(discriminator="name")] = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()

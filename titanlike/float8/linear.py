@@ -12,7 +12,7 @@ from titanlike.config.sections import Float8
 from titanlike.distributed.collectives import resolve_group
 from titanlike.float8.selection import skip_reasons
 from titanlike.float8.validation import hardware_problems
-from titanlike.models.layers import LossOf
+from titanlike.models.layers import LossFunction
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
@@ -78,9 +78,9 @@ class Float8Linear(TorchaoLinear):
 
 
 class Float8Head(Float8Linear):
-    """A float8 `Head`. Its loss is not chunked: all logits are in memory at once."""
+    """A float8 `LMHead`. Its loss is not chunked: all logits are in memory at once."""
 
-    loss: LossOf = staticmethod(chunked_linear_cross_entropy)
+    loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         logits = super().forward(x)

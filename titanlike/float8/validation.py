@@ -5,7 +5,6 @@ import math
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.base import one_of
-from titanlike.config.layout import SPLIT_BY_INPUTS
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, HEAD, matches, skip_reasons
 
@@ -64,7 +63,7 @@ def _selection_problems(recipe: PretrainRecipe) -> list[str]:
     alignment, misaligned = ALIGNMENT[float8.scaling], dict[str, str]()
     for name, (outputs, inputs) in matrices.items():
         matrix = name.split(".", 2)[2] if name != HEAD else HEAD
-        local = (outputs, inputs // tensor) if matrix in SPLIT_BY_INPUTS else (outputs // tensor, inputs)
+        local = (outputs, inputs // tensor) if matrix in model.rowwise_matrices else (outputs // tensor, inputs)
         divides = local[0] * local[1] * tensor == outputs * inputs  # otherwise another check refuses it
         if not reasons[name] and divides and (local[0] % alignment or local[1] % alignment):
             misaligned[matrix] = f"{local[0]} x {local[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config.layout import BLOCK
-from titanlike.utils.counter_rng import derive_seed, spread
+from titanlike.utils.counter_rng import derive_seed, hash_u32
 from titanlike.utils.dtensor import is_dtensor, local_tensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
@@ -179,4 +179,4 @@ def _random_bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor
     for size, start, full_size in zip(reversed(shard.shape), reversed(offset), reversed(parameter.shape), strict=True):
         index += (rest % size + start) * stride
         rest, stride = rest // size, stride * full_size
-    return (spread(spread(index) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)
+    return (hash_u32(hash_u32(index) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)

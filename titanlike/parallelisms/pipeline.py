@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
-from titanlike.models.layers import Head, TiedHead
+from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.utils.dtensor import local_tensor
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
@@ -64,7 +64,7 @@ class Pipeline(nn.Module):
                 else:
                     self.add_module(name, child)
         # The last stage gets its own copy of a tied embedding weight, which is kept equal by summing both gradients.
-        self.tied = isinstance(model.output, TiedHead)
+        self.tied = isinstance(model.output, TiedLMHead)
         self.copies = {HEAD: EMBEDDING} if self.tied and self.has_last_stage else {}
         self.schedule: Any = None
         self.normalize_loss: NormalizeLoss | None = None
@@ -222,8 +222,8 @@ def _stage_module(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Modu
     if stage < len(split) - 1:
         for name in part.last_stage_modules:
             setattr(part, name, None)
-    elif isinstance(part.output, TiedHead):
+    elif isinstance(part.output, TiedLMHead):
         embedding = model.get_parameter(EMBEDDING)
         vocab_size, dim = embedding.shape
-        part.output = Head(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
+        part.output = LMHead(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
     return part
