@@ -95,9 +95,9 @@ def test_the_python_code_of_the_readme_runs(tmp_path: Path) -> None:
 
 def test_the_shard_format_is_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/data.md").read_text()
-    program, feed = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    program, source = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     members = {name for name in BatchSource.__dict__ if not name.startswith("_")} | set(BatchSource.__annotations__)
-    assert set(re.findall(r"def (\w+)|^    (\w+) =", feed, flags=re.MULTILINE)) == {
+    assert set(re.findall(r"def (\w+)|^    (\w+) =", source, flags=re.MULTILINE)) == {
         ("", name) if name == "seq_len" else (name, "") for name in members
     }
     (tmp_path / "a.txt").write_text("the first")
