@@ -1,4 +1,4 @@
-"""From what the subjects of `benchmarks/run.py` wrote to the figures of a table."""
+"""Throughput, memory and loss comparisons from the raw results of `benchmarks/run.py`, and their tables."""
 
 import math
 import platform
@@ -7,73 +7,73 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import MODELS, shape_of
+from benchmarks.models import MODELS, config_of
 from titanlike.metrics.hardware import peak_flops
 
-AGREE_STEPS = 20
-AGREE = {"float32": 1e-3, "bfloat16": 2e-2, "float8": 5e-2}  # the largest relative difference of a loss from plain's
+COMPARED_STEPS = 20
+TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2, "float8": 5e-2}  # relative, of a loss from plain's
 
 
-def figures(one: dict[str, Any], found: dict[str, dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
-    """A row's figures, from what it wrote and what plain's rows wrote in the same run."""
-    if "failed" in one:
-        return one
+def figures(result: dict[str, Any], results: dict[str, dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row's raw result with its throughput and its comparison with plain's rows of the same run."""
+    if "failed" in result:
+        return result
     tokens = run["tokens_per_step"] * run["block"]
-    rate = statistics.median(tokens / seconds for seconds in one["blocks"])
-    result = one | {"tokens_per_second": rate, "losses": one["losses"][:AGREE_STEPS]}
-    for row, other in found.items():
+    rate = statistics.median(tokens / seconds for seconds in result["blocks"])
+    row_figures = result | {"tokens_per_second": rate, "losses": result["losses"][:COMPARED_STEPS]}
+    for row, other in results.items():
         if row.startswith("plain.") and "failed" not in other:
-            result[f"of_{row}"] = ratio(one, other)
-            worst = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], other["losses"], strict=False))
-            result["loss_differs"] = min(worst, result.get("loss_differs", worst))
-            result["losses_agree"] = result["loss_differs"] <= AGREE[run["precision"]]
+            row_figures[f"relative_to_{row}"] = ratio(result, other)
+            worst = max(abs(a - b) / abs(b) for a, b in zip(row_figures["losses"], other["losses"], strict=False))
+            row_figures["max_loss_difference"] = min(worst, row_figures.get("max_loss_difference", worst))
+            row_figures["losses_match"] = row_figures["max_loss_difference"] <= TOLERANCES[run["precision"]]
     model = MODELS[run["model"]]
-    shape, length = shape_of(model), model.seq_len
-    full = shape.flops_per_token(length)
-    causal = (full + shape.flops_per_token(0)) / 2  # half of the pairs of tokens
+    config, length = config_of(model), model.seq_len
+    full = config.flops_per_token(length)
+    causal = (full + config.flops_per_token(0)) / 2  # a causal mask keeps half of the attention scores
     measured = run["limits"]["kinds"][run["precision"]]
-    result["of_the_products_rate"] = rate * full / measured["products_flops_per_second"]
-    result["of_the_floor"] = rate * measured["floor_seconds_per_token"]
-    peak = peak_flops(one["device"])
+    row_figures["fraction_of_matmul_rate"] = rate * full / measured["matmul_flops_per_second"]
+    row_figures["fraction_of_roofline"] = rate * measured["roofline_seconds_per_token"]
+    peak = peak_flops(result["device"])
     if peak:
-        result |= {"mfu": rate * full / peak, "mfu_causal": rate * causal / peak}
-    return result
+        row_figures |= {"mfu": rate * full / peak, "mfu_causal": rate * causal / peak}
+    return row_figures
 
 
-def ratio(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast as another, block by block: each is held against its neighbour in time."""
-    ratios = sorted(b / a for a, b in zip(one["blocks"], other["blocks"], strict=False))
+def ratio(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Returns the speed relative to another result: median and interquartile range over blocks that ran next to each other."""
+    ratios = sorted(b / a for a, b in zip(result["blocks"], other["blocks"], strict=False))
     quarter = len(ratios) // 4
     return {
         "median": statistics.median(ratios),
-        "low": ratios[quarter],  # half of all blocks lie between these
+        "low": ratios[quarter],
         "high": ratios[-1 - quarter],
     }
 
 
 def against_peers(rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """titanlike's fastest row against the fastest of all peers' rows, and the smallest memory and start of any of them."""
-    done = {row: one for row, one in rows.items() if "failed" not in one}
-    ours = {row: one for row, one in done.items() if row.startswith("titanlike.")}
+    """Compares titanlike's fastest row with the fastest row of any peer: speed, memory, time to the second step."""
+    done = {row: result for row, result in rows.items() if "failed" not in result}
+    titanlike = {row: result for row, result in done.items() if row.startswith("titanlike.")}
     peers = {
-        row: one
-        for row, one in done.items()
-        if not row.startswith(("titanlike.", "plain.")) and one.get("losses_agree")
+        row: result
+        for row, result in done.items()
+        if not row.startswith(("titanlike.", "plain.")) and result.get("losses_match")
     }
-    if not ours or not peers:
+    if not titanlike or not peers:
         return None
-    mine, theirs = (max(some, key=lambda row: some[row]["tokens_per_second"]) for some in (ours, peers))
+    best, peer = (max(group, key=lambda row: group[row]["tokens_per_second"]) for group in (titanlike, peers))
     return {
-        "row": mine,
-        "peer": theirs,
-        "speed": ratio(done[mine], done[theirs]),
-        "memory": done[mine]["peak_memory_gib"] / done[theirs]["peak_memory_gib"],
-        "start": done[mine]["seconds_to_second_step"] / done[theirs]["seconds_to_second_step"],
+        "row": best,
+        "peer": peer,
+        "speed": ratio(done[best], done[peer]),
+        "memory": done[best]["peak_memory_gib"] / done[peer]["peak_memory_gib"],
+        "start": done[best]["seconds_to_second_step"] / done[peer]["seconds_to_second_step"],
     }
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """Returns the model name of the processor."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -81,15 +81,15 @@ def cpu_name() -> str:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Results as the documents have them."""
+    """Returns the tables of the documentation."""
     lines = []
     for result in results:
         on_gpu = result["device"] == "cuda"
-        rate = "MFU: full / causal" if on_gpu else "of the products' rate"
+        rate = "MFU: full / causal" if on_gpu else "of matmul rate"
         lines += [
             f"**{result['model']}, {result['precision']}**",
             "",
-            f"| Row | tokens/s | of plain, same row (half lie in) | {rate} | peak memory, GiB | to 2nd step: cold / warm, s |"
+            f"| Row | tokens/s | relative to plain (IQR) | {rate} | peak memory, GiB | time to 2nd step: cold / warm, s |"
             " losses |",
             "|---|---|---|---|---|---|---|",
         ]
@@ -97,28 +97,28 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             if "failed" in one:
                 lines.append(f"| {row} | failed | | | | | |")
                 continue
-            against = one.get(f"of_plain.{row.partition('.')[2]}")
-            share = f"{one['of_the_products_rate']:.0%}"
+            relative = one.get(f"relative_to_plain.{row.partition('.')[2]}")
+            fraction = f"{one['fraction_of_matmul_rate']:.0%}"
             if "mfu" in one:
-                share = f"{one['mfu']:.1%} / {one['mfu_causal']:.1%}"
-            agree = "agree" if one.get("losses_agree") else f"differ by {one.get('loss_differs', math.nan):.0e}"
+                fraction = f"{one['mfu']:.1%} / {one['mfu_causal']:.1%}"
+            losses = "match" if one.get("losses_match") else f"differ by {one.get('max_loss_difference', math.nan):.0e}"
             warm = one.get("warm_seconds_to_second_step")
             lines.append(
-                f"| {row} | {one['tokens_per_second']:,.0f} | {spread(against) if against else ''} | {share} | "
+                f"| {row} | {one['tokens_per_second']:,.0f} | {format_ratio(relative) if relative else ''} | {fraction} | "
                 f"{one['peak_memory_gib']:.2f} | {one['seconds_to_second_step']:.1f} / "
-                f"{f'{warm:.1f}' if warm else 'not measured'} | {agree} |"
+                f"{f'{warm:.1f}' if warm else 'not measured'} | {losses} |"
             )
         best = against_peers(result["rows"])
         if best:
             lines += [
                 "",
-                f"{best['row']} against the fastest peer's fastest row, {best['peer']}: {spread(best['speed'])} of its tokens/s, "
-                f"{best['memory']:.2f} of its memory, {best['start']:.2f} of its time from start to second step.",
+                f"{best['row']} relative to the fastest peer, {best['peer']}: {format_ratio(best['speed'])} tokens/s, "
+                f"{best['memory']:.2f} peak memory, {best['start']:.2f} time to the second step.",
             ]
         lines.append("")
     return "\n".join(lines)
 
 
-def spread(found: dict[str, float]) -> str:
-    """A median, and between what half of all lies."""
+def format_ratio(found: dict[str, float]) -> str:
+    """Returns the median and the interquartile range as text."""
     return f"{found['median']:.3f} ({found['low']:.2f} to {found['high']:.2f})"

@@ -1,4 +1,4 @@
-"""A run in processes of its own, started as a user does, and seen from outside: what it does now, and what it has recorded."""
+"""Starts a run as a user does, and observes its processes and files from outside."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from typing import Any
 from titanlike.distributed import environment
 
 ROOT = Path(__file__).parents[1]
-MARK = "TITANLIKE_BENCHMARK"  # a variable that all processes of a start have, and no other
-CUT_SHORT = 4096  # bytes at a file's end that hold its last record
+MARK = "TITANLIKE_BENCHMARK"  # environment variable that identifies the processes of a start
+TAIL_SIZE = 4096  # bytes at the end of a file that contain its last record
 
 
 def newest_record(metrics: Path) -> int:
-    """The last step that is recorded; 0 if there is none."""
+    """Returns the last recorded step, or 0."""
     with suppress(FileNotFoundError), metrics.open("rb") as stream:
-        stream.seek(max(0, metrics.stat().st_size - CUT_SHORT))
+        stream.seek(max(0, metrics.stat().st_size - TAIL_SIZE))
         for line in reversed(stream.read().splitlines()):
             with suppress(ValueError):
                 record = json.loads(line)
@@ -32,74 +32,74 @@ def newest_record(metrics: Path) -> int:
 
 
 class Start:
-    """One `./run_train.sh`. Linux alone can tell what came of it."""
+    """A start of `./run_train.sh`. Linux only: observes it in /proc."""
 
-    def __init__(self, words: list[str], run: Path, ranks: int) -> None:
+    def __init__(self, arguments: list[str], run: Path, ranks: int) -> None:
         self.run, self.metrics = run, run / "metrics.jsonl"
-        self.said = run.parent / f"{run.name}.log"
+        self.log_file = run.parent / f"{run.name}.log"
         self._metrics_before = self._inode()
         self._first_step: float | None = None
         self._mark = secrets.token_hex(8)
-        variables = environment.variables({MARK: self._mark, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"})
+        variables = environment.child_environment({MARK: self._mark, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"})
         variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
-        self.began = time.monotonic()
-        with self.said.open("w") as log:
+        self.started = time.monotonic()
+        with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
-                [str(ROOT / "run_train.sh"), *words], env=variables, stdin=subprocess.DEVNULL, stdout=log,
+                [str(ROOT / "run_train.sh"), *arguments], env=variables, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
-        return time.monotonic() - self.began
+        """Seconds since the start."""
+        return time.monotonic() - self.started
 
     @property
     def exit_code(self) -> int | None:
-        """Of the launcher, if that has ended."""
+        """Exit code of the launcher, or None while it runs."""
         return self.process.poll()
 
     def log(self) -> str:
-        """The end of what it has said."""
-        return self.said.read_text(errors="replace")[-3000:]
+        """Returns the end of the output."""
+        return self.log_file.read_text(errors="replace")[-3000:]
 
     def processes(self) -> dict[int, bool]:
-        """All that live, by number: whether it is a rank."""
-        self.process.poll()  # so that a dead launcher is no more there
+        """Returns the running processes: whether each is a rank, by pid."""
+        self.process.poll()  # reaps a dead launcher
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                with suppress(OSError):  # it has ended meanwhile, or is another user's
+                with suppress(OSError):  # it has exited, or belongs to another user
                     variables = (entry / "environ").read_bytes().split(b"\0")
                     if f"{MARK}={self._mark}".encode() in variables:
-                        found[int(entry.name)] = any(each.startswith(b"RANK=") for each in variables)
+                        found[int(entry.name)] = any(variable.startswith(b"RANK=") for variable in variables)
         return found
 
     def ranks(self) -> list[int]:
-        """Those that train."""
+        """Returns the pids of the ranks."""
         return [process for process, is_rank in self.processes().items() if is_rank]
 
     def send(self, number: int, processes: list[int]) -> None:
-        """Send a signal to some of its processes."""
+        """Sends a signal to processes."""
         for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 
     def end(self) -> int:
-        """Kill what is left of it. How many that were."""
-        left = list(self.processes())
-        self.send(signal.SIGKILL, left)
+        """Kills the remaining processes. Returns their number."""
+        remaining = list(self.processes())
+        self.send(signal.SIGKILL, remaining)
         self.process.wait()
-        return len(left)
+        return len(remaining)
 
     def resumed(self) -> int | None:
-        """The step that it goes on from; None before it has opened the run's folder."""
+        """Returns the step that it resumed from, or None before it has opened the run directory."""
         if self._inode() in (None, self._metrics_before):
             return None
         return json.loads((self.run / "environment.json").read_text())["resumed_step"]
 
     def first_step(self) -> float | None:
-        """Seconds to its first step, as seen by who asks again and again; None before."""
+        """Returns the seconds to the first step, or None before it. Must be polled."""
         if self._first_step is None:
             resumed = self.resumed()
             if resumed is not None and newest_record(self.metrics) > resumed:
@@ -107,20 +107,20 @@ class Start:
         return self._first_step
 
     def reading(self, folder: Path, ranks: list[int]) -> bool:
-        """Whether a rank has a file open below a folder."""
+        """Returns whether a rank has a file open below a directory."""
         return any(target.startswith(f"{folder}/") for rank in ranks for target in _open_files(rank))
 
-    def until(self, happens: Callable[[], Any], seconds: float, pause: float = 0.005) -> bool:
-        """Wait for something, so long at most, or until the launcher has ended. Whether it happened."""
+    def until(self, condition: Callable[[], Any], seconds: float, pause: float = 0.005) -> bool:
+        """Waits for a condition. Returns False after `seconds`, or when the launcher has exited."""
         end = time.monotonic() + seconds
-        while not happens():
+        while not condition():
             if time.monotonic() > end or self.exit_code is not None:
                 return False
             time.sleep(pause)
         return True
 
     def _inode(self) -> int | None:
-        """Which file the records are: a start that takes them up makes a new one of that name."""
+        """Returns the inode of the metrics file, which every start replaces."""
         with suppress(FileNotFoundError):
             return self.metrics.stat().st_ino
         return None

@@ -1,11 +1,10 @@
-"""What this machine can do at most, at a model's own shapes, and from that the least time that a token can take.
+"""Measures the machine's rates at a model's shapes, and from them a lower bound on the time per token (roofline).
 
     python -m benchmarks.limits --model llama3_1b --device cuda --out limits.json
 
-Measured: products in float32 (on a CPU), bfloat16 and float8, of each matrix of a block and of the head, forward and backward;
-attention, forward and backward, by each kernel that this machine has; the speed of a copy. The floor of a token is the sum of
-its products and its attention, each at its own best rate, and of the weights that the optimizer has to read and write: nothing
-between them, nothing that waits. No program reaches it.
+Measures the matmuls of each matrix, forward and backward, in float32 (on a CPU), bfloat16 and float8; attention, forward and
+backward, with each kernel; and the bandwidth of a copy. The roofline time is the sum of the matmuls and of the fastest attention
+kernel at these rates, and of the memory traffic of the optimizer. It excludes everything else, so no program reaches it.
 """
 
 import argparse
@@ -19,28 +18,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.models import MODELS, Model, shape_of
+from benchmarks.models import MODELS, Model, config_of
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.metrics.hardware import device_name, peak_flops
-from titanlike.models.layers import KERNELS, attention_backend
+from titanlike.models.layers import ATTENTION_BACKENDS, attention_backend
 
 
-def seconds(work: Callable[[], Any], device: str, times: int = 7) -> float:
-    """Median time of a call, after two that are not counted."""
+def seconds(function: Callable[[], Any], device: str, repeats: int = 7) -> float:
+    """Returns the median time of a call, after two warm-up calls."""
     found = []
-    for _ in range(times + 2):
+    for _ in range(repeats + 2):
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        work()
+        function()
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
     return statistics.median(found[2:])
 
 
-def product(tokens: int, outputs: int, inputs: int, kind: str, device: str) -> float:
-    """Seconds of the three products of a matrix: its result, its input's gradient, its own gradient."""
+def matmul(tokens: int, outputs: int, inputs: int, kind: str, device: str) -> float:
+    """Returns the seconds of a linear layer's three matmuls: output, input gradient, weight gradient."""
     if kind == "float8":
         one = torch.ones((), device=device)
 
@@ -64,73 +63,74 @@ def product(tokens: int, outputs: int, inputs: int, kind: str, device: str) -> f
 
 
 def attention(
-    shape: LlamaConfig | GPTConfig, batch: int, length: int, kind: str, device: str
+    config: LlamaConfig | GPTConfig, batch: int, length: int, kind: str, device: str
 ) -> dict[str, float | None]:
-    """Seconds of one layer's attention, forward and backward, by kernel; None where the kernel cannot."""
+    """Returns the seconds of one layer's attention, forward and backward, by kernel; None where it is not supported."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    kv_heads = getattr(shape, "num_kv_heads", shape.num_heads)
+    kv_heads = getattr(config, "num_kv_heads", config.num_heads)
     q, k, v = (
-        torch.randn(batch, heads, length, shape.head_dim, device=device, dtype=dtype, requires_grad=True)
-        for heads in (shape.num_heads, kv_heads, kv_heads)
+        torch.randn(batch, heads, length, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+        for heads in (config.num_heads, kv_heads, kv_heads)
     )
 
-    def both() -> None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != shape.num_heads)
+    def forward_backward() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != config.num_heads)
         torch.autograd.grad(out, (q, k, v), out)
 
     found: dict[str, float | None] = {}
-    for name in KERNELS:
+    for name in ATTENTION_BACKENDS:
         if name == "math" and length > 2048:
-            continue  # it holds all pairs of tokens
+            continue  # its memory is quadratic in the sequence length
         try:
             with attention_backend(name):
-                found[name] = seconds(both, device)
+                found[name] = seconds(forward_backward, device)
         except RuntimeError:
             found[name] = None
     return found
 
 
 def copy_rate(device: str) -> float:
-    """Bytes read and written a second, by a copy much larger than any cache."""
-    place = torch.empty(2**28 if device == "cuda" else 2**25, device=device)
-    other = torch.empty_like(place)
-    return 2 * place.numel() * 4 / seconds(lambda: other.copy_(place), device)
+    """Returns the bytes read and written per second by a copy that is much larger than any cache."""
+    source = torch.empty(2**28 if device == "cuda" else 2**25, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source), device)
 
 
 def measure(model: Model, device: str, kinds: list[str]) -> dict[str, Any]:
-    """All limits, and the floor for each kind of product."""
-    shape, tokens = shape_of(model), model.micro_batch_size * model.seq_len
+    """Measures all rates, and computes the roofline time for each precision."""
+    config, tokens = config_of(model), model.micro_batch_size * model.seq_len
     bytes_per_second = copy_rate(device)
     result: dict[str, Any] = {
         "device": device_name(torch.device(device)), "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "model_shape": model.shape, "tokens": tokens, "copy_bytes_per_second": bytes_per_second, "kinds": {},
+        "model_config": model.config, "tokens": tokens, "copy_bytes_per_second": bytes_per_second, "kinds": {},
     }  # fmt: skip
     for kind in kinds:
-        products = {}
-        for name, (outputs, inputs) in (shape.block_matrices() | {"output": (shape.vocab_size, shape.dim)}).items():
-            kind_here = "bfloat16" if kind == "float8" and name == "output" else kind  # the head stays
-            took = product(tokens, outputs, inputs, kind_here, device)
-            products[name] = {"seconds": took, "flops_per_second": 6 * tokens * outputs * inputs / took}
-        by_kernel = attention(shape, model.micro_batch_size, model.seq_len, kind, device)
+        matmuls = {}
+        for name, (outputs, inputs) in (config.block_matrices() | {"output": (config.vocab_size, config.dim)}).items():
+            precision = "bfloat16" if kind == "float8" and name == "output" else kind  # the head is not converted
+            took = matmul(tokens, outputs, inputs, precision, device)
+            matmuls[name] = {"seconds": took, "flops_per_second": 6 * tokens * outputs * inputs / took}
+        by_kernel = attention(config, model.micro_batch_size, model.seq_len, kind, device)
         best = min(value for value in by_kernel.values() if value is not None)
-        blocks = sum(one["seconds"] for name, one in products.items() if name != "output")
-        # Gradient, weight and both averages read, weight and averages written, in float32; once a step.
-        optimizer = 7 * 4 * shape.num_parameters() / bytes_per_second
-        least = shape.num_layers * (blocks + best) + products["output"]["seconds"]
-        total = 6 * shape.num_matmul_parameters() * tokens
-        took = shape.num_layers * blocks + products["output"]["seconds"]
+        blocks = sum(one["seconds"] for name, one in matmuls.items() if name != "output")
+        # Reads gradient, weight and both moments, writes weight and moments, in float32; once a step.
+        optimizer = 7 * 4 * config.num_parameters() / bytes_per_second
+        forward_backward = config.num_layers * (blocks + best) + matmuls["output"]["seconds"]
+        total = 6 * config.num_matmul_parameters() * tokens
+        took = config.num_layers * blocks + matmuls["output"]["seconds"]
         result["kinds"][kind] = {
-            "products": products,
-            "products_flops_per_second": total / took,
+            "matmuls": matmuls,
+            "matmul_flops_per_second": total / took,
             "attention_seconds": by_kernel,
             "optimizer_seconds": optimizer,
-            "floor_seconds_per_token": (least + optimizer * model.micro_batch_size / model.batch_size) / tokens,
+            "roofline_seconds_per_token": (forward_backward + optimizer * model.micro_batch_size / model.batch_size)
+            / tokens,
         }
     return result
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="cpu_6m")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -142,12 +142,14 @@ def main() -> None:
     found = {"model": arguments.model, **measure(model, arguments.device, kinds)}
     peak = peak_flops(found["device"])
     for kind, one in found["kinds"].items():
-        rate = one["products_flops_per_second"]
+        rate = one["matmul_flops_per_second"]
         print(
-            f"{arguments.model} {kind}: products {rate / 1e12:.3g} TFLOP/s"
-            + (f" ({rate / peak:.0%} of the data sheet's bfloat16)" if peak else "")
-            + f", at most {1 / one['floor_seconds_per_token']:,.0f} tokens/s; attention, ms: "
-            + ", ".join(f"{k} {1e3 * v:.2f}" if v else f"{k} cannot" for k, v in one["attention_seconds"].items())
+            f"{arguments.model} {kind}: matmuls {rate / 1e12:.3g} TFLOP/s"
+            + (f" ({rate / peak:.0%} of the bfloat16 peak)" if peak else "")
+            + f", at most {1 / one['roofline_seconds_per_token']:,.0f} tokens/s; attention, ms: "
+            + ", ".join(
+                f"{k} {1e3 * v:.2f}" if v else f"{k} not supported" for k, v in one["attention_seconds"].items()
+            )
         )
     print(f"copy {found['copy_bytes_per_second'] / 1e9:.3g} GB/s")
     if arguments.out:

@@ -1,4 +1,4 @@
-"""The models that `benchmarks/run.py` trains: shapes by titanlike's names, and the batch that each is trained with."""
+"""The models and batch sizes of `benchmarks/run.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,19 +8,21 @@ from titanlike.config.model_configs import GPTConfig, LlamaConfig
 
 @dataclass(frozen=True)
 class Model:
-    """A shape, and a step's worth of it."""
+    """A model config by titanlike's names, and the batch of a step."""
 
-    shape: dict[str, Any]
+    config: dict[str, Any]
     seq_len: int
-    batch_size: int  # sequences in a step
-    micro_batch_size: int  # sequences in a pass, where the row does not say otherwise
-    lr: float = 1e-3  # so that training is steady from its first step on: else rounding alone drives losses apart
+    batch_size: int  # sequences a step
+    micro_batch_size: int  # sequences a forward pass, by default
+    lr: float = (
+        1e-3  # low enough for a stable start, in which rounding does not make the losses of the subjects diverge
+    )
 
 
 def llama(**fields: Any) -> dict[str, Any]:
-    """A Llama with every field that a subject may want to know."""
-    usual = dict(norm_eps=1e-5, rope_theta=500000.0, rope_scaling=1.0, rope_original_seq_len=8192, tied_head=False)
-    return {"name": "llama", **usual, **fields}
+    """Returns a Llama config with every field that a subject may read."""
+    defaults = dict(norm_eps=1e-5, rope_theta=500000.0, rope_scaling=1.0, rope_original_seq_len=8192, tied_head=False)
+    return {"name": "llama", **defaults, **fields}
 
 
 MODELS = {
@@ -50,6 +52,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def shape_of(model: Model) -> LlamaConfig | GPTConfig:
-    """The model as titanlike's recipes have it, which knows its matrices and what they cost."""
-    return (LlamaConfig if model.shape["name"] == "llama" else GPTConfig)(**model.shape)
+def config_of(model: Model) -> LlamaConfig | GPTConfig:
+    """Returns the model as a titanlike config."""
+    return (LlamaConfig if model.config["name"] == "llama" else GPTConfig)(**model.config)

@@ -1,8 +1,9 @@
-"""What an optimizer that keeps less saves, and what it costs: 200 steps of the debug recipe with each, on a CPU.
+"""Memory and validation loss of low-precision optimizers: 200 steps of the debug recipe for each, on a CPU.
 
-    python benchmarks/optimizers.py docs/optimizers.json
+    python benchmarks/optimizers.py docs/optimizers.json            # measures, writes the JSON and prints the table
+    python benchmarks/optimizers.py docs/optimizers.json --table    # prints the table of an existing JSON
 
-Bytes are counted in the run's last checkpoint, the loss is its last validation's.
+Counts the bytes of the last checkpoint.
 """
 
 import json
@@ -15,19 +16,19 @@ from titanlike.checkpoint import read_whole
 
 ROOT = Path(__file__).parents[1]
 BF16 = {"training.master_dtype": "bfloat16"}
-CHANCE = BF16 | {"optimizer.stochastic_rounding": "true"}
+STOCHASTIC = BF16 | {"optimizer.stochastic_rounding": "true"}
 VARIANTS = {
     "float32 weights": {},
-    "float32 weights, bfloat16 averages": {"optimizer.state_dtype": "bfloat16"},
-    "float32 weights, 8-bit averages": {"optimizer.state_dtype": "8bit"},
-    "bfloat16 weights, rounded to the nearest": BF16,
-    "bfloat16 weights, rounded by chance": CHANCE,
-    "bfloat16 weights, rounded by chance, 8-bit averages": CHANCE | {"optimizer.state_dtype": "8bit"},
+    "float32 weights, bfloat16 moments": {"optimizer.state_dtype": "bfloat16"},
+    "float32 weights, 8-bit moments": {"optimizer.state_dtype": "8bit"},
+    "bfloat16 weights, round to nearest": BF16,
+    "bfloat16 weights, stochastic rounding": STOCHASTIC,
+    "bfloat16 weights, stochastic rounding, 8-bit moments": STOCHASTIC | {"optimizer.state_dtype": "8bit"},
 }
 
 
 def measure(changes: dict[str, str]) -> dict[str, float]:
-    """Bytes a parameter of the weights and of the averages, and the loss, of one run."""
+    """Returns the bytes per parameter of weights and moments, and the final validation loss, of one run."""
     with tempfile.TemporaryDirectory() as runs:
         keys = changes | {
             "training.steps": "200",
@@ -36,26 +37,30 @@ def measure(changes: dict[str, str]) -> dict[str, float]:
             "sample.tokens": "0",
             "metrics.tensorboard": "false",
         }
-        words = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml")]
-        subprocess.run([*words, *(f"--{key}={value}" for key, value in keys.items())], check=True)
+        command = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml")]
+        subprocess.run([*command, *(f"--{key}={value}" for key, value in keys.items())], check=True)
         folder = Path(runs) / "run"
         state = read_whole(sorted((folder / "checkpoints").glob("step-*[0-9]"))[-1])
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    numbers = sum(tensor.numel() for tensor in state["model"].values())
-    kept = {
+    num_parameters = sum(tensor.numel() for tensor in state["model"].values())
+    num_bytes = {
         kind: sum(t.numel() * t.element_size() for name, t in tensors.items() if kind == "model" or ".exp_avg" in name)
         for kind, tensors in state.items()
     }
     losses = [record["validation_loss"] for record in records if "validation_loss" in record]
-    return {"weights": kept["model"] / numbers, "averages": kept["optimizer"] / numbers, "validation_loss": losses[-1]}
+    return {
+        "weights": num_bytes["model"] / num_parameters,
+        "moments": num_bytes["optimizer"] / num_parameters,
+        "validation_loss": losses[-1],
+    }
 
 
 def table(measured: dict[str, dict[str, float]]) -> str:
-    """The figures as the documents have them."""
-    lines = ["| Kept | Bytes a parameter: weights + averages | Validation loss |", "|---|---|---|"]
+    """Returns the table of the documentation."""
+    lines = ["| Precision | Bytes per parameter: weights + moments | Validation loss |", "|---|---|---|"]
     for name, found in measured.items():
-        both = f"{found['weights']:.2f} + {found['averages']:.2f} = {found['weights'] + found['averages']:.2f}"
-        lines.append(f"| {name} | {both} | {found['validation_loss']:.3f} |")
+        total = f"{found['weights']:.2f} + {found['moments']:.2f} = {found['weights'] + found['moments']:.2f}"
+        lines.append(f"| {name} | {total} | {found['validation_loss']:.3f} |")
     return "\n".join(lines)
 
 

@@ -1,14 +1,14 @@
-"""Trains one model with several programs side by side, and writes what each of them made of the same machine.
+"""Compares the training speed of several projects on one model.
 
     python -m benchmarks.run --subject plain,titanlike --model cpu_6m --device cpu --precision float32 --out result.json
-    python -m benchmarks.run --table result.json ...                      the tables of the documents, from such files
+    python -m benchmarks.run --table result.json ...                      prints the tables of existing results
 
-Every subject (`benchmarks/subjects/`) is a process of its own, with the same first weights, the same batches, the same AdamW,
-and the precision that is asked for. Two rows each: "shipped", as its makers run it, and "best", as fast as its options make it.
-On a CPU all of them are started, warmed up, and then take turns of a few steps: what slows the machine down for a while
-slows down all of them. On a GPU, where memory is part of the matter, they run one after the other, forth and back.
+Each subject (`benchmarks/subjects/`) is a separate process with the same initial weights, batches, AdamW and precision. It has two
+rows: "shipped" with the project's defaults, and "best" with its fastest options. On a CPU all processes are warmed up and then take
+turns of a few steps, so that other load on the machine slows all of them. On a GPU, where memory is compared too, they run
+sequentially, in order and in reverse order.
 
-A peer that is not installed beside titanlike: `--python litgpt=/path/to/venv/bin/python`, or `--path nanochat=/path/to/it`.
+For a peer in its own environment use `--python litgpt=/path/to/venv/bin/python` or `--path nanochat=/path/to/nanochat`.
 """
 
 import argparse
@@ -27,42 +27,42 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import AGREE, cpu_name, figures, table
-from benchmarks.models import MODELS, Model, shape_of
+from benchmarks.figures import TOLERANCES, cpu_name, figures, table
+from benchmarks.models import MODELS, Model, config_of
 from benchmarks.protocol import Task
 
 ROOT = Path(__file__).parents[1]
 SUBJECTS = sorted(path.stem for path in (ROOT / "benchmarks/subjects").glob("*.py"))
 
 
-def words() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subject", default="plain,titanlike", help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--subject", default="plain,titanlike", help=f"comma-separated: {', '.join(SUBJECTS)}")
     parser.add_argument("--rows", default="shipped,best")
     parser.add_argument("--model", default="cpu_6m", choices=list(MODELS))
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--precision", default="float32", choices=list(AGREE))
+    parser.add_argument("--precision", default="float32", choices=list(TOLERANCES))
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--block", type=int, help="steps in a turn; by default 5 on a CPU, all on a GPU")
-    parser.add_argument("--micro-batch", type=int, help="sequences in a pass through the model")
-    parser.add_argument("--warm-start", action="store_true", help="start each once more, to time a warm start")
+    parser.add_argument("--block", type=int, help="steps a turn; default 5 on a CPU, all on a GPU")
+    parser.add_argument("--micro-batch", type=int, help="sequences a forward pass")
+    parser.add_argument("--warm-start", action="store_true", help="also time a second start with warm compiler caches")
     parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
     parser.add_argument("--path", action="append", default=[], metavar="SUBJECT=FOLDER")
     parser.add_argument("--option", action="append", default=[], metavar="SUBJECT.ROW:KEY=VALUE")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds that a subject may take")
+    parser.add_argument("--timeout", type=float, default=1800, help="time limit of a subject, in seconds")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", nargs="*", type=Path, help="print the tables of these results, and measure nothing")
+    parser.add_argument("--table", nargs="*", type=Path, help="print the tables of these results and exit")
     arguments = parser.parse_args()
     for subject in arguments.subject.split(","):
         if subject not in SUBJECTS:
-            parser.error(f"--subject {subject}: there is no such subject; there are {', '.join(SUBJECTS)}")
+            parser.error(f"--subject {subject}: unknown; choose from {', '.join(SUBJECTS)}")
     return arguments
 
 
 class Subject:
-    """One process of one row, which runs when it is told to."""
+    """The process of one row, which runs in turns."""
 
     def __init__(self, task: Task, folder: Path, python: str, path: str | None, timeout: float) -> None:
         self.waiting = False
@@ -86,7 +86,7 @@ class Subject:
         self.watchdog.start()
 
     def turn(self) -> bool:
-        """Let it run until it waits for its next turn, or ends. Whether it goes on."""
+        """Runs the process until it waits for its next turn or ends. Returns whether it waits."""
         assert self.process.stdin and self.process.stdout
         if self.waiting:
             self.process.stdin.write("go\n")
@@ -98,7 +98,7 @@ class Subject:
         return False
 
     def result(self) -> dict[str, Any]:
-        """What it wrote, or how it failed."""
+        """Returns the raw result, or the end of the log of a failed process."""
         self.process.wait()
         self.watchdog.cancel()
         file = Path(self.task.result_file)
@@ -107,19 +107,19 @@ class Subject:
         return {"failed": self.log.read_text()[-2000:]}
 
 
-def tokens_like_text(count: int, vocab_size: int) -> np.ndarray:
-    """Made-up text: common words and rare ones, and a word that often follows another. Something to learn, for any vocabulary."""
+def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
+    """Returns learnable token ids: skewed frequencies, and a likely successor for each token."""
     random = np.random.default_rng(0)
-    words = (vocab_size * random.random(count) ** 4).astype(np.uint32)
+    tokens = (vocab_size * random.random(count) ** 4).astype(np.uint32)
     follower = random.permutation(vocab_size).astype(np.uint32)
     follows = random.random(count) < 0.6
-    for place in np.flatnonzero(follows[1:]) + 1:
-        words[place] = follower[words[place - 1]]
-    return words
+    for index in np.flatnonzero(follows[1:]) + 1:
+        tokens[index] = follower[tokens[index - 1]]
+    return tokens
 
 
 def prepare(model: Model, task: Task) -> None:
-    """Write the batches and the first weights that all share, made by titanlike: it makes the same of them by itself."""
+    """Writes the shared batches and initial weights. titanlike generates them, and builds the same batches in its own run."""
     import torch
 
     from titanlike.data.loader import BatchLoader
@@ -127,13 +127,13 @@ def prepare(model: Model, task: Task) -> None:
     from titanlike.models import build_model
     from titanlike.models.init import initialize
 
-    shape = shape_of(model)
+    config = config_of(model)
     with torch.device("meta"):
-        network = build_model(shape)
+        network = build_model(config)
     initialize(network, torch.device("cpu"), task.seed)
     torch.save(network.state_dict(), task.weights_file)
     steps = task.warmup + task.steps + 1
-    tokens = tokens_like_text(steps * task.batch_size * task.seq_len + 1, shape.vocab_size)
+    tokens = synthetic_tokens(steps * task.batch_size * task.seq_len + 1, config.vocab_size)
     np.save(task.tokens_file, tokens)
     batches = BatchLoader(
         ShuffledMixture([PackedDataset(InMemoryTokens(tokens), task.seq_len)], seed=task.seed, global_batch_size=task.batch_size),
@@ -149,7 +149,7 @@ def prepare(model: Model, task: Task) -> None:
 
 
 def take_turns(tasks: dict[str, Task], start: Callable[[str, Task], Subject]) -> dict[str, dict[str, Any]]:
-    """Start and warm up one after the other, then let each run a block of steps in turn. What each wrote."""
+    """Starts and warms up the subjects sequentially, then runs blocks of steps in turns. Returns the raw results."""
     running, results = {}, {}
     for row, task in tasks.items():
         print(f"{row} ...", end=" ", flush=True, file=sys.stderr)
@@ -164,12 +164,12 @@ def take_turns(tasks: dict[str, Task], start: Callable[[str, Task], Subject]) ->
         for row in order:
             if row in running and not running[row].turn():
                 results[row] = running.pop(row).result()
-        order = order[1:] + order[:1]  # nobody always comes after the same
+        order = order[1:] + order[:1]  # vary the order of turns
     return {row: results[row] for row in tasks}
 
 
-def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run every row, gather what they wrote, and `keep` it when some of it is there."""
+def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Runs every row. Calls `save` with the results so far after each."""
     model = MODELS[arguments.model]
     pythons = dict(item.split("=", 1) for item in arguments.python)
     paths = dict(item.split("=", 1) for item in arguments.path)
@@ -178,7 +178,7 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
         row, _, change = item.partition(":")
         key, _, value = change.partition("=")
         options.setdefault(row, {})[key] = value
-    together = arguments.device == "cpu"
+    take_turns_on_cpu = arguments.device == "cpu"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         limits = folder / "limits.json"
@@ -193,11 +193,11 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
             return Subject(task, folder / row, python, path, arguments.timeout)
 
         task = Task(
-            subject="", row="", model=model.shape, device=arguments.device, precision=arguments.precision,
+            subject="", row="", model=model.config, device=arguments.device, precision=arguments.precision,
             seq_len=model.seq_len, batch_size=model.batch_size,
             micro_batch_size=arguments.micro_batch or model.micro_batch_size,
             warmup=arguments.warmup, steps=arguments.steps, lr=model.lr,
-            block=arguments.block or (5 if together else arguments.steps),
+            block=arguments.block or (5 if take_turns_on_cpu else arguments.steps),
             batches_file=str(folder / "batches.npy"), weights_file=str(folder / "weights.pt"),
             tokens_file=str(folder / "tokens.npy"),
         )  # fmt: skip
@@ -216,44 +216,44 @@ def measure(arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None
             "warmup": task.warmup, "steps": task.steps, "block": task.block, "options": options,
             "limits": json.loads(limits.read_text()),
         }  # fmt: skip
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
 
-        def kept() -> dict[str, Any]:
-            rows = {row: figures(one, found, result) for row, one in found.items()}
-            keep(result | {"rows": rows})
+        def save_figures() -> dict[str, Any]:
+            rows = {row: figures(one, results, result) for row, one in results.items()}
+            save(result | {"rows": rows})
             return result | {"rows": rows}
 
-        if together:
-            found |= take_turns(tasks, start)
-            kept()
+        if take_turns_on_cpu:
+            results |= take_turns(tasks, start)
+            save_figures()
             for row, task in tasks.items() if arguments.warm_start else ():
                 again = take_turns({row: replace(task, steps=0)}, start)[row]
-                found[row]["warm_seconds_to_second_step"] = again.get("seconds_to_second_step")
+                results[row]["warm_seconds_to_second_step"] = again.get("seconds_to_second_step")
         else:
             for row in (*tasks, *reversed(tasks)):
-                if "failed" in found.get(row, ()):
+                if "failed" in results.get(row, ()):
                     continue
-                alone = take_turns({row: tasks[row]}, start)[row]
-                if row in found:  # the second time, it found its compiled code
-                    found[row]["blocks"] += alone.get("blocks", [])
-                    found[row]["warm_seconds_to_second_step"] = alone.get("seconds_to_second_step")
+                single = take_turns({row: tasks[row]}, start)[row]
+                if row in results:  # the second run starts with warm compiler caches
+                    results[row]["blocks"] += single.get("blocks", [])
+                    results[row]["warm_seconds_to_second_step"] = single.get("seconds_to_second_step")
                 else:
-                    found[row] = alone
-                kept()
-        return kept()
+                    results[row] = single
+                save_figures()
+        return save_figures()
 
 
 def main() -> None:
-    """Measure, or print what was measured."""
-    arguments = words()
+    """Measures, or prints the tables of existing results."""
+    arguments = parse_arguments()
     if arguments.table is None:
 
-        def keep(result: dict[str, Any]) -> None:
+        def save(result: dict[str, Any]) -> None:
             if arguments.out:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
-        result = measure(arguments, keep)
+        result = measure(arguments, save)
         for row, one in result["rows"].items():
             if "failed" in one:
                 print(f"\n{row} failed:\n{one['failed']}", file=sys.stderr)

@@ -1,15 +1,15 @@
-"""What a save costs: how long training stands still, how long until it is on the disk, and how much slower the steps beside it are.
+"""Cost of a save: how long training is blocked, how long the save takes, and how much it slows down the steps meanwhile.
 
     python -m benchmarks.save_stall --out benchmarks/results/save_stall_cpu.json
-    python -m benchmarks.save_stall --table benchmarks/results/save_stall_cpu.json        the table of the documents
+    python -m benchmarks.save_stall --table benchmarks/results/save_stall_cpu.json        prints the tables of docs/checkpoints.md
 
-Our saves and those of torch.distributed.checkpoint (DCP), of the same tensors of the same model on the same ranks in the same
-processes. All take turns, in another order each round; a ratio is between saves of one round. The first round does not count: in
-it memory is taken, and processes are started, that later saves find there.
+Compares titanlike with torch.distributed.checkpoint (DCP): the same tensors, ranks and processes. The methods alternate, in a
+different order each round; ratios are between saves of one round. The first round, which allocates memory and starts processes, is
+a warm-up.
 
-DCP is given what we save, as a dictionary, and a process group of its own, as its documents advise. It fsyncs its files, as we do;
-we besides hash what we write, and let a checkpoint appear under its name only when it is whole. `dcp async` is DCP by its
-defaults; the other two rows are its options: memory for the copy that is kept from save to save, and a process of its own.
+DCP saves the same tensors as a dictionary over its own process group, as its documentation recommends. Both fsync their files;
+titanlike also hashes them and commits atomically. `dcp async` uses the defaults; the other asynchronous rows are its options: a
+staging buffer that is reused from save to save, and a separate process.
 """
 
 import argparse
@@ -34,8 +34,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.figures import cpu_name, spread
-from benchmarks.models import MODELS, shape_of
+from benchmarks.figures import cpu_name, format_ratio
+from benchmarks.models import MODELS, config_of
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, loader
 from titanlike.config.sections import (
     ActivationCheckpoint,
@@ -56,33 +56,33 @@ from titanlike.run.run_dir import versions
 
 ROOT = Path(__file__).parents[1]
 ROWS = ("titanlike async", "titanlike sync", "dcp async", "dcp async, kept memory", "dcp async, process", "dcp sync")
-AGAINST = "dcp async"
+BASELINE = "dcp async"
 NO_DEVICE = {"use_async_staging": False, "use_non_blocking_copy": False}
-STEPS_ALONE = 4  # before each save, to hold the steps beside it against
+STEPS_WITHOUT_SAVE = 4  # before each save, for comparison
 
 
 class Bench:
-    """One rank's model, and the ways to save it."""
+    """The model of one rank, and the methods to save it."""
 
     def __init__(self, name: str, folder: Path, sequences: int, length: int) -> None:
-        shape = shape_of(MODELS[name])
+        config = config_of(MODELS[name])
         parallelism = Parallelism().resolve(dist.get_world_size())
         training = Training(
             compute_dtype="float32", seq_len=length, global_batch_size=sequences * dist.get_world_size()
         )
         with torch.device("meta"):
-            model = build_model(shape)
+            model = build_model(config)
         self.model = parallelize(
-            model, build_mesh("cpu", **parallelism.dimensions()), split=parallelism.split(shape), training=training,
+            model, build_mesh("cpu", **parallelism.dimensions()), split=parallelism.split(config), training=training,
             parallelism=parallelism, float8=Float8(), activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="none"),
         )  # fmt: skip
         initialize(self.model, torch.device("cpu"), 0)
         self.optimizer = build_optimizer(self.model, Optimizer())
-        self.tokens = torch.randint(shape.vocab_size, (sequences, length + 1))
+        self.tokens = torch.randint(config.vocab_size, (sequences, length + 1))
         self.positions = torch.arange(length).expand(sequences, length)
         self.folder = folder
         self.group = dist.new_group(backend="gloo")
-        self.checkpoints = CheckpointManager(str(folder), Checkpoint(keep=1000, tries=1))
+        self.checkpoints = CheckpointManager(str(folder), Checkpoint(keep=1000, max_failures=1))
         self.future: Future[Any] | None = None
         self.kept = DefaultStager(StagingOptions(*[False] * 4))
         self.shared = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=True, **NO_DEVICE))
@@ -97,7 +97,7 @@ class Bench:
         self.num_steps = 0
 
     def step(self) -> float:
-        """Train a step. Its seconds."""
+        """Trains a step. Returns its duration in seconds."""
         started = time.perf_counter()
         loss = self.model(tokens=self.tokens[:, :-1], position_ids=self.positions, labels=self.tokens[:, 1:])
         (loss / self.positions.numel()).backward()
@@ -107,51 +107,52 @@ class Bench:
         return time.perf_counter() - started
 
     def save(self, row: str) -> Callable[[], float | None]:
-        """Begin a save. Returns what tells in how many seconds all came to be on the disk, or None as long as it is not."""
+        """Starts a save. Returns a function that returns the duration of the save in seconds, or None while it is in progress."""
         if row.startswith("titanlike"):
-            saved = CheckpointMetadata(self.num_steps, {}, "", {}, {}, versions=versions())
-            self.checkpoints.save(self.model, self.optimizer, saved, wait=row == "titanlike sync")
-            return self._ours_took
-        began, took = time.perf_counter(), []
-        named = dict(loader.tensors(self.model, self.optimizer, {}))
-        place = {"checkpoint_id": str(self.folder / f"dcp-{self.num_steps}"), "process_group": self.group}
+            metadata = CheckpointMetadata(self.num_steps, {}, "", {}, {}, versions=versions())
+            self.checkpoints.save(self.model, self.optimizer, metadata, wait=row == "titanlike sync")
+            return self._save_seconds
+        started, durations = time.perf_counter(), list[float]()
+        tensors = dict(loader.named_tensors(self.model, self.optimizer, {}))
+        location = {"checkpoint_id": str(self.folder / f"dcp-{self.num_steps}"), "process_group": self.group}
         if row == "dcp sync":
-            dcp.save(named, **place)
-            took.append(time.perf_counter() - began)
+            dcp.save(tensors, **location)
+            durations.append(time.perf_counter() - started)
         else:
-            future = dcp.async_save(named, **place, **self.options[row])
+            future = dcp.async_save(tensors, **location, **self.options[row])
             assert isinstance(future, Future)
             self.future = future
-            future.add_done_callback(lambda _: took.append(time.perf_counter() - began))
-        return lambda: took[0] if took else None
+            future.add_done_callback(lambda _: durations.append(time.perf_counter() - started))
+        return lambda: durations[0] if durations else None
 
-    def _ours_took(self) -> float | None:
-        for outcome in self.checkpoints.poll():
-            assert not outcome.error, outcome.error
-            return outcome.seconds
+    def _save_seconds(self) -> float | None:
+        for result in self.checkpoints.poll():
+            assert not result.error, result.error
+            return result.seconds
         return None
 
     def measure(self, row: str) -> dict[str, float]:
-        """One save, steps before it and steps beside it. Of all ranks, the longest counts."""
+        """Measures a save, the steps before it and the steps during it. Returns the maximum over all ranks."""
         process_group.barrier()
-        alone = [self.step() for _ in range(STEPS_ALONE)]
+        without_save = [self.step() for _ in range(STEPS_WITHOUT_SAVE)]
         process_group.barrier()
-        began = time.perf_counter()
-        ended = self.save(row)
-        stall = time.perf_counter() - began
-        took, beside = ended(), list[float]()
-        while None in process_group.all_gather_object(took):
-            beside.append(self.step())
-            took = ended() if took is None else took
+        started = time.perf_counter()
+        duration = self.save(row)
+        stall = time.perf_counter() - started
+        seconds, during_save = duration(), list[float]()
+        while None in process_group.all_gather_object(seconds):
+            during_save.append(self.step())
+            seconds = duration() if seconds is None else seconds
         if self.future:
-            self.future.result()  # raises what went wrong
-        assert took is not None
-        beside = beside[:-1] or beside  # the last has not all of it beside the save
+            self.future.result()  # raises the error of the save
+        assert seconds is not None
+        during_save = during_save[:-1] or during_save  # the save ended during the last step
         found = {
-            "stall": stall, "seconds": took, "step": statistics.median(alone), "steps_beside": len(beside),
-            "step_beside": statistics.median(beside or alone), "bytes": sum(f.stat().st_size for f in self.folder.rglob("*.*")),
+            "stall": stall, "seconds": seconds, "step": statistics.median(without_save), "steps_during_save": len(during_save),
+            "step_during_save": statistics.median(during_save or without_save),
+            "bytes": sum(f.stat().st_size for f in self.folder.rglob("*.*")),
         }  # fmt: skip
-        found = {name: max(said[name] for said in process_group.all_gather_object(found)) for name in found}
+        found = {name: max(other[name] for other in process_group.all_gather_object(found)) for name in found}
         process_group.barrier()
         if process_group.is_main():
             for path in self.folder.iterdir():
@@ -159,14 +160,14 @@ class Bench:
         return found
 
     def close(self) -> None:
-        """Leave what was opened."""
+        """Releases the checkpoints and the staging buffers."""
         self.checkpoints.close()
         for stager in (self.kept, self.shared):
             stager.close()
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """What each rank does: all rows in each round, in another order each time. Rank 0 writes what came of it."""
+    """Runs all rows in each round, in a different order, on every rank. Rank 0 writes the result."""
     rows = arguments.rows
     with process_group.session("cpu"):
         bench = Bench(arguments.model, arguments.folder, arguments.sequences, arguments.length)
@@ -177,68 +178,71 @@ def work(arguments: argparse.Namespace) -> None:
                 if number:
                     found[row].append(one)
                 if process_group.is_main():
-                    print(f"round {number}  {row:<24} stall {one['stall']:.3f} s, on disk after {one['seconds']:.2f} s, "
-                          f"steps {one['step_beside'] / one['step']:.2f}", flush=True)  # fmt: skip
+                    print(f"round {number}  {row:<24} stall {one['stall']:.3f} s, complete after {one['seconds']:.2f} s, "
+                          f"steps {one['step_during_save'] / one['step']:.2f}", flush=True)  # fmt: skip
         bench.close()
         if process_group.is_main():
             arguments.worker.write_text(json.dumps(found))
 
 
 def figures(rows: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Of each row what is in the middle and between what half of all lies; ratios are between saves of one round."""
-    told = {}
+    """Returns the median and the quartiles of each row; ratios are between saves of one round."""
+    summary = {}
     for row, saves in rows.items():
-        others = rows.get(AGAINST, saves)
-        told[row] = {
-            "stall": _spread([one["stall"] for one in saves]),
-            "stall_ratio": _spread([a["stall"] / b["stall"] for a, b in zip(saves, others, strict=True)]),
-            "seconds": _spread([one["seconds"] for one in saves]),
-            "mb_per_second": _spread([one["bytes"] / one["seconds"] / 1e6 for one in saves]),
-            "slowdown": _spread([one["step_beside"] / one["step"] for one in saves]),
+        others = rows.get(BASELINE, saves)
+        summary[row] = {
+            "stall": _quartiles([one["stall"] for one in saves]),
+            "stall_ratio": _quartiles([a["stall"] / b["stall"] for a, b in zip(saves, others, strict=True)]),
+            "seconds": _quartiles([one["seconds"] for one in saves]),
+            "mb_per_second": _quartiles([one["bytes"] / one["seconds"] / 1e6 for one in saves]),
+            "slowdown": _quartiles([one["step_during_save"] / one["step"] for one in saves]),
         }
-    return told
+    return summary
 
 
-def _spread(numbers: list[float]) -> dict[str, float]:
+def _quartiles(numbers: list[float]) -> dict[str, float]:
     ordered, quarter = sorted(numbers), len(numbers) // 4
     return {"median": statistics.median(ordered), "low": ordered[quarter], "high": ordered[-1 - quarter]}
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as the documents have it."""
+    """Returns the tables of docs/checkpoints.md."""
     lines = []
     for ranks, rows in result["ranks"].items():
         size = next(iter(rows.values()))[0]["bytes"] / 1e6
         lines += [
             f"**{result['parameters'] / 1e6:.0f} million parameters, {size:,.0f} MB, ranks: {ranks}**",
             "",
-            f"| Save | stands still, s | of {AGAINST}'s (half lie in) | on the disk after, s | MB/s | steps beside it take |",
+            f"| Save | training blocked, s | relative to {BASELINE} (quartiles) | complete after, s | MB/s | relative step time |",
             "|---|---|---|---|---|---|",
         ]
         for row, one in figures(rows).items():
-            beside = "" if "async" not in row else f"{one['slowdown']['median']:.2f}"
+            slowdown = "" if "async" not in row else f"{one['slowdown']['median']:.2f}"
             lines.append(
-                f"| {row} | {one['stall']['median']:.3f} | {spread(one['stall_ratio'])} | {one['seconds']['median']:.2f} | "
-                f"{one['mb_per_second']['median']:.0f} | {beside} |"
+                f"| {row} | {one['stall']['median']:.3f} | {format_ratio(one['stall_ratio'])} | {one['seconds']['median']:.2f} | "
+                f"{one['mb_per_second']['median']:.0f} | {slowdown} |"
             )
         lines.append("")
     return "\n".join(lines).strip()
 
 
 def main() -> None:
-    """Measure on each number of ranks, or print what was measured."""
+    """Measures on each number of ranks, or prints the tables of a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="cpu_50m", choices=list(MODELS))
-    parser.add_argument("--sequences", type=int, default=1, help="in a step of a rank")
-    parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences per step and rank")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence")
     parser.add_argument("--ranks", default="2,1")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--rows", type=lambda text: text.split(";"), default=list(ROWS), help="as in the table, with ; between"
+        "--rows",
+        type=lambda text: text.split(";"),
+        default=list(ROWS),
+        help="rows of the table to measure, separated by ;",
     )
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; by default a temporary folder")
+    parser.add_argument("--folder", type=Path, help="directory to write to; by default a temporary one")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of this result, and measure nothing")
+    parser.add_argument("--table", type=Path, help="print the tables of this result and exit")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.table:
@@ -247,15 +251,15 @@ def main() -> None:
     if arguments.worker:
         work(arguments)
         return
-    shape = shape_of(MODELS[arguments.model])
+    config = config_of(MODELS[arguments.model])
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.save_stall", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
-        "versions": versions(), "model": arguments.model, "parameters": shape.num_parameters(),
+        "versions": versions(), "model": arguments.model, "parameters": config.num_parameters(),
         "tokens_per_step_of_a_rank": arguments.sequences * arguments.length, "rounds": arguments.rounds,
         "ranks": {}, "load": [os.getloadavg()[0]],
     }  # fmt: skip
-    words = [f"--{name}={getattr(arguments, name)}" for name in ("model", "sequences", "length", "rounds")]
+    options = [f"--{name}={getattr(arguments, name)}" for name in ("model", "sequences", "length", "rounds")]
     for ranks in arguments.ranks.split(","):
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="saves-") as folder:
             found = Path(folder, "found.json")
@@ -263,7 +267,7 @@ def main() -> None:
             saves.mkdir()
             subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                 "-m", "benchmarks.save_stall", *words, f"--rows={';'.join(arguments.rows)}", f"--folder={saves}",
+                 "-m", "benchmarks.save_stall", *options, f"--rows={';'.join(arguments.rows)}", f"--folder={saves}",
                  f"--worker={found}"],
                 cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // int(ranks)))},
             )  # fmt: skip

@@ -1,16 +1,15 @@
-"""Kills one run over and over, at random moments, and holds what came of it against the run that nobody killed.
+"""Fault-injection soak test: kills a run repeatedly at random times, and compares it with an undisturbed run.
 
     python -m benchmarks.soak --kills 110 --out benchmarks/results/soak_cpu.json
-    python -m benchmarks.soak --table benchmarks/results/soak_cpu.json                the tables of the documents
+    python -m benchmarks.soak --table benchmarks/results/soak_cpu.json                prints the tables of docs/checkpoints.md
 
-Every start is a `./run_train.sh` with the same words, so that it takes the run up from its newest checkpoint. A kill is SIGKILL
-for one rank, for all processes or for the launcher, or SIGTERM for the launcher. Some aim at a moment of the start, some at the
-reading of a checkpoint, some at any moment of the training, and some at the writing of a checkpoint. What was really hit is told
-from the disk and from /proc: this needs Linux.
+Every start is the same `./run_train.sh` command, which resumes from the newest checkpoint. A kill is SIGKILL to one rank, to all
+processes or to the launcher, or SIGTERM to the launcher. It is aimed at the start of the processes, at loading a checkpoint, at
+training, or at saving a checkpoint. The phase that was hit is determined from the disk and from /proc, which requires Linux.
 
-After each kill every checkpoint that is there must be whole, none may be gone before newer ones replaced it, and every step that
-was ever recorded must be, to the last bit, what it is in the undisturbed run. At the end so must every weight and all that the
-optimizer keeps. The first difference ends the program with exit code 1, and the folder is left for a look at it.
+After each kill, every checkpoint must be valid, none may be missing before newer ones replaced it, and every recorded step must be
+bit-identical to that of the undisturbed run. At the end, so must all weights and the optimizer state. The first difference ends the
+program with exit code 1, and its directory is kept.
 """
 
 import argparse
@@ -30,9 +29,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparison import RunCorrupt, differences, hashes, incomplete_directories, recorded_steps, verify_run
 from benchmarks.figures import cpu_name
 from benchmarks.launches import Start, newest_record
-from benchmarks.sameness import Unsound, differences, half_done, hashes, look, recorded
 from titanlike.checkpoint.store import name_of
 from titanlike.run.run_dir import versions
 
@@ -50,49 +49,48 @@ KINDS = {
     "launcher": "the launcher, SIGKILL",
     "term": "the launcher, SIGTERM",
 }
-AIMS = {"start": 6, "load": 4, "steps": 4, "save": 6}  # of twenty kills
+AIMS = {"start": 6, "load": 4, "steps": 4, "save": 6}  # kills out of twenty
 PHASES = {
-    "launch": "launcher alone", "start": "ranks starting", "load": "reading a checkpoint", "steps": "between saves",
-    "save": "in a save",
+    "launch": "launcher start", "start": "rank start", "load": "loading", "steps": "training", "save": "saving",
 }  # fmt: skip
 STEPS_PER_KILL = 20
-LONGEST = 4.0  # seconds of training before a kill
-PATIENCE = 180.0  # seconds in which a start must make its first step, and in which all processes must have ended
+MAX_TRAINING = 4.0  # seconds from the first step to a kill
+TIMEOUT = 180.0  # seconds until the first step of a start, and until all processes have exited after a kill
 
 
 @dataclass
 class Kill:
-    """What one kill hit, and what was there afterwards."""
+    """A kill, and the state of the run afterwards."""
 
     kind: str
     aim: str
     phase: str = ""
-    after: float = 0.0  # seconds from the start of the processes
-    resumed: int | None = None  # step that they went on from, if they came so far
-    first_step: float | None = None  # seconds from their start to their first step, if they came so far
-    step: int = 0  # their last that was recorded, if they came so far
-    saved: int = 0  # step of the newest checkpoint afterwards
-    seconds_to_end: float = 0.0  # until no process was left
-    ended_by_hand: int = 0  # processes that did not end by themselves
+    after: float = 0.0  # seconds since the start of the processes
+    resumed: int | None = None  # step that they resumed from, if they got that far
+    first_step: float | None = None  # seconds from the start to the first step, if they got that far
+    step: int = 0  # last one recorded, if they got that far
+    saved: int = 0  # step of the newest checkpoint
+    seconds_to_end: float = 0.0  # until all processes had exited
+    still_running: int = 0  # processes that did not exit by themselves
     exit_code: int | None = None
-    interrupted: list[str] = field(default_factory=list)  # folders that it left half written, or half deleted
+    interrupted: list[str] = field(default_factory=list)  # directories that were being written or deleted
 
     @property
-    def done_again(self) -> int:
-        """Steps that the next start has to repeat."""
+    def repeated_steps(self) -> int:
+        """Number of steps that the next start repeats."""
         return max(0, self.step - self.saved)
 
     def __str__(self) -> str:
-        took = f"first step after {self.first_step:.1f} s, " if self.first_step else ""
-        left = f", left {' '.join(self.interrupted)}" if self.interrupted else ""
+        started = f"first step after {self.first_step:.1f} s, " if self.first_step else ""
+        interrupted = f", interrupted {' '.join(self.interrupted)}" if self.interrupted else ""
         return (
-            f"{KINDS[self.kind]:<22} {PHASES[self.phase]:<20} after {self.after:5.1f} s: {took}at step {self.step or '-'}, "
-            f"saved {self.saved}, ended in {self.seconds_to_end:.1f} s{left}"
+            f"{KINDS[self.kind]:<22} {PHASES[self.phase]:<20} after {self.after:5.1f} s: {started}at step {self.step or '-'}, "
+            f"saved {self.saved}, ended in {self.seconds_to_end:.1f} s{interrupted}"
         )
 
 
 class Soak:
-    """One run that is killed, and the same undisturbed."""
+    """A run that is killed repeatedly, and the same run undisturbed."""
 
     def __init__(self, folder: Path, kills: int, ranks: int, seed: int) -> None:
         self.folder, self.num_kills, self.ranks = folder, kills, ranks
@@ -100,24 +98,24 @@ class Soak:
         self.random = random.Random(seed)
         self.steps = STEPS_PER_KILL * max(kills, 5)
         self.kills: list[Kill] = []
-        self.there: list[int] = []  # checkpoints after the last kill
-        self.left: dict[str, int] = {}  # what is half done after it
-        self.compared = self.cleared = 0
+        self.checkpoints: list[int] = []  # steps, after the last kill
+        self.incomplete: dict[str, int] = {}  # directories, after the last kill
+        self.num_compared = self.num_cleared = 0
 
     def run(self) -> dict[str, Any]:
-        """All of it, and what came of it."""
+        """Runs everything. Returns the result."""
         load = [os.getloadavg()[0]]
-        self.starts = [self._finish(self.undisturbed)]  # seconds to the first step
+        self.starts = [self._finish(self.undisturbed)]  # seconds to the first step of each start
         records = [json.loads(line) for line in (self.undisturbed / "metrics.jsonl").read_text().splitlines()]
-        self.expected = recorded(self.undisturbed)
+        self.expected = recorded_steps(self.undisturbed)
         self.step_seconds, self.save_seconds = (
             statistics.median(record[name] for record in records if name in record)
             for name in ("step_seconds", "save_seconds")
         )
         print(
-            f"undisturbed: {self.steps} steps, the first after {self.starts[0]:.1f} s, then {self.step_seconds:.3f} s each"
+            f"undisturbed: {self.steps} steps, the first after {self.starts[0]:.1f} s, then {self.step_seconds:.3f} s per step"
         )
-        kinds, aims = self._in_turns(dict.fromkeys(KINDS, 1)), self._in_turns(AIMS)
+        kinds, aims = self._shuffled_rounds(dict.fromkeys(KINDS, 1)), self._shuffled_rounds(AIMS)
         for number in range(1, self.num_kills + 1):
             kill = self._kill(next(kinds), next(aims))
             self.kills.append(kill)
@@ -125,15 +123,15 @@ class Soak:
             print(f"{number:4}  {kill}", flush=True)
         last = self._finish(self.killed)
         self._compare_records()
-        self.cleared += len(self.left)
+        self.num_cleared += len(self.incomplete)
         tensors = len(hashes(self.killed / "checkpoints" / name_of(self.steps)))
         return {
             "usual_seconds": {"step": self.step_seconds, "save": self.save_seconds, "first_step": self.starts[0]},
             "load": {"median": statistics.median(load), "highest": max(load)},
-            "last_recovery": last, "records_compared": self.compared, "tensors_compared": tensors,
-            "leftovers_cleared": self.cleared, "leftovers": sorted(half_done(self.killed)),
+            "last_recovery": last, "records_compared": self.num_compared, "tensors_compared": tensors,
+            "leftovers_cleared": self.num_cleared, "leftovers": sorted(incomplete_directories(self.killed)),
             "differences": differences(self.killed, self.undisturbed),
-            "kills": [asdict(kill) | {"done_again": kill.done_again} for kill in self.kills],
+            "kills": [asdict(kill) | {"repeated_steps": kill.repeated_steps} for kill in self.kills],
         }  # fmt: skip
 
     def _start(self, run: Path) -> Start:
@@ -141,7 +139,7 @@ class Soak:
         return Start([f"--{key}={value}" for key, value in keys.items()], run, self.ranks)
 
     def _finish(self, run: Path) -> float:
-        """Let a run come to its end. Seconds to the first step of that start."""
+        """Starts a run and waits for it to complete. Returns the seconds to its first step."""
         start = self._start(run)
         try:
             first = self._first_step(start)
@@ -149,66 +147,68 @@ class Soak:
         finally:
             start.end()
         if start.exit_code:
-            raise Unsound(f"{run} ended by itself with exit code {start.exit_code}:\n{start.log()}")
+            raise RunCorrupt(f"{run} failed with exit code {start.exit_code}:\n{start.log()}")
         return first
 
     def _first_step(self, start: Start) -> float:
-        start.until(start.first_step, PATIENCE)
-        found = start.first_step()
-        if found is None:
-            raise Unsound(f"no step in {start.seconds:.0f} s, exit code {start.exit_code}:\n{start.log()}")
-        return found
+        start.until(start.first_step, TIMEOUT)
+        seconds = start.first_step()
+        if seconds is None:
+            raise RunCorrupt(f"no step within {start.seconds:.0f} s, exit code {start.exit_code}:\n{start.log()}")
+        return seconds
 
     def _kill(self, kind: str, aim: str) -> Kill:
         kill, start = Kill(kind, aim), self._start(self.killed)
         try:
-            processes = self._take_aim(start, aim)
+            processes = self._wait_for(start, aim)
             kill.after, kill.first_step = start.seconds, start.first_step()
             if start.exit_code is not None:
-                raise Unsound(f"ended by itself with exit code {start.exit_code}:\n{start.log()}")
-            self._strike(start, kill, processes)
-            struck = time.monotonic()
-            while start.processes() and time.monotonic() - struck < PATIENCE:
+                raise RunCorrupt(f"the run exited before the kill with exit code {start.exit_code}:\n{start.log()}")
+            self._send_kill(start, kill, processes)
+            killed = time.monotonic()
+            while start.processes() and time.monotonic() - killed < TIMEOUT:
                 time.sleep(0.05)
-            kill.seconds_to_end = time.monotonic() - struck
+            kill.seconds_to_end = time.monotonic() - killed
         finally:
-            kill.ended_by_hand = start.end()
+            kill.still_running = start.end()
         kill.exit_code, kill.resumed = start.exit_code, start.resumed()
-        self._look_at(kill)
+        self._verify(kill)
         return kill
 
-    def _take_aim(self, start: Start, aim: str) -> dict[int, bool]:
-        """Wait for the moment to kill it. Returns what processes there are: where the moment is short, found before it."""
+    def _wait_for(self, start: Start, aim: str) -> dict[int, bool]:
+        """Waits for the time of the kill. Returns the processes, listed before where the phase is short."""
         if aim == "start":
             start.until(start.first_step, self.random.uniform(0, statistics.median(self.starts[-9:])))
             return start.processes()
         if aim == "load":
-            start.until(lambda: len(start.ranks()) == self.ranks, PATIENCE)
+            start.until(lambda: len(start.ranks()) == self.ranks, TIMEOUT)
             processes = start.processes()
             start.until(
                 lambda: start.resumed() is not None or start.reading(self.killed / "checkpoints", list(processes)),
-                PATIENCE,
+                TIMEOUT,
                 pause=0.001,
             )
             time.sleep(self.random.uniform(0, 0.05))
         else:
             self.starts.append(self._first_step(start))
-            remaining = self.steps - max(self.there, default=0)
+            remaining = self.steps - max(self.checkpoints, default=0)
             share = 2 * remaining / (self.num_kills - len(self.kills)) * self.step_seconds
-            start.until(lambda: False, self.random.uniform(0, min(LONGEST, share)))
+            start.until(lambda: False, self.random.uniform(0, min(MAX_TRAINING, share)))
             processes = start.processes()
             if aim == "save":
-                start.until(lambda: half_done(self.killed).items() - self.left.items(), 10.0, pause=0.001)
+                start.until(
+                    lambda: incomplete_directories(self.killed).items() - self.incomplete.items(), 10.0, pause=0.001
+                )
                 time.sleep(self.random.uniform(0, self.save_seconds / 2))
         return processes
 
-    def _strike(self, start: Start, kill: Kill, processes: dict[int, bool]) -> None:
-        """Kill it, and keep what it was about."""
+    def _send_kill(self, start: Start, kill: Kill, processes: dict[int, bool]) -> None:
+        """Determines the phase, and sends the signal."""
         ranks = [process for process, is_rank in processes.items() if is_rank]
         if kill.kind == "rank" and not ranks:
             kill.kind = "launcher"
         if kill.first_step:
-            kill.phase = "save" if half_done(self.killed).items() - self.left.items() else "steps"
+            kill.phase = "save" if incomplete_directories(self.killed).items() - self.incomplete.items() else "steps"
         elif ranks:
             kill.phase = "load" if start.reading(self.killed / "checkpoints", ranks) else "start"
         else:
@@ -218,33 +218,33 @@ class Soak:
             signal.SIGTERM if kill.kind == "term" else signal.SIGKILL, victims.get(kill.kind, [start.process.pid])
         )
 
-    def _look_at(self, kill: Kill) -> None:
-        """What a kill has left behind, when no process is there any more."""
-        before, self.there = self.there, look(self.killed, self.there, KEEP)
-        kill.saved = max(self.there, default=0)
+    def _verify(self, kill: Kill) -> None:
+        """Verifies the state of the run after a kill."""
+        before, self.checkpoints = self.checkpoints, verify_run(self.killed, self.checkpoints, KEEP)
+        kill.saved = max(self.checkpoints, default=0)
         if kill.resumed is not None:
             if kill.resumed != max(before, default=0):
-                raise Unsound(f"it went on from step {kill.resumed}, but there were checkpoints of {before}")
+                raise RunCorrupt(f"the run resumed from step {kill.resumed}, but had checkpoints of steps {before}")
             last = newest_record(self.killed / "metrics.jsonl")
             kill.step = last if last > kill.resumed else 0
             self._compare_records()
-        was_left, self.left = self.left, half_done(self.killed)
-        self.cleared += len(was_left.items() - self.left.items())
-        kill.interrupted = sorted(name for name, _ in self.left.items() - was_left.items())
+        incomplete_before, self.incomplete = self.incomplete, incomplete_directories(self.killed)
+        self.num_cleared += len(incomplete_before.items() - self.incomplete.items())
+        kill.interrupted = sorted(name for name, _ in self.incomplete.items() - incomplete_before.items())
         if kill.interrupted and kill.phase == "steps":
-            kill.phase = "save"  # it began between our look and the kill
-        if kill.ended_by_hand:
-            raise Unsound(f"{kill.ended_by_hand} processes were left {PATIENCE:.0f} s after it")
+            kill.phase = "save"  # it began between the determination of the phase and the kill
+        if kill.still_running:
+            raise RunCorrupt(f"{kill.still_running} processes were running {TIMEOUT:.0f} s after the kill")
 
     def _compare_records(self) -> None:
-        found = recorded(self.killed)
-        self.compared += len(found)
-        for step, numbers in found.items():
-            if numbers != self.expected.get(step):
-                raise Unsound(f"step {step} is recorded with {numbers}, undisturbed {self.expected.get(step)}")
+        recorded = recorded_steps(self.killed)
+        self.num_compared += len(recorded)
+        for step, values in recorded.items():
+            if values != self.expected.get(step):
+                raise RunCorrupt(f"step {step} has the record {values}, undisturbed {self.expected.get(step)}")
 
-    def _in_turns(self, weights: dict[str, int]) -> Iterator[str]:
-        """Names in random order, of each as many as its weight in a round."""
+    def _shuffled_rounds(self, weights: dict[str, int]) -> Iterator[str]:
+        """Yields names in random order; in each round, each name as often as its weight."""
         while True:
             names = [name for name, weight in weights.items() for _ in range(weight)]
             self.random.shuffle(names)
@@ -252,81 +252,81 @@ class Soak:
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """What is told of all kills together."""
+    """Returns statistics of all kills."""
     kills = result["kills"]
-    # Who aims at the start kills the slow ones before they are there: their times would be those of the fast.
+    # Kills aimed at the start hit slow starts more often: their times would be biased towards fast ones.
     recoveries = [kill["first_step"] for kill in kills[1:] if kill["aim"] in ("steps", "save")] + [
         result["last_recovery"]
     ]
-    # The others are told to stop, by their launcher or by its end, and save first.
-    unaware = [kill["done_again"] for kill in kills if kill["step"] and kill["kind"] in ("rank", "all")]
-    told = [kill for kill in kills if kill["step"] and kill["kind"] in ("term", "launcher")]
+    # After other kills, the ranks are signalled by the launcher or notice its death, and save before they exit.
+    abrupt = [kill["repeated_steps"] for kill in kills if kill["step"] and kill["kind"] in ("rank", "all")]
+    graceful = [kill for kill in kills if kill["step"] and kill["kind"] in ("term", "launcher")]
     return {
         "kills": len(kills),
         "hit": {kind: dict(Counter(kill["phase"] for kill in kills if kill["kind"] == kind)) for kind in KINDS},
         "recoveries": len(recoveries),
-        "seconds_to_recover": _spread(recoveries),
-        "killed_in_training": len(unaware),
-        "steps_done_again": _spread(unaware),
-        "told_to_stop_in_training": len(told),
-        "of_them_saved": sum(kill["done_again"] == 0 for kill in told),
+        "seconds_to_recover": _summary(recoveries),
+        "killed_in_training": len(abrupt),
+        "repeated_steps": _summary(abrupt),
+        "stopped_in_training": len(graceful),
+        "stopped_and_saved": sum(kill["repeated_steps"] == 0 for kill in graceful),
         "saves_interrupted": sum(any("removed" not in name for name in kill["interrupted"]) for kill in kills),
         "deletions_interrupted": sum(any("removed" in name for name in kill["interrupted"]) for kill in kills),
     }
 
 
-def _spread(numbers: list[float]) -> dict[str, float]:
-    some = numbers or [0.0]
-    return {"median": statistics.median(some), "mean": statistics.fmean(some), "max": max(some)}
+def _summary(numbers: list[float]) -> dict[str, float]:
+    values = numbers or [0.0]
+    return {"median": statistics.median(values), "mean": statistics.fmean(values), "max": max(values)}
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as the documents have it."""
+    """Returns the tables of docs/checkpoints.md."""
     found = figures(result)
-    lines = ["| Killed | " + " | ".join(PHASES.values()) + " | in all |", "|---|" + "---|" * (len(PHASES) + 1)]
-    for kind, name in [*KINDS.items(), ("", "all of them")]:
+    lines = ["| Killed | " + " | ".join(PHASES.values()) + " | total |", "|---|" + "---|" * (len(PHASES) + 1)]
+    for kind, name in [*KINDS.items(), ("", "total")]:
         hit = found["hit"].get(kind) or Counter(kill["phase"] for kill in result["kills"])
         lines.append(
             f"| {name} | " + " | ".join(str(hit.get(phase, 0)) for phase in PHASES) + f" | {sum(hit.values())} |"
         )
-    again, seconds = found["steps_done_again"], found["seconds_to_recover"]
+    repeated, seconds = found["repeated_steps"], found["seconds_to_recover"]
     steps, every = int(result["recipe"]["training.steps"]), result["recipe"]["checkpoint.interval"]
     facts = {
-        f"steps done again after a rank or all were killed while training, with a save every {every} steps: mean, most":
-        f"{again['mean']:.1f}, {again['max']:.0f}",
-        "SIGTERM, or the launcher killed, while training: saved at once":
-        f"{found['of_them_saved']} of {found['told_to_stop_in_training']}",
-        "saves cut short": str(found["saves_interrupted"]),
-        "leftovers cleared by a later save": f"{result['leftovers_cleared']}, none left",
-        "checkpoints lost or damaged": "0",  # else there is no result
+        f"steps repeated after SIGKILL to one or all ranks during training, with a save every {every} steps: mean, maximum":
+        f"{repeated['mean']:.1f}, {repeated['max']:.0f}",
+        "saved before exit after SIGTERM or the death of the launcher during training":
+        f"{found['stopped_and_saved']} of {found['stopped_in_training']}",
+        "saves interrupted": str(found["saves_interrupted"]),
+        "incomplete directories deleted by a later save": f"{result['leftovers_cleared']}, 0 remaining",
+        "checkpoints lost or corrupt": "0",  # otherwise there is no result
         f"records of {steps:,} steps that differ from the undisturbed run": f"0 of {result['records_compared']:,} compared",
-        "tensors at the end that differ": f"{len(result['differences'])} of {result['tensors_compared']}",
-        f"seconds from a start to its first step, {found['recoveries']} recoveries: median, mean, most":
+        "tensors that differ at the end": f"{len(result['differences'])} of {result['tensors_compared']}",
+        f"seconds from a start to its first step, {found['recoveries']} recoveries: median, mean, maximum":
         f"{seconds['median']:.1f}, {seconds['mean']:.1f}, {seconds['max']:.1f}",
-        f"load of the {result['machine']['cores']} cores meanwhile, which had other work: median, most":
+        f"load of the {result['machine']['cores']} cores, shared with other jobs: median, maximum":
         f"{result['load']['median']:.0f}, {result['load']['highest']:.0f}",
     }  # fmt: skip
     return "\n".join(
-        [*lines, "", "| What | |", "|---|---|", *(f"| {what} | {value} |" for what, value in facts.items())]
+        [*lines, "", "| Result | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     )
 
 
 def main() -> None:
-    """Kill, compare, write."""
+    """Runs the soak test, or prints the tables of a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--folder", type=Path, help="where to train; by default a temporary folder, which goes if all is well"
+        "--folder", type=Path, help="directory of the runs; by default a temporary directory, deleted on success"
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="print the tables of this result, and kill nothing")
+    parser.add_argument("--table", type=Path, help="print the tables of this result and exit")
     arguments = parser.parse_args()
     if arguments.table:
         print(table(json.loads(arguments.table.read_text())))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup that ends the processes
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     soak = Soak(folder.absolute(), arguments.kills, arguments.ranks, arguments.seed)
@@ -338,8 +338,8 @@ def main() -> None:
     }  # fmt: skip
     try:
         result |= soak.run()
-    except Unsound as unsound:
-        print(f"UNSOUND after {len(soak.kills)} kills: {unsound}\nleft as it is: {folder}", file=sys.stderr)
+    except RunCorrupt as error:
+        print(f"FAILED after {len(soak.kills)} kills: {error}\nfiles kept in {folder}", file=sys.stderr)
         sys.exit(1)
     result["figures"] = figures(result)
     if arguments.out:
@@ -347,7 +347,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     if result["differences"]:
-        print(f"DIFFERENT: {', '.join(result['differences'])}\nleft as it is: {folder}", file=sys.stderr)
+        print(f"DIFFERENT: {', '.join(result['differences'])}\nfiles kept in {folder}", file=sys.stderr)
         sys.exit(1)
     if not arguments.folder:
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""How long a run takes to its first line and to its first step: the debug recipe, in one process and in two.
+"""Start-up time: seconds to the first line of output and to the first step of the debug recipe, in one and two processes.
 
 python -m benchmarks.startup --out benchmarks/results/startup_cpu.json
 """
@@ -18,28 +18,28 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-WORDS = ["--training.steps=2", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0"]
+OVERRIDES = ["--training.steps=2", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0"]
 
 
 def start(processes: int, folder: Path) -> tuple[float, float]:
-    """Seconds to the first line, and to the line of the first step."""
+    """Returns the seconds to the first line, and to the line of the first step."""
     environment = os.environ | {"NPROC": str(processes), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    began = time.perf_counter()
+    started = time.perf_counter()
     run = subprocess.Popen(
-        [str(ROOT / "run_train.sh"), *WORDS], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        [str(ROOT / "run_train.sh"), *OVERRIDES], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
     )
     assert run.stdout
     seconds = {}
     for line in run.stdout:
-        seconds.setdefault("line", time.perf_counter() - began)
+        seconds.setdefault("line", time.perf_counter() - started)
         if line.startswith("step "):
-            seconds.setdefault("step", time.perf_counter() - began)
+            seconds.setdefault("step", time.perf_counter() - started)
     assert run.wait() == 0
     return seconds["line"], seconds["step"]
 
 
 def table(measured: dict[str, Any]) -> str:
-    """One row a number of processes."""
+    """Returns the table of docs/speed.md."""
     rows = ["| Processes | First line | First step |", "|---|---|---|"]
     for processes, found in measured["processes"].items():
         rows.append(f"| {processes} | {found['first_line']:.1f} s | {found['first_step']:.1f} s |")
@@ -47,14 +47,14 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, and write the medians and all values."""
+    """Measures, and writes the medians and all values."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        start(1, Path(folder))  # tokens are cached, and files are in memory
+        start(1, Path(folder))  # warms up the token cache and the page cache
         for processes in (1, 2):
             times = [start(processes, Path(folder)) for _ in range(options.repeats)]
             lines, steps = zip(*times, strict=True)

@@ -1,6 +1,6 @@
-"""What runs first on every host of a SageMaker job: finds its place among the hosts, starts the training, tells what went wrong.
+"""The entry point on every host of a SageMaker job: starts the launcher, and records the cause of a failure.
 
-Nothing but Python's own library here: what the training needs is looked for, and installed if it is missing, before it starts.
+Imports only the standard library: it installs the missing requirements before anything else is imported.
 """
 
 import json
@@ -12,49 +12,44 @@ import threading
 from collections import deque
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
 CODE = Path(__file__).resolve().parents[1]
-STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # saved and left, as it was told
-# What a process says whose partner on another host is gone.
-BEREFT = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "ncclRemoteError",
-    "remote process exited",
-    "Broken pipe",
-)
-# What `--smoke` trains: enough to have compiled, and to see the speed.
-BRIEFLY = (
+STOP_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+# Errors of a process whose peer on another host has exited.
+LOST_PEER = (
+    "Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited", "Broken pipe",
+)  # fmt: skip
+# Overrides of `--smoke`: enough steps to compile, and to measure the throughput.
+SMOKE_OVERRIDES = (
     "--training.steps=20", "--schedule.decay_steps=0", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0",
     "--checkpoint.enabled=false",
 )  # fmt: skip
-SHOWN = 1024  # characters of the failure file that SageMaker shows
+FAILURE_LENGTH = 1024  # characters of the failure file that SageMaker shows
 
 
-def main(words: list[str]) -> int:
-    """Run the job's share of this host. Returns the exit code."""
-    # The first process of a container hears no signal that it has no ear for.
+def main(arguments: list[str]) -> int:
+    """Runs this host's part of the job. Returns the exit code."""
+    # As the container's first process, it ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    smoke = words[:1] == ["--smoke"]
-    host, variables = place(json.loads((ROOT / "input/config/resourceconfig.json").read_text()))
+    host, variables = topology(json.loads((ROOT / "input/config/resourceconfig.json").read_text()))
     environment = {**variables, **os.environ, "PYTHONPATH": str(CODE), "PYTHONUNBUFFERED": "1"}
-    problem = install(CODE / "requirements.txt")
-    if problem:
-        return fail(host, [f"error: {problem}"], 2)
-    train = str(CODE / "titanlike/cli/launch.py")
-    programs = [[str(CODE / "sagemaker/smoke.py")], [train, *words[1:], *BRIEFLY]] if smoke else [[train, *words]]
+    error = install(CODE / "requirements.txt")
+    if error:
+        return fail(host, [f"error: {error}"], 2)
+    programs = [[str(CODE / "titanlike/cli/launch.py"), *arguments]]
+    if arguments[:1] == ["--smoke"]:
+        programs = [[str(CODE / "sagemaker/smoke.py")], [programs[0][0], *arguments[1:], *SMOKE_OVERRIDES]]
     for program in programs:
-        code, last = run([sys.executable, *program], environment)
+        code, last_lines = run([sys.executable, *program], environment)
         if code:
-            return code if code in STOPPED else fail(host, last, code)
+            return code if code in STOP_CODES else fail(host, last_lines, code)
     return 0
 
 
-def place(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """This host's name, and what torchrun has to know of the hosts: the first in order is where they meet."""
+def topology(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Returns this host's name and the launcher's variables. The first host in sorted order is the rendezvous."""
     hosts, host = sorted(config["hosts"]), config["current_host"]
     interface = config.get("network_interface_name", "eth0")
     return host, {
@@ -67,89 +62,85 @@ def place(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def install(requirements: Path) -> str:
-    """Install what the image lacks, and keep its torch. Returns what is wrong, if anything is."""
-    missing = lacking(requirements.read_text().split())
+    """Installs what the image lacks, except torch. Returns an error message, or an empty string."""
+    missing = missing_requirements(requirements.read_text().split())
     torch = next((line for line in missing if line.startswith("torch>")), None)
     if torch:
-        return f"the image has no {torch}; choose another --image"
+        return f"the image lacks {torch}; choose another --image"
     if not missing:
         return ""
     print(f"installing {', '.join(missing)}", flush=True)
-    kept = ROOT / "input/constraints.txt"
-    kept.write_text(f"torch=={metadata.version('torch')}\n")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "-r", str(requirements), "-c", str(kept)]
+    constraints = ROOT / "input/constraints.txt"
+    constraints.write_text(f"torch=={metadata.version('torch')}\n")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "-r", str(requirements), "-c", str(constraints)]
     done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        words = " ".join(done.stderr.split())[-500:]
-        return f"the image lacks {', '.join(missing)}, and they cannot be installed here; give an --image that has them: {words}"
-    return ""
+    if not done.returncode:
+        return ""
+    reason = " ".join(done.stderr.split())[-500:]
+    return (
+        f"the image lacks {', '.join(missing)}, and pip cannot install them; choose an --image that has them: {reason}"
+    )
 
 
-def lacking(wanted: list[str]) -> list[str]:
-    """Those of the requirements that are not installed, or in another version."""
+def missing_requirements(requirements: list[str]) -> list[str]:
+    """Returns the requirements that are not installed, or not in the required version."""
     from pip._vendor.packaging.requirements import Requirement
 
-    found = []
-    for line in wanted:
+    missing = []
+    for line in requirements:
         requirement = Requirement(line)
         try:
             version = metadata.version(requirement.name).partition("+")[0]
         except metadata.PackageNotFoundError:
-            found.append(line)
-        else:
-            if not requirement.specifier.contains(version, prereleases=True):
-                found.append(line)
-    return found
+            version = ""
+        if not version or not requirement.specifier.contains(version, prereleases=True):
+            missing.append(line)
+    return missing
 
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
-    """Run a program, pass on what it says and what we are told. Returns its exit code and its last words."""
-    last: deque[str] = deque(maxlen=400)
+    """Runs a program, forwarding stop signals. Returns its exit code and the last lines of stderr."""
+    last_lines: deque[str] = deque(maxlen=400)
     process = subprocess.Popen(command, env=environment, cwd=CODE, stderr=subprocess.PIPE, text=True, errors="replace")
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    # SageMaker stops a container by SIGTERM to its first process, which is this one, and waits for 120 seconds.
+    # SageMaker stops a container with SIGTERM to its first process, which is this one, and SIGKILL after 120 seconds.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+        signal.signal(number, lambda received, _: process.send_signal(received))
 
     def read() -> None:
         assert process.stderr
         for line in process.stderr:
             sys.stderr.write(line)
             sys.stderr.flush()
-            last.append(line.rstrip())
+            last_lines.append(line.rstrip())
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     code = process.wait()
-    reader.join(timeout=5)  # a grandchild may hold the pipe open
-    return (code if code >= 0 else 128 - code), list(last)
+    reader.join(timeout=5)  # an orphan may keep the pipe open
+    return (code if code >= 0 else 128 - code), list(last_lines)
 
 
-def fail(host: str, last: list[str], code: int) -> int:
-    """Leave the cause where SageMaker looks for it: the start of the file is what a user is shown."""
-    said = [line.removeprefix("error: ") for line in last if line.startswith("error: ")]
-    raised = exception(last)
-    cause = "; ".join(dict.fromkeys([raised, *said] if raised else said)) or f"the training ended with exit code {code}"
-    if any(word in cause for word in BEREFT):
-        cause = f"lost another host, whose own failure file says why: {cause}"
-    rest = "\n".join(last)
-    text = f"{host}: {cause}"[: SHOWN - 1]
+def fail(host: str, last_lines: list[str], code: int) -> int:
+    """Writes the failure file, whose beginning SageMaker shows. Returns `code`."""
+    errors = [line.removeprefix("error: ") for line in last_lines if line.startswith("error: ")]
+    raised = first_exception(last_lines)
+    cause = "; ".join(dict.fromkeys([raised, *errors] if raised else errors)) or f"the training exited with code {code}"
+    if any(text in cause for text in LOST_PEER):
+        cause = f"lost the connection to another host, see its failure file: {cause}"
+    text = f"{host}: {cause}"[: FAILURE_LENGTH - 1]
     (ROOT / "output").mkdir(parents=True, exist_ok=True)
-    (ROOT / "output/failure").write_text(f"{text}\n\n{rest}\n")
+    (ROOT / "output/failure").write_text("\n".join([text, "", *last_lines, ""]))
     print(f"error: {text}", file=sys.stderr, flush=True)
     return code
 
 
-def exception(lines: list[str]) -> str:
-    """The last line of the first stack trace: what follows may be of others, who lost the one that failed."""
-    marks = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    for line in lines[marks[0] + 1 :] if marks else []:
-        plain = line.partition("]: ")[2] if line.startswith("[rank") else line
-        if plain and not plain.startswith((" ", "Traceback")):
-            return plain
+def first_exception(lines: list[str]) -> str:
+    """Returns the last line of the first traceback. Later ones may be of ranks that lost the failed one."""
+    starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    for line in lines[starts[0] + 1 :] if starts else []:
+        text = line.partition("]: ")[2] if line.startswith("[rank") else line
+        if text and not text.startswith((" ", "Traceback")):
+            return text
     return ""
 
 

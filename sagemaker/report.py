@@ -1,4 +1,4 @@
-"""What a job would be, before it is paid for: the files, the layout, whether it can fit, hours, dollars, and the request itself."""
+"""The report of `--dry-run`: files, layout, memory, duration, price, and the request."""
 
 import argparse
 import json
@@ -6,131 +6,125 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from limits import model_problems
-from machines import PRICES
-from parcel import Parcel
+from bundle import Bundle
+from instances import PRICE_SOURCE
 from request import Job
+from validation import request_errors
 
 from titanlike.config import PretrainRecipe, UserError
 
 GIB = 2**30
 
 
-def report(options: argparse.Namespace, job: Job, request: dict[str, Any], parcel: Parcel) -> str:
-    """All of it, as text."""
-    recipe = parcel.recipe
-    num_gpus = job.instances * job.machine.num_gpus
-    layout = recipe.parallelism.resolve(num_gpus).dimensions()
-    sizes = parcel.sizes()
+def report(options: argparse.Namespace, job: Job, request: dict[str, Any], bundle: Bundle) -> str:
+    """Returns the report."""
+    recipe, hardware = bundle.recipe, job.instance_type
+    num_gpus = job.num_instances * hardware.num_gpus
+    layout = ", ".join(f"{k} {n}" for k, n in recipe.parallelism.resolve(num_gpus).dimensions().items() if n > 1)
     training = recipe.training
+    efa = ", connected by EFA" if "FI_PROVIDER" in request["Environment"] else ""
+    sizes = {name: len(content) for name, content in bundle.contents.items()}
     lines = [
-        f"job         {job.name}, of the run {job.run}",
-        f"machines    {job.instances} x {job.machine.name}: {num_gpus} x {job.machine.gpu} of {job.machine.gpu_gib} GiB"
-        + (", EFA between them" if "FI_PROVIDER" in request["Environment"] else ""),
-        f"layout      {', '.join(f'{name} {size}' for name, size in layout.items() if size > 1) or 'one process'}; nothing in "
-        f"the recipe speaks against {num_gpus} processes",
-        states(recipe, num_gpus, job),
+        f"job         {job.name}, of run {job.run}",
+        f"instances   {job.num_instances} x {hardware.name}: {num_gpus} x {hardware.gpu}, {hardware.gpu_gib} GiB each{efa}",
+        f"layout      {layout or 'one process'}; valid for {num_gpus} processes",
+        memory_line(recipe, num_gpus, job),
         f"batch       {training.global_batch_size} sequences x {training.seq_len:,} tokens, {training.steps:,} steps: "
         f"{total_tokens(recipe):.3g} tokens",
         *price_lines(options, job, recipe, num_gpus),
         f"image       {job.image}",
         f"code        {job.code}",
-        f"checkpoints {job.checkpoints.address if job.checkpoints else f'{job.root}/checkpoints/{job.run}'}",
-        f"run folder  {job.folder}",
-        *(f"channel     {channel.key} = {channel.path}  from {channel.address}" for channel in job.channels),
+        f"checkpoints {job.checkpoints.uri if job.checkpoints else f'{job.root}/checkpoints/{job.run}'}",
+        f"run folder  {job.run_dir}",
+        *(f"channel     {channel.key} = {channel.path}  from {channel.uri}" for channel in job.channels),
         "",
-        f"to be uploaded: {len(sizes)} files, {sum(sizes.values()):,} bytes",
+        f"files to upload: {len(sizes)}, {sum(sizes.values()):,} bytes",
         *(f"{size:>10,}  {name}" for name, size in sizes.items()),
         "",
-        "the request, as create_training_job takes it:",
+        "create_training_job request:",
         json.dumps(request, indent=2),
         "",
-        *_validation(request),
+        _validate(request),
     ]
     return "\n".join(lines)
 
 
-def _validation(request: dict[str, Any]) -> list[str]:
+def _validate(request: dict[str, Any]) -> str:
     try:
-        found = model_problems(request)
+        errors = request_errors(request)
     except ImportError:
-        return ['not held against the service\'s own model of it: that is in botocore (pip install -e ".[sagemaker]")']
-    if found:
-        raise UserError("\n".join(found))
-    return ["held against the service's own model of it, as botocore has it: nothing speaks against it"]
+        return 'request not validated: botocore is not installed; run: pip install -e ".[sagemaker]"'
+    if errors:
+        raise UserError("\n".join(errors))
+    return "request valid according to botocore's model of the service"
 
 
 def bytes_per_parameter(recipe: PretrainRecipe) -> float:
-    """Of weights, gradients and optimizer state."""
-    master = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
-    averages = {"full": 2 * master, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
-    return master + master + averages
+    """Returns the size of weight, gradient and optimizer state."""
+    weight = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
+    moments = {"full": 2 * weight, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
+    return weight + weight + moments
 
 
-def states(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
-    """Whether what every rank keeps for the whole run fits at all. Refuses what cannot."""
-    layout = recipe.parallelism.resolve(num_gpus)
-    shares = layout.shard * layout.context * layout.tensor * layout.pipeline
-    each, count = bytes_per_parameter(recipe), recipe.model.num_parameters()
+def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
+    """Returns the memory of the sharded training state, and refuses one that exceeds a GPU's memory."""
     if recipe.parallelism.cpu_offload:
-        return "states      kept in the host's memory (parallelism.cpu_offload)"
-    size = each * count / shares / GIB
-    text = f"{each:g} bytes x {count / 1e9:.3g} billion parameters / {shares} shares = {size:.3g} GiB"
-    if size > job.machine.gpu_gib:
+        return "memory      weights, gradients and optimizer state in host memory (parallelism.cpu_offload)"
+    layout = recipe.parallelism.resolve(num_gpus)
+    shards = layout.shard * layout.context * layout.tensor * layout.pipeline
+    per_parameter, count, limit = bytes_per_parameter(recipe), recipe.model.num_parameters(), job.instance_type.gpu_gib
+    size = per_parameter * count / shards / GIB
+    text = f"{per_parameter:g} bytes x {count / 1e9:.3g} billion parameters / {shards} shards = {size:.3g} GiB"
+    if size > limit:
         raise UserError(
-            f"weights, gradients and optimizer state alone do not fit: {text}, and a GPU of {job.machine.name} has "
-            f"{job.machine.gpu_gib} GiB; take more instances, shard more, or optimizer.state_dtype = '8bit'"
+            f"weights, gradients and optimizer state do not fit: {text}, but a GPU of {job.instance_type.name} has {limit} GiB; "
+            "use more instances, a larger parallelism.shard, or optimizer.state_dtype = '8bit'"
         )
-    return f"states      {text} of a GPU's {job.machine.gpu_gib}; activations come on top, and are not reckoned here"
+    return f"memory      {text} of {limit} GiB per GPU, without activations"
 
 
 def total_tokens(recipe: PretrainRecipe) -> int:
-    """Of the whole run."""
+    """Returns the number of tokens of the run."""
     return recipe.training.steps * recipe.training.global_batch_size * recipe.training.seq_len
 
 
 def price_lines(options: argparse.Namespace, job: Job, recipe: PretrainRecipe, num_gpus: int) -> list[str]:
-    """What an hour costs, what the job can cost at most, and with a known speed what the whole run will."""
-    price = options.price or job.machine.price
-    source = "as you say" if options.price else PRICES
+    """Returns the price per hour, the maximum price of the job, and if the throughput is known, that of the run."""
+    price = options.price or job.instance_type.price
     if price is None:
-        lines = [f"price       not known of {job.machine.name}; give --price"]
+        lines = [f"price       unknown for {job.instance_type.name}; set --price"]
     else:
-        hour = price * job.instances
-        spot = "; spot costs less" if job.spot else ""
+        hourly = price * job.num_instances
+        source = "--price" if options.price else PRICE_SOURCE
+        spot = "; spot instances cost less" if job.spot else ""
         lines = [
-            f"price       ${hour:,.2f} an hour ({job.instances} x ${price:,.2f}, {source}); at most "
-            f"${hour * job.max_hours:,.2f} in --max-hours {job.max_hours:g}{spot}"
+            f"price       ${hourly:,.2f} an hour ({job.num_instances} x ${price:,.2f}, {source}); at most "
+            f"${hourly * job.max_hours:,.2f} in --max-hours {job.max_hours:g}{spot}"
         ]
     speed = options.tokens_per_second or (measured_speed(options.measured) if options.measured else None)
     if speed is None:
-        return [
-            *lines,
-            "whole run   not known without a speed: give --tokens-per-second of a GPU, or --measured metrics.jsonl",
-        ]
+        return [*lines, "full run    unknown; set --tokens-per-second per GPU, or --measured metrics.jsonl"]
     hours = total_tokens(recipe) / (speed * num_gpus) / 3600
-    cost = f", ${hours * price * job.instances:,.2f}" if price is not None else ""
-    text = f"whole run   {hours:,.1f} hours{cost}, at {speed:,.0f} tokens/s of a GPU; start and saves come on top"
+    cost = f", ${hours * price * job.num_instances:,.2f}" if price is not None else ""
+    text = f"full run    {hours:,.1f} hours{cost}, at {speed:,.0f} tokens/s per GPU, without startup and checkpointing"
     if hours > job.max_hours:
-        text += f"; the job ends after --max-hours {job.max_hours:g}, saved, and `resume {job.run}` goes on"
+        text += f"; the job saves and ends after --max-hours {job.max_hours:g}, `resume {job.run}` continues"
     return [*lines, text]
 
 
-def records(metrics: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; the last may be cut short."""
+def read_records(metrics: Path) -> list[dict[str, Any]]:
+    """Reads the records of a metrics.jsonl, whose last line may be truncated."""
     return [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
 
 
 def measured_speed(metrics: Path) -> float:
-    """Tokens a second of one process, as a former run had them: the median of its later half."""
+    """Returns the tokens per second and process of an earlier run: the median of its second half."""
     try:
-        lines = records(metrics)
+        records = read_records(metrics)
         processes = json.loads((metrics.parent / "environment.json").read_text())["processes"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"--measured {metrics}: not the metrics.jsonl of a run, with its environment.json beside it: {error}"
-        ) from None
-    speeds = [record["tokens_per_second"] for record in lines if record.get("tokens_per_second")]
+        raise UserError(f"--measured {metrics}: not a run's metrics.jsonl with its environment.json: {error}") from None
+    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     if not speeds:
-        raise UserError(f"--measured {metrics}: it has no tokens_per_second")
+        raise UserError(f"--measured {metrics}: contains no tokens_per_second")
     return statistics.median(speeds[len(speeds) // 2 :]) / processes

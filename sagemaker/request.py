@@ -1,29 +1,28 @@
-"""The request: all that SageMaker is told of a job, as its `CreateTrainingJob` takes it, made of what was asked alone.
+"""The `CreateTrainingJob` request of a job, built without contacting AWS.
 
-Nothing here talks to anybody. What is printed by `--dry-run`, run by `--simulate` and sent is this one dictionary.
+`--dry-run` prints this dictionary, `--simulate` executes it locally, `submit.py` sends it. Layout below s3://BUCKET/PREFIX:
 
-Where things of a run called RUN lie, below s3://BUCKET/PREFIX:
-
-    code/JOB/            what this job runs, file by file, and `request.json`
-    checkpoints/RUN/     written by the ranks themselves: a checkpoint is there when all of it is
-    runs/RUN/            the run's folder (recipe, metrics, TensorBoard), which SageMaker carries to and fro
+    code/JOB/            files of one job, and `request.json`
+    checkpoints/RUN/     checkpoints, written to S3 by the ranks
+    runs/RUN/            run directory (recipe, metrics, TensorBoard events), synchronized by SageMaker
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from machines import Machine
+from instances import InstanceType
 
-OPT = "/opt/ml"  # where SageMaker puts things in a container
-CODE = "code"  # the channel of the job's own files
+OPT = "/opt/ml"  # SageMaker's directory in the container
+CODE = "code"  # name of the channel with the job's files
 ENTRY = ["python3", f"{OPT}/input/data/{CODE}/sagemaker/entry.py"]
-ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".gz", ".zst", ".model", ".tiktoken")
-STAMP = "%Y%m%d-%H%M%S"
-SAFE = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ-"
+FILE_SUFFIXES = (".json", ".jsonl", ".txt", ".parquet", ".gz", ".zst", ".model", ".tiktoken")
+PREFIX = "titanlike"
+TIMESTAMP = "%Y%m%d-%H%M%S"  # suffix of job names
 
-# What CloudWatch reads off the log lines that `titanlike/metrics/terminal.py` writes where there is no terminal.
+# CloudWatch extracts these from the log lines of `titanlike/metrics/terminal.py`.
 NUMBER = r"([0-9.e+-]+)"
 METRICS = {
     "loss": rf"step +\d+/\d+  loss {NUMBER}",
@@ -40,13 +39,13 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Channel:
-    """Data that SageMaker lays before the job, in place of what a key of the recipe names."""
+    """An input channel, whose mount path replaces the value of a recipe key."""
 
-    key: str  # of the recipe: data.path
-    address: str  # s3://bucket/prefix, or fsx://fs-0123/mount/folder
+    key: str  # such as data.path
+    uri: str  # s3://bucket/prefix, or fsx://fs-0123/mount/folder
     mode: str = "File"
-    number: int = 0  # of several for one key, from 1
-    writes: bool = False
+    number: int = 0  # from 1, if the key has several channels
+    writable: bool = False
 
     @property
     def name(self) -> str:
@@ -54,41 +53,57 @@ class Channel:
 
     @property
     def is_file(self) -> bool:
-        """S3 does not say: a name with an ending that text or a tokenizer has is taken for a file."""
-        return self.address.startswith("s3://") and self.address.endswith(ENDINGS)
+        """S3 prefixes have no type: a URI with the suffix of a text or tokenizer file counts as a file."""
+        return self.uri.startswith("s3://") and self.uri.endswith(FILE_SUFFIXES)
 
     @property
     def path(self) -> str:
-        """Where it is in the container."""
+        """Path in the container."""
         folder = f"{OPT}/input/data/{self.name}"
-        return f"{folder}/{self.address.rsplit('/', 1)[1]}" if self.is_file else folder
+        return f"{folder}/{self.uri.rsplit('/', 1)[1]}" if self.is_file else folder
+
+    def request(self) -> dict[str, Any]:
+        """Returns the channel's entry in `InputDataConfig`."""
+        if self.uri.startswith("fsx://"):
+            location = urlsplit(self.uri)
+            file_system = {
+                "FileSystemId": location.netloc,
+                "FileSystemType": "FSxLustre",
+                "FileSystemAccessMode": "rw" if self.writable else "ro",
+                "DirectoryPath": location.path,
+            }
+            return {"ChannelName": self.name, "DataSource": {"FileSystemDataSource": file_system}}
+        # Without the trailing slash, S3 also matches keys that continue the prefix's last name.
+        uri = self.uri if self.is_file else f"{self.uri.rstrip('/')}/"
+        source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
+        return {"ChannelName": self.name, "InputMode": self.mode, "DataSource": {"S3DataSource": source}}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked, whole."""
+    """All settings of a job."""
 
     run: str
-    stamp: str  # the time, which tells this job from others of its run
-    words: tuple[str, ...]  # for ./run_train.sh: a recipe among the job's files, and overrides as they were given
-    machine: Machine
-    instances: int
+    timestamp: str
+    arguments: Sequence[str]  # of ./run_train.sh: a recipe among the job's files, then overrides
+    instance_type: InstanceType
+    num_instances: int
     region: str
     role: str
     bucket: str
     image: str
-    prefix: str = "titanlike"
-    channels: tuple[Channel, ...] = ()
-    checkpoints: Channel | None = None  # on FSx, in place of S3
+    prefix: str = PREFIX
+    channels: Sequence[Channel] = ()
+    checkpoints: Channel | None = None  # on FSx; None for S3
     spot: bool = False
     max_hours: float = 24.0
-    wait_hours: float = 0.0  # that spot capacity may be waited for besides
+    wait_hours: float = 0.0  # time allowed for spot capacity, in addition to max_hours
     volume_gb: int = 200
     keep_alive_minutes: int = 0
     training_plan: str = ""
     retries: int = 0
-    subnets: tuple[str, ...] = ()
-    security_groups: tuple[str, ...] = ()
+    subnets: Sequence[str] = ()
+    security_groups: Sequence[str] = ()
     kms_key: str = ""
     tags: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
@@ -96,12 +111,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of the job, which SageMaker wants in letters, digits and single dashes."""
-        return f"{self.base_name}-{self.stamp}"
-
-    @property
-    def base_name(self) -> str:
-        return base_name(self.prefix, self.run)
+        return f"{base_name(self.prefix, self.run)}-{self.timestamp}"
 
     @property
     def root(self) -> str:
@@ -112,123 +122,92 @@ class Job:
         return f"{self.root}/code/{self.name}"
 
     @property
-    def folder(self) -> str:
+    def run_dir(self) -> str:
         return f"{self.root}/runs/{self.run}"
 
 
 def base_name(prefix: str, run: str) -> str:
-    """What the names of a run's jobs begin with, before the stamp."""
-    plain = "".join(letter if letter in SAFE else "-" for letter in f"{prefix}-{run}")
-    return re.sub("-+", "-", plain).strip("-")
+    """Returns the names of a run's jobs without the timestamp. SageMaker accepts letters, digits and single dashes."""
+    return re.sub("[^a-zA-Z0-9]+", "-", f"{prefix}-{run}").strip("-")
 
 
 def request_for(job: Job) -> dict[str, Any]:
-    """The request of this job."""
-    algorithm = {
-        "TrainingImage": job.image,
-        "TrainingInputMode": "File",
-        "ContainerEntrypoint": ENTRY,
-        "ContainerArguments": arguments(job),
-        "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
-    }
-    resources: dict[str, Any] = {
-        "InstanceType": job.machine.name,
-        "InstanceCount": job.instances,
-        "VolumeSizeInGB": job.volume_gb,
-    }
-    stopping = {"MaxRuntimeInSeconds": round(job.max_hours * 3600)}
-    output = {"S3OutputPath": f"{job.root}/output"}
-    if job.spot:
-        stopping["MaxWaitTimeInSeconds"] = round((job.max_hours + job.wait_hours) * 3600)
-    if job.keep_alive_minutes:
-        resources["KeepAlivePeriodInSeconds"] = job.keep_alive_minutes * 60
-    if job.training_plan:
-        resources["TrainingPlanArn"] = job.training_plan
-    if job.kms_key:
-        resources["VolumeKmsKeyId"] = output["KmsKeyId"] = job.kms_key
+    """Returns the `CreateTrainingJob` request of a job."""
     channels = [Channel(CODE, job.code), *job.channels, *([job.checkpoints] if job.checkpoints else [])]
-    request: dict[str, Any] = {
-        "TrainingJobName": job.name,
-        "AlgorithmSpecification": algorithm,
-        "RoleArn": job.role,
-        "InputDataConfig": [_channel(channel) for channel in channels],
-        "OutputDataConfig": output,
-        "ResourceConfig": resources,
-        "StoppingCondition": stopping,
-        "CheckpointConfig": {"S3Uri": f"{job.folder}/", "LocalPath": f"{OPT}/checkpoints/{job.run}"},
-        "Environment": environment(job),
-        "Tags": [{"Key": k, "Value": v} for k, v in {"titanlike:run": job.run, **job.tags}.items()],
+    resources = {
+        "InstanceType": job.instance_type.name,
+        "InstanceCount": job.num_instances,
+        "VolumeSizeInGB": job.volume_gb,
+        "KeepAlivePeriodInSeconds": job.keep_alive_minutes * 60,
+        "TrainingPlanArn": job.training_plan,
+        "VolumeKmsKeyId": job.kms_key,
     }
-    if job.spot:
-        request["EnableManagedSpotTraining"] = True
-    if job.retries:
-        request["RetryStrategy"] = {"MaximumRetryAttempts": job.retries}
-    if job.subnets:
-        request["VpcConfig"] = {"SecurityGroupIds": list(job.security_groups), "Subnets": list(job.subnets)}
-    return request
+    stopping = {
+        "MaxRuntimeInSeconds": round(job.max_hours * 3600),
+        "MaxWaitTimeInSeconds": job.spot and round((job.max_hours + job.wait_hours) * 3600),
+    }
+    request = {
+        "TrainingJobName": job.name,
+        "AlgorithmSpecification": {
+            "TrainingImage": job.image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ENTRY,
+            "ContainerArguments": container_arguments(job),
+            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+        },
+        "RoleArn": job.role,
+        "InputDataConfig": [channel.request() for channel in channels],
+        "OutputDataConfig": _drop_empty({"S3OutputPath": f"{job.root}/output", "KmsKeyId": job.kms_key}),
+        "ResourceConfig": _drop_empty(resources),
+        "StoppingCondition": _drop_empty(stopping),
+        "CheckpointConfig": {"S3Uri": f"{job.run_dir}/", "LocalPath": f"{OPT}/checkpoints/{job.run}"},
+        "Environment": container_environment(job),
+        "Tags": [{"Key": key, "Value": value} for key, value in {"titanlike:run": job.run, **job.tags}.items()],
+        "EnableManagedSpotTraining": job.spot,
+        "RetryStrategy": _drop_empty({"MaximumRetryAttempts": job.retries}),
+        "VpcConfig": _drop_empty({"SecurityGroupIds": list(job.security_groups), "Subnets": list(job.subnets)}),
+    }
+    return _drop_empty(request)
 
 
-def arguments(job: Job) -> list[str]:
-    """The recipe, where a run and its channels lie on SageMaker, and then the user's own words unchanged."""
-    recipe, *overrides = job.words
-    mode = ["--smoke"] if job.smoke else []
-    kept = job.checkpoints.path if job.checkpoints else f"{job.root}/checkpoints"
-    places = {
+def container_arguments(job: Job) -> list[str]:
+    """Returns the recipe, the keys that depend on SageMaker's paths, and the user's overrides unchanged."""
+    recipe, *overrides = job.arguments
+    paths: dict[str, list[str]] = {}
+    for channel in job.channels:
+        paths.setdefault(channel.key, []).append(channel.path)
+    mounted = {key: repr(values) if key == "data.mixture" else values[0] for key, values in paths.items()}
+    overrides = [override for override in overrides if _key(override) not in mounted]
+    defaults = {
         "run.dir": f"{OPT}/checkpoints",
         "run.name": job.run,
-        "checkpoint.dir": kept,
-        "run.shutdown_timeout": "100",  # of the 120 seconds that SageMaker waits
+        "checkpoint.dir": job.checkpoints.path if job.checkpoints else f"{job.root}/checkpoints",
+        "run.shutdown_timeout": "100",  # SageMaker sends SIGKILL after 120 seconds
     }
-    several: dict[str, list[str]] = {}
-    for channel in job.channels:
-        several.setdefault(channel.key, []).append(channel.path)
-    laid = {
-        key: f"[{', '.join(repr(path) for path in paths)}]" if key == "data.mixture" else paths[0]
-        for key, paths in several.items()
-    }
-    kept_words = [word for word in overrides if _key(word) not in laid]  # a channel stands in place of what a key names
-    given = {_key(word) for word in kept_words}
-    values = {key: value for key, value in places.items() if key not in given} | laid
-    return [*mode, recipe, *(f"--{key}={value}" for key, value in values.items()), *kept_words]
+    for override in overrides:
+        defaults.pop(_key(override), None)
+    values = [f"--{key}={value}" for key, value in (defaults | mounted).items()]
+    return [*(["--smoke"] if job.smoke else []), recipe, *values, *overrides]
 
 
-def _key(word: str) -> str:
-    """`run.name` of `--run.name=mine`."""
-    return word.partition("=")[0].removeprefix("--")
+def _key(override: str) -> str:
+    """Returns `run.name` for `--run.name=value`."""
+    return override.partition("=")[0].removeprefix("--")
 
 
-def environment(job: Job) -> dict[str, str]:
-    """Variables of the container; the user's own win."""
+def container_environment(job: Job) -> dict[str, str]:
+    """Returns the container's environment variables; the user's values take precedence."""
     variables = {"NCCL_DEBUG": "WARN"}
-    if job.machine.efa and job.instances > 1:
-        # Without EFA NCCL would go on over sockets, a hundred times as slow, and say nothing.
+    if job.instance_type.efa and job.num_instances > 1:
+        # Without it, if EFA is unavailable, NCCL silently falls back to sockets, which are 100 times slower.
         variables["FI_PROVIDER"] = "efa"
-        if job.machine.name.startswith("ml.p"):
-            variables["FI_EFA_USE_DEVICE_RDMA"] = "1"  # from GPU to GPU, past the hosts' memory
+        if job.instance_type.name.startswith("ml.p"):
+            variables["FI_EFA_USE_DEVICE_RDMA"] = "1"  # GPUDirect RDMA
     if job.smoke:
-        variables |= {"SMOKE_GPUS": str(job.machine.num_gpus), "SMOKE_EFA": "1" if job.machine.efa else ""}
+        variables["SMOKE_GPUS"] = str(job.instance_type.num_gpus)
+        variables["SMOKE_EFA"] = "1" if job.instance_type.efa else ""
     return variables | job.environment
 
 
-def _channel(channel: Channel) -> dict[str, Any]:
-    if channel.address.startswith("fsx://"):
-        where = urlsplit(channel.address)
-        source: dict[str, Any] = {
-            "FileSystemDataSource": {
-                "FileSystemId": where.netloc,
-                "FileSystemType": "FSxLustre",
-                "FileSystemAccessMode": "rw" if channel.writes else "ro",
-                "DirectoryPath": where.path,
-            }
-        }
-        return {"ChannelName": channel.name, "DataSource": source}
-    # With a slash at its end: else a prefix takes in its neighbours whose names begin with it.
-    address = channel.address if channel.is_file else f"{channel.address.rstrip('/')}/"
-    source = {
-        "S3DataSource": {
-            "S3DataType": "S3Prefix",
-            "S3Uri": address,
-            "S3DataDistributionType": "FullyReplicated",
-        }
-    }
-    return {"ChannelName": channel.name, "InputMode": channel.mode, "DataSource": source}
+def _drop_empty(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value}

@@ -1,7 +1,7 @@
-"""The job, run here: as many hosts as asked for, each with its own /opt/ml, the real entry and the real request. No Docker.
+"""Runs a job locally: one process per host, each with its own /opt/ml, the real entry point and the real request. No Docker.
 
-A folder stands in for S3: what the request calls s3://BUCKET/KEY is FOLDER/s3/BUCKET/KEY. Each host is a process whose /opt/ml is
-a folder, filled as SageMaker fills it; an agent beside it carries /opt/ml/checkpoints to and fro, as SageMaker's does.
+FOLDER/s3/BUCKET/KEY replaces s3://BUCKET/KEY. Each host's /opt/ml is a directory prepared as SageMaker prepares it; a thread
+synchronizes its /opt/ml/checkpoints with S3, as SageMaker's agent does.
 """
 
 import contextlib
@@ -14,232 +14,216 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from parcel import Parcel
-from request import OPT
+from bundle import Bundle
+from request import CODE, OPT
 
 from titanlike.utils.system import share_cores
 
-GRACE = 120.0  # seconds from SIGTERM to SIGKILL, as `docker stop` waits there
+KILL_DELAY = 120.0  # seconds from SIGTERM to SIGKILL, as on SageMaker
+NOTICE_DELAY = 2.0  # seconds until the service notices a failed host
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a host ended."""
+class Result:
+    """The end of a host's process."""
 
     host: str
     code: int
-    failure: str  # what its failure file says
+    failure: str  # content of the failure file
+
+    def __str__(self) -> str:
+        state = {0: "completed", 143: "stopped", 130: "stopped"}.get(self.code, f"failed, exit code {self.code}")
+        return f"{self.host}: {state}" + (f": {self.failure.splitlines()[0]}" if self.failure else "")
 
 
 class Host:
-    """One machine of the job, on loopback."""
+    """One instance of the job, on loopback."""
 
-    def __init__(self, number: int, request: dict[str, Any], folder: Path, variables: dict[str, str]) -> None:
-        self.folder = folder  # of the simulation
-        self.label = f"algo-{number + 1}"
+    def __init__(self, index: int, request: dict[str, Any], folder: Path, variables: dict[str, str]) -> None:
+        self.label = f"algo-{index + 1}"
         self.root = folder / "jobs" / request["TrainingJobName"] / self.label
-        count = request["ResourceConfig"]["InstanceCount"]
-        self._lay_config([f"127.0.0.{n + 1}" for n in range(count)], number, request)
-        for channel in request["InputDataConfig"]:
-            self._lay_channel(channel)
-        kept = request["CheckpointConfig"]
-        self.agent = Agent(self.here(kept["LocalPath"]), self.bucket(kept["S3Uri"]))
-        algorithm = request["AlgorithmSpecification"]
-        command: list[str] = [*algorithm["ContainerEntrypoint"][1:], *algorithm["ContainerArguments"]]
-        given = {name: self.text(value) for name, value in request["Environment"].items()}
-        mine = {"SAGEMAKER_BASE_DIR": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", **given, **variables}
+        self._write_config(index, request)
+        local = _localize(request, self.root, folder)
+        for channel in local["InputDataConfig"]:
+            self._prepare_channel(channel, folder)
+        checkpoints, algorithm = local["CheckpointConfig"], local["AlgorithmSpecification"]
+        self.agent = SyncAgent(Path(checkpoints["LocalPath"]), _path(checkpoints["S3Uri"]))
+        own = {"SAGEMAKER_BASE_DIR": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, *map(self.text, command)],
-            env={**os.environ, **mine},
+            [sys.executable, *algorithm["ContainerEntrypoint"][1:], *algorithm["ContainerArguments"]],
+            env={**os.environ, **own, **local["Environment"], **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # a Ctrl-C is for the simulation, which tells the hosts
+            start_new_session=True,  # the simulation handles Ctrl-C, and stops the hosts
         )
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Tell the host's first process to stop."""
+    def stop(self) -> None:
+        """Sends SIGTERM to the host's first process."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            self.process.terminate()
 
-    def end(self) -> None:
-        """End all of its processes."""
+    def kill(self) -> None:
+        """Kills all processes of the host."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def ended(self) -> Ended:
-        """Wait for its last words, and carry its last files away."""
+    def result(self) -> Result:
+        """Waits for the process, its output and its files."""
         code = self.process.wait()
-        self.end()  # whom a killed parent has left
+        self.kill()  # orphans of the first process
         self.reader.join(timeout=10)
         self.agent.close()
         failure = self.root / "output/failure"
-        return Ended(self.label, code, failure.read_text() if failure.exists() else "")
+        return Result(self.label, code, failure.read_text() if failure.exists() else "")
 
-    def here(self, path: str) -> Path:
-        """What the container calls /opt/ml/..."""
-        return Path(path.replace(OPT, str(self.root)))
-
-    def bucket(self, address: str) -> Path:
-        """The folder that stands in for an address."""
-        where = urlsplit(address)
-        return self.folder / where.scheme / where.netloc / where.path.lstrip("/")
-
-    def text(self, word: str) -> str:
-        """A word of the request as it is here."""
-        return word.replace(OPT, str(self.root)).replace("s3://", f"file://{self.folder}/s3/")
-
-    def _lay_config(self, hosts: list[str], number: int, request: dict[str, Any]) -> None:
-        config = self.root / "input/config"
-        config.mkdir(parents=True)
+    def _write_config(self, index: int, request: dict[str, Any]) -> None:
+        folder = self.root / "input/config"
+        folder.mkdir(parents=True)
+        hosts = [f"127.0.0.{number + 1}" for number in range(request["ResourceConfig"]["InstanceCount"])]
         resources = {
-            "current_host": hosts[number],
+            "current_host": hosts[index],
             "hosts": hosts,
             "network_interface_name": "lo",
             "current_instance_type": request["ResourceConfig"]["InstanceType"],
         }
-        (config / "resourceconfig.json").write_text(json.dumps(resources))
-        (config / "hyperparameters.json").write_text("{}")
         channels = {channel["ChannelName"]: channel for channel in request["InputDataConfig"]}
-        (config / "inputdataconfig.json").write_text(json.dumps(channels))
+        for name, content in (("resource", resources), ("inputdata", channels)):
+            (folder / f"{name}config.json").write_text(json.dumps(content))
+        (folder / "hyperparameters.json").write_text("{}")
 
-    def _lay_channel(self, channel: dict[str, Any]) -> None:
-        place = self.root / "input/data" / channel["ChannelName"]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        source = channel["DataSource"]
-        if "S3DataSource" in source:
-            there = self.bucket(source["S3DataSource"]["S3Uri"])
-            if there.is_file():
-                place.mkdir()
-                shutil.copy(there, place)
-            else:
-                shutil.copytree(there, place)
+    def _prepare_channel(self, channel: dict[str, Any], folder: Path) -> None:
+        target = self.root / "input/data" / channel["ChannelName"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if fsx := channel["DataSource"].get("FileSystemDataSource"):
+            source = folder / "fsx" / fsx["FileSystemId"] / fsx["DirectoryPath"].lstrip("/")
+            source.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(source)
+            return
+        source = _path(channel["DataSource"]["S3DataSource"]["S3Uri"])
+        if source.is_file():
+            target.mkdir()
+            shutil.copy(source, target)
         else:
-            mounted = source["FileSystemDataSource"]
-            there = self.folder / "fsx" / mounted["FileSystemId"] / mounted["DirectoryPath"].lstrip("/")
-            there.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(there)
+            shutil.copytree(source, target)
 
     def _read(self) -> None:
         assert self.process.stdout
         with self.process.stdout as stream:
             for line in stream:
-                self.said.append(line.rstrip("\n"))
+                self.lines.append(line.rstrip("\n"))
                 print(f"[{self.label}] {line}", end="", flush=True)
 
 
-class Agent(threading.Thread):
-    """Carries a folder to S3 as it changes: files that are new or other, and that files are gone. First of all it brings back
-    what is there."""
+class SyncAgent(threading.Thread):
+    """Restores a directory from S3, then copies changed files to S3 and deletes removed ones there, periodically."""
 
-    def __init__(self, here: Path, there: Path, interval: float = 0.5) -> None:
+    def __init__(self, local: Path, remote: Path, interval: float = 0.5) -> None:
         super().__init__(daemon=True)
-        self.place, self.there, self.interval = here, there, interval
-        here.mkdir(parents=True, exist_ok=True)
-        if there.exists():
-            shutil.copytree(there, here, dirs_exist_ok=True)
-        self.known = self._look()
-        self.over = threading.Event()
+        self.local, self.remote, self.interval = local, remote, interval
+        local.mkdir(parents=True, exist_ok=True)
+        if remote.exists():
+            shutil.copytree(remote, local, dirs_exist_ok=True)
+        self.synced = self._scan()
+        self.closing = threading.Event()
         self.start()
 
     def run(self) -> None:
-        """Look and carry until it is over."""
-        while not self.over.wait(self.interval):
-            self._carry()
+        """Synchronizes until `close`, and a last time then."""
+        is_last = False
+        while not is_last:
+            is_last = self.closing.wait(self.interval)
+            self._sync()
 
     def close(self) -> None:
-        """Carry what is left."""
-        self.over.set()
+        """Stops after the last synchronization."""
+        self.closing.set()
         self.join()
-        self._carry()
 
-    def _look(self) -> dict[Path, tuple[int, int]]:
-        found = {}
-        for path in self.place.rglob("*"):
+    def _scan(self) -> dict[Path, tuple[int, int]]:
+        files = {}
+        for path in self.local.rglob("*"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 if path.is_file():
-                    found[path.relative_to(self.place)] = (status.st_mtime_ns, status.st_size)
-        return found
+                    files[path.relative_to(self.local)] = (status.st_mtime_ns, status.st_size)
+        return files
 
-    def _carry(self) -> None:
-        now = self._look()
-        for name in [name for name, status in now.items() if self.known.get(name) != status]:
-            (self.there / name).parent.mkdir(parents=True, exist_ok=True)
+    def _sync(self) -> None:
+        files = self._scan()
+        for name in (name for name, status in files.items() if self.synced.get(name) != status):
+            (self.remote / name).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                shutil.copy2(self.place / name, self.there / name)
-        for name in self.known.keys() - now.keys():
-            (self.there / name).unlink(missing_ok=True)
-        self.known = now
+                shutil.copy2(self.local / name, self.remote / name)
+        for name in self.synced.keys() - files.keys():
+            (self.remote / name).unlink(missing_ok=True)
+        self.synced = files
 
 
 class Simulation:
-    """A job that runs here."""
+    """A job whose hosts are local processes."""
 
-    def __init__(self, request: dict[str, Any], parcel: Parcel, folder: Path, processes: int = 1) -> None:
-        """Lay everything and start the hosts, with so many processes on each."""
-        self.folder = folder.absolute()
-        code = next(c for c in request["InputDataConfig"] if c["ChannelName"] == "code")
-        where = urlsplit(code["DataSource"]["S3DataSource"]["S3Uri"])
-        parcel.lay_into(self.folder / "s3" / where.netloc / where.path.lstrip("/"))
-        self.limit = time.monotonic() + request["StoppingCondition"]["MaxRuntimeInSeconds"]
-        count = request["ResourceConfig"]["InstanceCount"]
+    def __init__(self, request: dict[str, Any], bundle: Bundle, folder: Path, processes: int = 1) -> None:
+        """Writes the job's files and starts the hosts, each with `processes` ranks."""
+        folder = folder.absolute()
+        code = next(channel for channel in request["InputDataConfig"] if channel["ChannelName"] == CODE)
+        bundle.write(_path(_localize(code, folder, folder)["DataSource"]["S3DataSource"]["S3Uri"]))
+        self.deadline = time.monotonic() + request["StoppingCondition"]["MaxRuntimeInSeconds"]
+        num_hosts = request["ResourceConfig"]["InstanceCount"]
         variables = {
             "NPROC": str(processes),
             "MASTER_PORT": str(_free_port()),
             "CUDA_VISIBLE_DEVICES": "",
             "SMOKE_GPUS": "0",
             "SMOKE_EFA": "",
-            **share_cores(count * processes),  # each host would take all
+            **share_cores(num_hosts * processes),
         }
-        self.hosts: list[Host] = []
-        for number in range(count):
-            self.hosts.append(Host(number, request, self.folder, variables))
+        self.hosts = [Host(index, request, folder, variables) for index in range(num_hosts)]
 
     def stop(self) -> None:
-        """Stop the job, as SageMaker does."""
+        """Stops the job, as SageMaker does."""
         for host in self.hosts:
             host.stop()
 
-    def wait(self) -> list[Ended]:
-        """Wait for all hosts. When one fails, the others are stopped, as SageMaker stops them."""
-        told: float | None = None
-        while any(host.process.poll() is None for host in self.hosts):
-            failed = any(host.process.poll() not in (None, 0) for host in self.hosts)
-            if told is None and (failed or time.monotonic() > self.limit):
-                told = time.monotonic()
-                time.sleep(2.0)  # until the service has noticed
-                self.stop()
-            if told is not None and time.monotonic() - told > GRACE:
-                self.end()
-            time.sleep(0.05)
-        return [host.ended() for host in self.hosts]
-
-    def end(self) -> None:
-        """Kill all of it."""
+    def kill(self) -> None:
+        """Kills all hosts."""
         for host in self.hosts:
-            host.end()
+            host.kill()
+
+    def wait(self) -> list[Result]:
+        """Waits for all hosts. When one fails, the others are stopped, as on SageMaker."""
+        stopped_at: float | None = None
+        while any(host.process.poll() is None for host in self.hosts):
+            has_failed = any(host.process.poll() not in (None, 0) for host in self.hosts)
+            if stopped_at is None and (has_failed or time.monotonic() > self.deadline):
+                stopped_at = time.monotonic()
+                time.sleep(NOTICE_DELAY)
+                self.stop()
+            if stopped_at is not None and time.monotonic() - stopped_at > KILL_DELAY:
+                self.kill()
+            time.sleep(0.05)
+        return [host.result() for host in self.hosts]
 
 
-def summary(ended: Iterable[Ended]) -> list[str]:
-    """How the job ended, in the words that SageMaker has for it."""
-    lines = []
-    for one in ended:
-        state = (
-            "stopped" if one.code in (143, 130) else "completed" if one.code == 0 else f"failed, exit code {one.code}"
-        )
-        lines.append(f"{one.host}: {state}" + (f": {one.failure.splitlines()[0]}" if one.failure else ""))
-    return lines
+def _localize(request: dict[str, Any], root: Path, folder: Path) -> dict[str, Any]:
+    """Replaces the container's and S3's paths in a request by local ones."""
+    text = json.dumps(request)
+    for remote, local in ((OPT, str(root)), ("s3://", f"file://{folder}/s3/")):
+        text = text.replace(remote, json.dumps(local)[1:-1])
+    return json.loads(text)
+
+
+def _path(uri: str) -> Path:
+    return Path(urlsplit(uri).path)
 
 
 def _free_port() -> int:

@@ -108,7 +108,7 @@ def table(measured: dict[str, Any]) -> str:
     lines = ["| Layout | Processes | Llama: loss / norm / weights | GPT: loss / norm / weights |", "|---|---|---|---|"]
     for name, case in measured["cases"].items():
         cells = [
-            " / ".join(f"{case[model][what]:.0e}" for what in ("loss", "gradient norm", "weights"))
+            " / ".join(f"{case[model][metric]:.0e}" for metric in ("loss", "gradient norm", "weights"))
             for model in ("llama", "gpt")
         ]
         lines.append(f"| {name} | {case['processes']} | {' | '.join(cells)} |")

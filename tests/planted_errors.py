@@ -46,7 +46,7 @@ ERRORS = {
     ),
     "commit": Planted(
         "titanlike/checkpoint/store.py",
-        "        self._partial(step).rename(self.path / name_of(step))\n        _sync(self.path)",
+        "        self._partial(step).rename(self.path / name_of(step))\n        fsync_directory(self.path)",
         "        shutil.copytree(self._partial(step), self.path / name_of(step))\n        shutil.rmtree(self._partial(step))",
         "tests/faults tests/distributed/test_saving.py",
     ),
@@ -82,9 +82,9 @@ ERRORS = {
     ),
     "watchdog": Planted(
         "titanlike/distributed/watchdog.py",
-        "limit = max(self.seconds, PATIENCE) if someone_is_patient else self.seconds",
-        "limit = max(self.seconds, PATIENCE)",
-        "tests/unit/test_watch.py tests/faults/test_hang.py",
+        "return not any(beat and beat.paused and rank not in silent for rank, beat in heartbeats.items())",
+        "return False",
+        "tests/unit/test_watchdog.py tests/faults/test_hang.py",
     ),
 }
 

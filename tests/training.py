@@ -1,4 +1,4 @@
-"""Train a tiny model by the shipped program, under any layout, and read what came of it."""
+"""Trains a tiny model with the pretraining recipe under any layout, and reads the results."""
 
 import dataclasses
 import functools
@@ -22,7 +22,8 @@ from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
-from titanlike.run.resume import as_json, check_resume
+from titanlike.run.resume import check_resume
+from titanlike.run.run_dir import recipe_as_json
 from titanlike.verify import Result, differences
 
 mesh_of = functools.cache(build_mesh)
@@ -34,8 +35,8 @@ MODELS = {"llama": LLAMA, "gpt": GPT_}
 TINY: dict[str, dict[str, Any]] = dict(
     data=dict(source="synthetic"),
     training=dict(steps=5, seq_len=32, global_batch_size=8, local_batch_size=1, compute_dtype="float32"),
-    # Adam divides a gradient by its own size. Where the true gradient is 0 (a key's bias: softmax does not see it), that
-    # makes a full step of rounding noise; this eps keeps noise small beside gradients of 1e-3 and more.
+    # Adam normalizes gradients. Where the exact gradient is 0 (the bias of wk cancels in softmax), it would turn rounding errors
+    # into full steps; this eps keeps them small beside gradients of 1e-3 and more.
     optimizer=dict(lr=1e-2, eps=1e-4),
     schedule=dict(warmup_steps=2),
     compile=dict(mode="none"),
@@ -45,17 +46,17 @@ TINY: dict[str, dict[str, Any]] = dict(
 
 
 def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
-    """A recipe for a moment's training. Sections are dictionaries of what differs, or whole sections."""
+    """Returns a small recipe. Sections are full sections, or dictionaries of changed fields."""
     merged: dict[str, Any] = {**TINY, "run": dict(dir=str(folder), name=name), "model": LLAMA}
     for section, value in sections.items():
         merged[section] = merged.get(section, {}) | value if isinstance(value, dict) else value
     base = PretrainRecipe()
-    made = {k: dataclasses.replace(getattr(base, k), **v) if isinstance(v, dict) else v for k, v in merged.items()}
-    return dataclasses.replace(base, **made)
+    changed = {k: dataclasses.replace(getattr(base, k), **v) if isinstance(v, dict) else v for k, v in merged.items()}
+    return dataclasses.replace(base, **changed)
 
 
 def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
-    """This rank's part of the recipe's model, with its first values, and the mesh, as the program makes them."""
+    """Builds this rank's part of the recipe's model, initialized, and the mesh, as the recipe does."""
     layout = recipe.parallelism.resolve(dist.get_world_size())
     mesh = mesh_of("cpu", **layout.dimensions())
     with torch.device("meta"):
@@ -68,48 +69,49 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     return model, mesh
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A copy of all of it, from all ranks that have a part."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns a copy of the full tensor, all-gathered from its shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train_here(recipe: PretrainRecipe) -> None:
-    """Run the program on this rank of a pool."""
-    # Groups are made once for each layout, and the compiler starts afresh: a process here outlives many runs.
+def train_on_rank(recipe: PretrainRecipe) -> None:
+    """Runs the recipe on this rank of a pool."""
+    # A process runs many tests: process groups are reused for each layout, and the compiler is reset.
     pretrain.build_mesh = mesh_of  # type: ignore[assignment]
     torch._dynamo.reset()
     pretrain.main(recipe, torch.device("cpu"))
 
 
 def train(pool: Pool, recipe: PretrainRecipe) -> Result:
-    """Run the program on all ranks of the pool."""
-    pool.run(train_here, recipe)
+    """Runs the recipe on all ranks of the pool."""
+    pool.run(train_on_rank, recipe)
     return result(recipe)
 
 
 def result(recipe: PretrainRecipe) -> Result:
-    """Read a run's metrics and its last checkpoint."""
+    """Reads a run's metrics and last checkpoint."""
     return Result.of(Path(recipe.run.dir, recipe.run.name))
 
 
 def assert_same(
     found: Result, expected: Result, *, loss: float = 1e-5, norm: float = 1e-4, weights: float = 1e-4
 ) -> None:
-    """Losses, gradient norms, validation and every weight agree to these relative tolerances."""
+    """Asserts that losses, gradient norms, validation losses and weights match to these relative tolerances."""
     tolerances = {"loss": loss, "gradient norm": norm, "weights": weights}
-    for what, (worst, where) in differences(found, expected).items():
-        assert worst <= tolerances[what], f"{what} differs by {worst:.1e} ({where}), more than {tolerances[what]:.0e}"
+    for metric, (worst, where) in differences(found, expected).items():
+        limit = tolerances[metric]
+        assert worst <= limit, f"{metric} differs by {worst:.1e} ({where}), more than {limit:.0e}"
 
 
 def resume(
     saved: CheckpointMetadata, recipe: PretrainRecipe, data: str, layout: dict[str, int], machine: dict[str, str]
 ) -> list[str]:
-    """Whether a checkpoint would be taken up by this recipe, with this data, here."""
-    return check_resume(saved, CheckpointMetadata(0, as_json(recipe), data, layout, machine), recipe)
+    """Checks whether this recipe may resume from a checkpoint, with this data, layout and machine."""
+    return check_resume(saved, CheckpointMetadata(0, recipe_as_json(recipe), data, layout, machine), recipe)
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name, and the bytes that ranks tell each other: of the larger side of what goes in and comes out."""
+    """Counts operations by name, and the bytes of collectives: the larger of input and output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Text from a model: one token after another, each drawn from the model's own odds."""
+"""Autoregressive sampling from a model under any layout."""
 
 import torch
 from torch import Tensor, nn
 
+from titanlike.config.sections import Sample
 from titanlike.data.text.tokenizer import Tokenizer
 from titanlike.distributed.collectives import all_gather
 from titanlike.parallelisms.context import context_position_ids, gather_sequence
@@ -15,33 +16,31 @@ def generate(
     model: nn.Module,
     mesh: Mesh,
     tokenizer: Tokenizer,
-    prompt: str,
+    sample: Sample,
     *,
-    num_tokens: int,
-    window: int,
-    temperature: float,
+    context_length: int,
     seed: int,
-    device: torch.device,
 ) -> str:
-    """The prompt and what follows it. Every rank calls it and gets the same text: a sharded model needs them all.
+    """Returns the prompt and up to `sample.tokens` sampled tokens, as text. All ranks call it and get the same text.
 
-    The model looks back over `window` places, on any layout. It is always given as many, `window` or what divides over the
-    ranks that share a sequence, so that compiled code fits; what stands behind the text does not matter to a causal model.
+    The model always gets `context_length` tokens, rounded up to what the layout divides, so that compiled code is reused. Padding
+    follows the text, where a causal model does not see it.
     """
-    unit = mesh.tensor.size() * (2 * mesh.context.size() if mesh.context.size() > 1 else 1)
-    length = -(-window // unit) * unit
-    places = context_position_ids(length, mesh.context).to(device)
+    multiple = mesh.tensor.size() * (2 * mesh.context.size() if mesh.context.size() > 1 else 1)
+    length = -(-context_length // multiple) * multiple
+    device = torch.device(mesh.tensor.device_type)
+    position_ids = context_position_ids(length, mesh.context).to(device)
     generator = torch.Generator().manual_seed(derive_seed(seed, "sample"))
-    tokens = tokenizer.opening(prompt)
-    for _ in range(num_tokens):
-        seen = tokens[-window:]
-        padded = torch.tensor([seen + [0] * (length - len(seen))], device=device)
-        logits: Tensor = model(tokens=padded[:, places], position_ids=places[None])
-        logits = gather_sequence(logits, 1, mesh.context)[:, len(seen) - 1]  # (1, vocabulary)
+    tokens = tokenizer.opening(sample.prompt)
+    for _ in range(sample.tokens):
+        context = tokens[-context_length:]
+        padded = torch.tensor([context + [0] * (length - len(context))], device=device)
+        logits: Tensor = model(tokens=padded[:, position_ids], position_ids=position_ids[None])
+        logits = gather_sequence(logits, 1, mesh.context)[:, len(context) - 1]  # (1, V)
         if mesh.vocab_group is not None:
             logits = all_gather(logits, 1, mesh.vocab_group)
         logits = logits[0, : tokenizer.vocab_size].float().cpu()
-        token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        token = int(torch.multinomial((logits / sample.temperature).softmax(-1), 1, generator=generator))
         if token == tokenizer.separator.token:
             break
         tokens.append(token)

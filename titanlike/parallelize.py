@@ -1,4 +1,8 @@
-"""The one order of the transforms: a plain model on the meta device in, this rank's trainable model out."""
+"""Applies all transforms to a model, in the one order that works.
+
+The order is: float8, pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation, FSDP. The
+model is on the meta device throughout; `models.init.initialize` allocates the parameters of the result.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,7 +13,7 @@ from torch import nn
 
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models import blocks
-from titanlike.models.layers import TiedHead
+from titanlike.models.layers import TiedLMHead
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
@@ -31,24 +35,27 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> nn.Module:
-    """Apply what the recipe asks for, in the order in which the parts need each other.
+    """Applies the transforms that the recipe's sections ask for to a registered model on the meta device.
 
-    `split` has the number of blocks of each pipeline stage. The result is the model itself or, where there is more than one
-    stage, the `Pipeline` that holds this rank's part of it.
+    Args:
+        split: number of blocks of each pipeline stage.
+
+    Returns:
+        The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
     """
-    plan = cast(Mapping[str, str], model.tensor_plan)
+    tensor_plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
     model.to(getattr(torch, training.master_dtype))
-    in_float8 = float8.scaling != "none"
-    if in_float8:
-        # Only here: what is behind it takes two seconds to import.
+    use_float8 = float8.scaling != "none"
+    if use_float8:
+        # Imported here: torchao takes two seconds.
         from titanlike.float8.all_gather import wrap_weights
         from titanlike.float8.linear import apply_float8, check_hardware
         from titanlike.float8.tensor_parallel import share_scales
 
         check_hardware(mesh.tensor.device_type, float8)
         apply_float8(model, float8)
-    # Before all that shares: what is on another rank needs no transform.
+    # Split first: a module of another stage needs no further transform.
     parts: list[Any] = [model]
     if mesh.pipeline.size() > 1:
         model = Pipeline(
@@ -64,10 +71,10 @@ def parallelize(
         from titanlike.parallelisms.tensor import apply_tensor, overlap_tensor
 
         for part in parts:
-            apply_tensor(part, plan, mesh.tensor)
+            apply_tensor(part, tensor_plan, mesh.tensor)
         if parallelism.async_tensor_parallel:
             overlap_tensor(mesh.tensor)
-    if in_float8:
+    if use_float8:
         for part in parts:
             share_scales(part, mesh.tensor.get_group(), mesh.context.get_group())
     layers = blocks(model)
@@ -86,16 +93,16 @@ def parallelize(
                 vocab_group=mesh.vocab_group,
                 backend=compile.backend if compile.mode == "block" else "",
             )
-    # After checkpointing: the compiler sees what is recomputed and plans for it.
+    # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
     apply_compile(model, layers, mode=compile.mode, backend=compile.backend)
     reshard = parallelism.reshard_after_forward
     if reshard == "auto" and len(split) > 1:
-        reshard = "never"  # every micro-batch would gather a stage's weights again
-    # A rank that shares its weights with no other has nothing to gather.
-    alone = mesh.fsdp.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload)
-    # Last: its hooks gather weights around a block, outside of what was compiled.
+        reshard = "never"  # every micro-batch would all-gather a stage's weights again
+    # FSDP on one rank would only copy the weights.
+    no_fsdp = mesh.fsdp.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload)
+    # FSDP last: its hooks all-gather the weights outside of the compiled code.
     for part in parts:
-        if alone:
+        if no_fsdp:
             apply_compute_dtype(part, compute_dtype)
             continue
         if float8.all_gather:
@@ -103,7 +110,7 @@ def parallelize(
         apply_fsdp(
             part,
             mesh.fsdp,
-            units=[] if compile.mode == "model" else _units(part),
+            units=[] if compile.mode == "model" else fsdp_units(part),
             compute_dtype=compute_dtype,
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=reshard,
@@ -112,16 +119,18 @@ def parallelize(
     return model
 
 
-def _units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:
-    """What FSDP gathers at once: a block, and each end that is here.
+def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:
+    """Returns the modules that FSDP all-gathers together: each block, the embeddings, and the norm with the LM head.
 
-    An embedding that is also the head stays with the root, and all that is not a block with it: it is used at both ends.
+    With a tied LM head, everything but the blocks stays with the root: the embedding is used at both ends.
     """
     children = dict(part.named_children())
     layers = list(blocks(part).values())
-    if isinstance(children.get("output"), TiedHead):
+    if isinstance(children.get("output"), TiedLMHead):
         return [*layers]
-    first = [children[name] for name in ("tok_embeddings", "pos_embeddings") if name in children]
-    last = [children[name] for name in ("norm", "output") if name in children]
+    first, last = (
+        [children[name] for name in names if name in children]
+        for names in cast(Any, (part.first_stage_modules, part.last_stage_modules))
+    )
     units: list[nn.Module | list[nn.Module]] = [first, *layers, last]
     return [unit for unit in units if unit != []]

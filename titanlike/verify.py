@@ -1,4 +1,4 @@
-"""`titanlike verify`: a recipe's own program, made small, under a layout and in one process, and the two side by side."""
+"""`titanlike verify`: compares a layout with one process, numerically, by running the recipe's own program on a small model."""
 
 import json
 import math
@@ -20,32 +20,32 @@ from titanlike.config.sections import Data, Parallelism, Tokenizer
 from titanlike.distributed import environment
 from titanlike.run.start import REPOSITORY
 
-# Relative. Sums of float32 in another order; Adam makes more of it than a plain sum would.
+# Relative tolerances for float32 sums in a different order, which Adam amplifies.
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}
-MOST = 32  # processes
-PLAIN = {
+MAX_PROCESSES = 32
+FLOAT8_OFF = {
     "scaling": "none",
     "all_gather": False,
     "layers": [],
     "skip": [],
     "head": False,
     "emulate": False,
-}  # of [float8]
-UNTOLD = ("run", "checkpoint", "validation", "sample", "metrics")  # sections whose changes are of no interest
+}
+NOT_SHOWN = ("run", "checkpoint", "validation", "sample", "metrics")  # sections whose changes are not printed
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind."""
+    """The records and the last checkpoint of a run."""
 
     losses: list[float]
     gradient_norms: list[float]
     validation: list[float]
-    state: dict[str, Any]  # "model" and "optimizer": whole tensors by name
+    state: dict[str, Any]  # "model" and "optimizer": full tensors by name
 
     @classmethod
     def of(cls, folder: Path) -> "Result":
-        """Read a run's records and its last checkpoint."""
+        """Reads a run directory."""
         from titanlike.checkpoint import read_whole  # imports torch
 
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -59,22 +59,24 @@ class Result:
 
 
 def differences(found: Result, expected: Result, *, smallest: float = 1e-2) -> dict[str, tuple[float, str]]:
-    """The largest relative differences of losses (validation too), gradient norms and weights, and where each is. A weight
-    is held against the largest of its tensor, or against `smallest` where that is less."""
+    """Returns the largest relative difference of losses (including validation), gradient norms and weights, and where it is.
+
+    A weight is compared relative to the largest element of its tensor, or to `smallest` if that is larger.
+    """
 
     def relative(difference: float, size: float) -> float:
-        return difference / size if math.isfinite(difference) and size else math.inf  # not a number is no agreement
+        return difference / size if math.isfinite(difference) and size else math.inf  # NaN never agrees
 
     def worst(one: Sequence[float], other: Sequence[float]) -> tuple[float, str]:
         assert len(one) == len(other) > 0
         each = [relative(abs(a - b), abs(b)) for a, b in zip(one, other, strict=True)]
         return max(each), f"step {each.index(max(each)) + 1}"
 
-    ours, theirs = found.state["model"], expected.state["model"]
-    assert ours.keys() == theirs.keys()
+    weights_found, weights_expected = found.state["model"], expected.state["model"]
+    assert weights_found.keys() == weights_expected.keys()
     weights = {
-        name: relative((ours[name] - value).abs().max().item(), max(value.abs().max().item(), smallest))
-        for name, value in theirs.items()
+        name: relative((weights_found[name] - value).abs().max().item(), max(value.abs().max().item(), smallest))
+        for name, value in weights_expected.items()
     }
     name = max(weights, key=lambda name: weights[name])
     losses = max(worst(found.losses, expected.losses), worst(found.validation, expected.validation))
@@ -86,12 +88,12 @@ def differences(found: Result, expected: Result, *, smallest: float = 1e-2) -> d
 
 
 def verify(recipe: Path, layout: str, steps: int, overrides: Sequence[str] = ()) -> NoReturn:
-    """Print what one process and the layout make of the recipe. Ends the process: 0 if they agree, 1 if not."""
+    """Runs the recipe in one process and under the layout, and prints both. Exits with 0 if they agree, 1 if not."""
     try:
         chosen = _parse(layout)
         processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
         given = [str(recipe), *overrides, *(f"--parallelism.{key}={value}" for key, value in chosen.items())]
-        # At its real size first: whether the layout is possible at all is a matter of that.
+        # Check the layout at the real size first: the small model would hide what does not divide.
         checked = _run([*given, "--check", str(processes)], 1)
         if checked.returncode:
             raise UserError(checked.stderr.strip().removeprefix("error: "))
@@ -101,10 +103,10 @@ def verify(recipe: Path, layout: str, steps: int, overrides: Sequence[str] = ())
     title = " x ".join(f"{name} {chosen[name]}" for name in DIMENSIONS if chosen[name] != "1") or "one process"
     print(f"{recipe} under {title} ({processes} processes) against one process, {steps} steps on the CPU\n")
     smaller = shrink(values, processes, steps)
-    print("made smaller, to fit here:")
+    print("reduced to fit on this machine:")
     for key, value in smaller.items():
         before = values[key.partition(".")[0]].get(key.partition(".")[2])
-        if before != value and key.partition(".")[0] not in UNTOLD:
+        if before != value and key.partition(".")[0] not in NOT_SHOWN:
             print(f"  {key:<28} {_toml(before)} -> {_toml(value)}")
     print(flush=True)
     alone: dict[str, Any] = {f"parallelism.{name}": 1 for name in DIMENSIONS}
@@ -117,15 +119,15 @@ def verify(recipe: Path, layout: str, steps: int, overrides: Sequence[str] = ())
             done = _run([*given, *(f"--{key}={_toml(value)}" for key, value in changes.items())], number)
             if done.returncode:
                 print(done.stderr.strip()[-4000:], file=sys.stderr)
-                print(f"NOT the same: {'one process' if number == 1 else title} ended with exit code {done.returncode}")
+                print(f"NOT equal: {'one process' if number == 1 else title} ended with exit code {done.returncode}")
                 sys.exit(1)
             results.append(Result.of(Path(folder, name)))
-    aside = "" if values["float8"]["scaling"] == "none" else " (without float8, whose rounding hides what layouts do)"
-    sys.exit(_report(results[0], results[1], title, aside))
+    note = "" if values["float8"]["scaling"] == "none" else " (float8 off: its rounding hides the effect of layouts)"
+    sys.exit(_report(results[0], results[1], title, note))
 
 
 def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]:
-    """Keys of a whole recipe, and the values that make it a moment's work on a CPU and keep what the layout divides."""
+    """Returns overrides that make a resolved recipe run within seconds on a CPU and keep it divisible by the layout."""
     model, parallelism, training = values["model"], values["parallelism"], values["training"]
     tensor, context, pipeline = (parallelism[name] for name in ("tensor", "context", "pipeline"))
     schedule = SCHEDULES[parallelism["pipeline_schedule"]]
@@ -135,11 +137,11 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     )
     heads = model["num_heads"]
     kv_heads = model.get("num_kv_heads", heads)
-    small_kv = min(kv_heads, max(tensor, 2))  # one or two for each rank
+    small_kv = min(kv_heads, max(tensor, 2))  # one or two per rank
     small_heads = min(heads, small_kv * min(heads // kv_heads, 2))
     dim = min(model["dim"], 16 * small_heads)
     small: dict[str, Any] = {
-        "num_layers": min(model["num_layers"], stages + 1),  # so that one stage has more than the others
+        "num_layers": min(model["num_layers"], stages + 1),  # stages of unequal size
         "num_heads": small_heads,
         "num_kv_heads": small_kv,
         "dim": dim,
@@ -152,8 +154,8 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     pieces = tensor * (2 * context if context > 1 else 1)
     num_data_ranks = processes // (tensor * context * pipeline)
     changes |= {
-        **_plain("tokenizer", Tokenizer(), values),
-        **_plain("data", Data(source="synthetic", document_masks=values["data"]["document_masks"]), values),
+        **_changed_keys("tokenizer", Tokenizer(), values),
+        **_changed_keys("data", Data(source="synthetic", document_masks=values["data"]["document_masks"]), values),
         "training.steps": steps,
         "training.seq_len": min(training["seq_len"], -(-32 // pieces) * pieces),
         "training.global_batch_size": num_data_ranks * max(2, stages),
@@ -164,12 +166,12 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "training.matmul_precision": "highest",
         "training.attention": "auto",
         "training.non_finite": "stop",
-        # Adam divides a gradient by its own size: with the usual eps, rounding noise around 0 becomes a full step.
+        # Adam normalizes gradients: with the usual eps, rounding noise around 0 becomes a full step.
         "optimizer.eps": max(values["optimizer"]["eps"], 1e-4),
-        "optimizer.lr": max(values["optimizer"]["lr"], 1e-2),  # a few steps have to show a wrong gradient
-        "compile.mode": "none",  # compiling takes longer than all the rest
-        # Float8 turns the last digit of a sum into a sixteenth of a number: what it rounds cannot tell layouts apart.
-        **{f"float8.{key}": value for key, value in PLAIN.items()},
+        "optimizer.lr": max(values["optimizer"]["lr"], 1e-2),  # a wrong gradient must show within a few steps
+        "compile.mode": "none",  # compilation would dominate the run time
+        # Float8 amplifies a rounding difference to 1/16 of a value: layouts cannot be compared through it.
+        **{f"float8.{key}": value for key, value in FLOAT8_OFF.items()},
         "optimizer.state_dtype": "full",
         "optimizer.stochastic_rounding": False,
         "schedule.warmup_steps": min(values["schedule"]["warmup_steps"], 2),
@@ -187,19 +189,21 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     }
     if split:
         changes["parallelism.pipeline_split"] = [1] * (stages - 1) + [changes["model.num_layers"] - stages + 1]
-    recomputing = values["activation_checkpoint"]["mode"]
-    if recomputing == "memory_budget" or (recomputing == "selective" and schedule.splits_backward and pipeline > 1):
-        changes["activation_checkpoint.mode"] = "full"  # neither works without the compiler
+    checkpoint_mode = values["activation_checkpoint"]["mode"]
+    if checkpoint_mode == "memory_budget" or (
+        checkpoint_mode == "selective" and schedule.splits_backward and pipeline > 1
+    ):
+        changes["activation_checkpoint.mode"] = "full"  # both require the compiler here
     return changes
 
 
-def _plain(name: str, section: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The keys in which a section of the recipe is other than this one."""
+def _changed_keys(name: str, section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a section of the recipe that differ from those of `section`."""
     wanted = json.loads(json.dumps(asdict(section)))
     return {f"{name}.{key}": value for key, value in wanted.items() if values[name][key] != value}
 
 
-def _report(one: Result, other: Result, title: str, aside: str) -> int:
+def _report(one: Result, other: Result, title: str, note: str) -> int:
     width = max(len(title), 12)
     print(f"{'step':>10}  {'loss: one':>12} {title:>{width}}   {'norm: one':>12} {title:>{width}}")
     rows = zip(one.losses, other.losses, one.gradient_norms, other.gradient_norms, strict=True)
@@ -208,14 +212,14 @@ def _report(one: Result, other: Result, title: str, aside: str) -> int:
     print(f"{'validation':>10}  {one.validation[-1]:>12.6f} {other.validation[-1]:>{width}.6f}\n")
     found = differences(other, one)
     for what, (value, where) in found.items():
-        print(f"  {what:<14} differs by {value:.1e} at most ({where}); {TOLERANCES[what]:.0e} is rounding")
+        print(f"  {what:<14} maximum relative difference {value:.1e} ({where}); tolerance {TOLERANCES[what]:.0e}")
     wrong = [what for what, (value, _) in found.items() if not value <= TOLERANCES[what]]
-    print(f"\nNOT the same: {', '.join(wrong)}" if wrong else f"\nthe same numbers{aside}")
+    print(f"\nNOT equal: {', '.join(wrong)}" if wrong else f"\nequal within tolerance{note}")
     return 1 if wrong else 0
 
 
 def _parse(layout: str) -> dict[str, str]:
-    """All five dimensions and whatever else of [parallelism] is given, as text."""
+    """Returns the five dimensions and any other given key of [parallelism], as text."""
     chosen = dict.fromkeys(DIMENSIONS, "1")
     keys = list(Parallelism.__dataclass_fields__)
     for item in filter(None, re.split(r",(?=\s*[a-z_]+=)", layout)):
@@ -223,14 +227,14 @@ def _parse(layout: str) -> dict[str, str]:
         if key not in keys or not equals:
             near = nearest(key, keys)
             raise UserError(
-                f"--layout {layout}: {item!r} is not a key of [parallelism] with its value, as in tensor=2"
+                f"--layout {layout}: {item!r} is not KEY=VALUE with a key of [parallelism], such as tensor=2"
                 + (f"; did you mean {near}?" if near and near != key else "")
             )
         if key in DIMENSIONS and (not value.isdigit() or int(value) < 1):
             raise UserError(f"--layout {layout}: {item!r}: give a number of processes, such as {key}=2")
         chosen[key] = value
-    if math.prod(int(chosen[name]) for name in DIMENSIONS) > MOST:
-        raise UserError(f"--layout {layout}: more than {MOST} processes on one machine; fewer show as much")
+    if math.prod(int(chosen[name]) for name in DIMENSIONS) > MAX_PROCESSES:
+        raise UserError(f"--layout {layout}: more than {MAX_PROCESSES} processes on one machine; fewer show the same")
     return chosen
 
 
@@ -238,7 +242,7 @@ def _run(words: Sequence[str], processes: int) -> subprocess.CompletedProcess[st
     launch = Path(__file__).parent / "cli" / "launch.py"
     return subprocess.run(
         [sys.executable, str(launch), *words],
-        env=environment.variables({"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}),
+        env=environment.child_environment({"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}),
         capture_output=True,
         text=True,
         check=False,

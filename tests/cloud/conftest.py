@@ -1,4 +1,4 @@
-"""AWS on loopback, empty for each test."""
+"""Fixtures for AWS on loopback, with an empty account for each test."""
 
 import logging
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
-from service import Clients, clients
+from service import Clients, make_clients
 
 from tests.cloud.aws import REGION, Aws, stop_training_job
 
-# What of the user's own could lead elsewhere.
-OTHERS = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3")
-OURS = {
+# Variables that could select another account.
+UNSET = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3")
+VARIABLES = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
     "AWS_ACCESS_KEY_ID": "nobody",
@@ -23,17 +23,17 @@ OURS = {
 }
 
 
-def enter(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Take all of the environment that has to do with AWS."""
-    for name in OTHERS:
+def set_environment(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Sets all environment variables that concern AWS."""
+    for name in UNSET:
         monkeypatch.delenv(name, raising=False)
-    for name, value in (OURS | {"AWS_ENDPOINT_URL": address}).items():
+    for name, value in (VARIABLES | {"AWS_ENDPOINT_URL": address}).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The address of the server."""
+    """The URL of moto's server."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     moto.start()
@@ -44,10 +44,10 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def session_clients(server: str) -> Iterator[Clients]:
-    """Made once: that takes longer than most tests."""
+    """Clients shared by all tests: creating them takes longer than most tests."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        enter(monkeypatch, server)
-        made = clients()
+        set_environment(monkeypatch, server)
+        made = make_clients()
     yield made
     for client in (made.sagemaker, made.logs, made.s3):
         client.close()
@@ -55,15 +55,15 @@ def session_clients(server: str) -> Iterator[Clients]:
 
 @pytest.fixture
 def account(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials, a region and the address of the server, in the environment."""
-    enter(monkeypatch, server)
+    """Sets credentials, a region and the server's URL in the environment."""
+    set_environment(monkeypatch, server)
 
 
 @pytest.fixture
 def aws(server: str, account: None, session_clients: Clients, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
-    """AWS, and clients of it."""
+    """The simulated account, and clients for it."""
     monkeypatch.setattr(SageMakerResponse, "stop_training_job", stop_training_job, raising=False)
-    Aws.forget(server)  # what tests without this fixture have sent
-    there = Aws(server, session_clients)
-    yield there
-    there.reset()
+    Aws.clear(server)  # jobs of tests without this fixture
+    simulated = Aws(server, session_clients)
+    yield simulated
+    simulated.reset()

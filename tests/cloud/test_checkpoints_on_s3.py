@@ -1,4 +1,4 @@
-"""Checkpoints that ranks write straight to S3, as they do in a job: by the protocol, to a server on loopback."""
+"""Checkpoints on S3, written by the ranks of a job to a local server."""
 
 from pathlib import Path
 
@@ -9,25 +9,28 @@ from tests.launching import SMALL, losses, run
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_s3_bit_for_bit(aws: Aws, tmp_path: Path) -> None:
+def test_a_run_resumes_from_s3_bit_exactly(aws: Aws, tmp_path: Path) -> None:
     options = SMALL | {
-        "run.name": "r", "checkpoint.dir": f"s3://{BUCKET}/kept", "checkpoint.interval": "2", "model.dropout": "0.1",
+        "run.name": "r", "checkpoint.dir": f"s3://{BUCKET}/checkpoints", "checkpoint.interval": "2", "model.dropout": "0.1",
     }  # fmt: skip
     first = run(tmp_path, variables={"NPROC": "2"}, **options)
     assert (first.returncode, first.stderr) == (0, "")
-    whole = losses(tmp_path / "runs/r")
+    expected = losses(tmp_path / "runs/r")
     s3 = aws.clients.s3
-    keys = {one["Key"] for one in s3.list_objects_v2(Bucket=BUCKET, Prefix="kept/r/")["Contents"]}
+    keys = {entry["Key"] for entry in s3.list_objects_v2(Bucket=BUCKET, Prefix="checkpoints/r/")["Contents"]}
     files = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json")
-    assert keys == {"kept/r/latest", *(f"kept/r/step-0000000{step}/{file}" for step in (4, 6) for file in files)}
+    assert keys == {
+        "checkpoints/r/latest",
+        *(f"checkpoints/r/step-0000000{step}/{file}" for step in (4, 6) for file in files),
+    }
 
-    # A shard that arrived short is told of and passed over; what follows is what was.
-    key = "kept/r/step-00000006/rank-00001.safetensors"
+    # A truncated shard is reported, and the run resumes from the previous checkpoint, with the same results.
+    key = "checkpoints/r/step-00000006/rank-00001.safetensors"
     content = s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()
     s3.put_object(Bucket=BUCKET, Key=key, Body=content[:-8])
     again = run(tmp_path, variables={"NPROC": "2"}, **options)
     assert again.returncode == 0, again.stderr
-    assert f"s3://{BUCKET}/kept/r/step-00000006/rank-00001.safetensors" in again.stderr
-    assert "going back to the checkpoint before it" in again.stderr
+    assert f"s3://{BUCKET}/checkpoints/r/step-00000006/rank-00001.safetensors" in again.stderr
+    assert "falling back to the previous checkpoint" in again.stderr
     assert "resumed at step 4\n" in again.stdout
-    assert losses(tmp_path / "runs/r") == whole and set(whole) == set(range(1, 7))
+    assert losses(tmp_path / "runs/r") == expected and set(expected) == set(range(1, 7))

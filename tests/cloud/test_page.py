@@ -1,4 +1,4 @@
-"""What docs/sagemaker.md says: its commands are right ones, and its policies allow what is done, and no more than the prefix."""
+"""docs/sagemaker.md: its commands are valid, and its policies allow what the code does, limited to the prefix."""
 
 import fnmatch
 import json
@@ -25,7 +25,7 @@ IMPLIED = {"HeadBucket": "s3:ListBucket"}
 
 
 def statements(policy: dict[str, Any], action: str) -> list[str]:
-    """The resources on which a policy allows something."""
+    """Returns the resources on which a policy allows an action."""
     found = []
     for one in policy["Statement"]:
         actions, resources = ([x] if isinstance(x, str) else x for x in (one["Action"], one["Resource"]))
@@ -33,71 +33,71 @@ def statements(policy: dict[str, Any], action: str) -> list[str]:
     return found
 
 
-def allowed(policy: dict[str, Any], action: str, address: str) -> bool:
-    return any(fnmatch.fnmatch(address, pattern) for pattern in statements(policy, action))
+def allowed(policy: dict[str, Any], action: str, resource: str) -> bool:
+    return any(fnmatch.fnmatch(resource, pattern) for pattern in statements(policy, action))
 
 
 def test_commands() -> None:
     lines = (
         "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)).replace("\\\n", " ").splitlines()
     )
-    ours = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("python sagemaker/")]
-    assert len(ours) >= 11
-    for program, *words in ours:
-        if words[0] in launch.COMMANDS:
-            jobs.build_parser().parse_args(words)
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("python sagemaker/")]
+    assert len(commands) >= 11
+    for program, *arguments in commands:
+        if arguments[0] in jobs.COMMANDS:
+            jobs.build_parser().parse_args(arguments)
         else:
             recipe = [] if program == "sagemaker/launch.py" else ["train_configs/debug.toml"]
-            options, rest = build_parser().parse_known_args([*recipe, *words])
+            options, rest = build_parser().parse_known_args([*recipe, *arguments])
             assert (ROOT / options.recipe).exists() and not Arguments(rest).overrides
-            launch._channels(options.channel)
+            launch.parse_channels(options.channels)
 
 
-def test_a_user_may_do_what_the_commands_do(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation that is asked of the service, and each key of S3."""
-    you, _ = POLICIES
+def test_the_user_policy_allows_the_commands(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers each operation that is called, and each S3 key."""
+    user, _ = POLICIES
     for name in ("CreateTrainingJob", "DescribeTrainingJob", "StopTrainingJob"):
         assert allowed(
-            you, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/titanlike-debug-20261122-101112"
+            user, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/titanlike-debug-20261122-101112"
         )
-        assert not allowed(you, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/theirs")
-    monkeypatch.setattr("jobs.clients", lambda region: aws.clients)
+        assert not allowed(user, f"sagemaker:{name}", "arn:aws:sagemaker:REGION:ACCOUNT:training-job/other")
+    monkeypatch.setattr("jobs.make_clients", lambda region: aws.clients)
     job = aws.running()
-    aws.say(job, "algo-1", "hello")
-    aws.asked.clear()
-    for words in (["list"], ["describe", job], ["logs", job], ["stop", job]):
-        assert jobs.command([*words, "--region", "us-east-1"]) == 0
-    asked = {operation for operation, _ in aws.asked}
-    assert {"ListTrainingJobs", "DescribeTrainingJob"} <= asked
-    for operation in asked:
+    aws.log(job, "algo-1", "hello")
+    aws.calls.clear()
+    for arguments in (["list"], ["describe", job], ["logs", job], ["stop", job]):
+        assert jobs.run([*arguments, "--region", "us-east-1"]) == 0
+    called = {operation for operation, _ in aws.calls}
+    assert {"ListTrainingJobs", "DescribeTrainingJob"} <= called
+    for operation in called:
         kind = "logs" if operation in ("DescribeLogStreams", "GetLogEvents") else "sagemaker"
-        assert statements(you, f"{kind}:{operation}"), operation
+        assert statements(user, f"{kind}:{operation}"), operation
     for action, key in (
         ("PutObject", "code/a/b"),
         ("GetObject", "code/a/request.json"),
         ("GetObject", "runs/a/metrics.jsonl"),
     ):
-        assert allowed(you, f"s3:{action}", f"arn:aws:s3:::BUCKET/titanlike/{key}")
-    assert not allowed(you, "s3:PutObject", "arn:aws:s3:::BUCKET/titanlike/checkpoints/a")
+        assert allowed(user, f"s3:{action}", f"arn:aws:s3:::BUCKET/titanlike/{key}")
+    assert not allowed(user, "s3:PutObject", "arn:aws:s3:::BUCKET/titanlike/checkpoints/a")
 
 
-def test_a_job_may_read_and_write_its_own_places_alone() -> None:
+def test_the_role_policy_allows_only_the_job_locations() -> None:
     _, role = POLICIES
     job = Job(**{**vars(JOB), "bucket": "BUCKET", "channels": (Channel("data.path", "s3://BUCKET/tokens/c4"),)})
     request = request_for(job)
-    channels = [one["DataSource"]["S3DataSource"]["S3Uri"] for one in request["InputDataConfig"]]
-    assert len(channels) == 2
-    for address in channels:
-        assert allowed(role, "s3:GetObject", address.replace("s3://", "arn:aws:s3:::") + "file")
-    words = dict(word.split("=", 1) for word in request["AlgorithmSpecification"]["ContainerArguments"] if "=" in word)
+    uris = [one["DataSource"]["S3DataSource"]["S3Uri"] for one in request["InputDataConfig"]]
+    assert len(uris) == 2
+    for uri in uris:
+        assert allowed(role, "s3:GetObject", uri.replace("s3://", "arn:aws:s3:::") + "file")
+    arguments = dict(one.split("=", 1) for one in request["AlgorithmSpecification"]["ContainerArguments"] if "=" in one)
     written = [
-        f"{words['--checkpoint.dir']}/{job.run}/step-00000001/manifest.json",
+        f"{arguments['--checkpoint.dir']}/{job.run}/step-00000001/manifest.json",
         f"{request['CheckpointConfig']['S3Uri']}metrics.jsonl",
         f"{request['OutputDataConfig']['S3OutputPath']}/{job.name}/output.tar.gz",
     ]
-    for address in written:
-        assert allowed(role, "s3:PutObject", address.replace("s3://", "arn:aws:s3:::")), address
-    for place in ("titanlike/code/a", "tokens/a", "theirs/a"):
-        assert not allowed(role, "s3:PutObject", f"arn:aws:s3:::BUCKET/{place}")
-        assert not allowed(role, "s3:DeleteObject", f"arn:aws:s3:::BUCKET/{place}")
-    assert not allowed(role, "s3:GetObject", "arn:aws:s3:::BUCKET/theirs/a")
+    for uri in written:
+        assert allowed(role, "s3:PutObject", uri.replace("s3://", "arn:aws:s3:::")), uri
+    for key in ("titanlike/code/a", "tokens/a", "other/a"):
+        assert not allowed(role, "s3:PutObject", f"arn:aws:s3:::BUCKET/{key}")
+        assert not allowed(role, "s3:DeleteObject", f"arn:aws:s3:::BUCKET/{key}")
+    assert not allowed(role, "s3:GetObject", "arn:aws:s3:::BUCKET/other/a")

@@ -1,4 +1,4 @@
-"""What SageMaker would be sent, key by key, and what is refused before anything is."""
+"""The request of a job, key by key, the checks of its settings, and the entry point."""
 
 import re
 from dataclasses import replace
@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entry import exception, fail, install, lacking, place
-from limits import model_problems, problems
-from machines import MACHINES
+from entry import fail, first_exception, install, missing_requirements, topology
+from instances import INSTANCE_TYPES
 from request import METRICS, Channel, Job, request_for
+from validation import job_errors, request_errors
 
-from titanlike.metrics.terminal import Screen
+from titanlike.metrics.terminal import Console
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 JOB = Job(
-    run="llama3_8b", stamp="20261122-101112", words=("recipe.toml", "--training.steps=50"), machine=MACHINES["ml.p5.48xlarge"],
-    instances=4, region="us-east-1", role=ROLE, bucket="ours", image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
+    run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"),
+    instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=4, region="us-east-1", role=ROLE, bucket="ours",
+    image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
 )  # fmt: skip
 FSX = Channel("data.path", "fsx://fs-0123456789abcdef0/mount/tokens")
 VPC: dict[str, Any] = dict(subnets=("subnet-1",), security_groups=("sg-1",))
@@ -56,14 +57,14 @@ PLAIN: dict[str, Any] = {
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the first that the second has otherwise or not at all, and None for those that only the second has."""
+    """Returns the keys whose values differ, with the values of `found`, or None if it lacks the key."""
     return {key: found.get(key) for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)}
 
 
 def test_a_plain_job() -> None:
     request = request_for(JOB)
     assert request == PLAIN
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_spot() -> None:
@@ -72,7 +73,7 @@ def test_spot() -> None:
         "EnableManagedSpotTraining": True,
         "StoppingCondition": {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 129600},
     }
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_a_warm_pool() -> None:
@@ -80,29 +81,29 @@ def test_a_warm_pool() -> None:
     assert differences(request, PLAIN) == {
         "ResourceConfig": PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}
     }
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_data_and_checkpoints_on_fsx() -> None:
-    kept = Channel("checkpoints", "fsx://fs-0123456789abcdef0/mount/kept", writes=True)
-    request = request_for(replace(JOB, channels=(FSX,), checkpoints=kept, **VPC))
+    checkpoints = Channel("checkpoints", "fsx://fs-0123456789abcdef0/mount/checkpoints", writable=True)
+    request = request_for(replace(JOB, channels=(FSX,), checkpoints=checkpoints, **VPC))
     changed = differences(request, PLAIN)
     assert changed.pop("VpcConfig") == {"SecurityGroupIds": ["sg-1"], "Subnets": ["subnet-1"]}
     code, *mounted = changed.pop("InputDataConfig")
     assert code == PLAIN["InputDataConfig"][0]
-    where = {"FileSystemId": "fs-0123456789abcdef0", "FileSystemType": "FSxLustre"}
+    file_system = {"FileSystemId": "fs-0123456789abcdef0", "FileSystemType": "FSxLustre"}
     assert mounted == [
         {
             "ChannelName": name,
-            "DataSource": {"FileSystemDataSource": where | {"FileSystemAccessMode": mode, "DirectoryPath": path}},
+            "DataSource": {"FileSystemDataSource": file_system | {"FileSystemAccessMode": mode, "DirectoryPath": path}},
         }
-        for name, mode, path in (("data-path", "ro", "/mount/tokens"), ("checkpoints", "rw", "/mount/kept"))
+        for name, mode, path in (("data-path", "ro", "/mount/tokens"), ("checkpoints", "rw", "/mount/checkpoints"))
     ]
-    words = changed.pop("AlgorithmSpecification")["ContainerArguments"]
-    assert "--checkpoint.dir=/opt/ml/input/data/checkpoints" in words
-    assert "--data.path=/opt/ml/input/data/data-path" in words
+    arguments = changed.pop("AlgorithmSpecification")["ContainerArguments"]
+    assert "--checkpoint.dir=/opt/ml/input/data/checkpoints" in arguments
+    assert "--data.path=/opt/ml/input/data/data-path" in arguments
     assert changed == {}
-    assert model_problems(request) == []
+    assert request_errors(request) == []
 
 
 def test_everything_else() -> None:
@@ -132,27 +133,27 @@ def test_everything_else() -> None:
     assert sources["data-mixture-1"] == ("s3://tokens/c4/", "FastFile")
     assert sources["data-mixture-2"] == ("s3://tokens/code/", "File")
     assert sources["tokenizer-encoding"] == ("s3://tokens/llama3/tokenizer.model", "File")
-    words = request["AlgorithmSpecification"]["ContainerArguments"]
-    assert "--data.mixture=['/opt/ml/input/data/data-mixture-1', '/opt/ml/input/data/data-mixture-2']" in words
-    assert "--tokenizer.encoding=/opt/ml/input/data/tokenizer-encoding/tokenizer.model" in words
-    assert model_problems(request) == []
+    arguments = request["AlgorithmSpecification"]["ContainerArguments"]
+    assert "--data.mixture=['/opt/ml/input/data/data-mixture-1', '/opt/ml/input/data/data-mixture-2']" in arguments
+    assert "--tokenizer.encoding=/opt/ml/input/data/tokenizer-encoding/tokenizer.model" in arguments
+    assert request_errors(request) == []
 
 
-def test_one_machine_needs_no_efa_and_a_smoke_job_looks_for_it() -> None:
-    assert "FI_PROVIDER" not in request_for(replace(JOB, instances=1))["Environment"]
-    smoke = request_for(replace(JOB, instances=1, smoke=True))
+def test_one_instance_needs_no_efa_but_a_smoke_job_checks_it() -> None:
+    assert "FI_PROVIDER" not in request_for(replace(JOB, num_instances=1))["Environment"]
+    smoke = request_for(replace(JOB, num_instances=1, smoke=True))
     assert smoke["AlgorithmSpecification"]["ContainerArguments"][0] == "--smoke"
     assert smoke["Environment"] == {"NCCL_DEBUG": "WARN", "SMOKE_GPUS": "8", "SMOKE_EFA": "1"}
 
 
-def test_a_channel_stands_in_place_of_what_the_key_names() -> None:
-    job = replace(JOB, words=("recipe.toml", "--data.path=here", "--training.steps=5"), channels=(FSX,), **VPC)
-    words = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
-    assert [word for word in words if "data.path" in word] == ["--data.path=/opt/ml/input/data/data-path"]
-    assert words[-1] == "--training.steps=5"
+def test_a_channel_replaces_the_value_of_its_key() -> None:
+    job = replace(JOB, arguments=("recipe.toml", "--data.path=here", "--training.steps=5"), channels=(FSX,), **VPC)
+    arguments = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
+    assert [one for one in arguments if "data.path" in one] == ["--data.path=/opt/ml/input/data/data-path"]
+    assert arguments[-1] == "--training.steps=5"
 
 
-def test_a_folder_may_have_a_point_in_its_name() -> None:
+def test_a_folder_name_may_contain_a_dot() -> None:
     folder, file = (Channel("data.path", f"s3://tokens/{name}") for name in ("c4-v1.5", "c4-v1.5.jsonl.gz"))
     assert (folder.path, file.path) == ("/opt/ml/input/data/data-path", "/opt/ml/input/data/data-path/c4-v1.5.jsonl.gz")
     sources = [
@@ -162,75 +163,76 @@ def test_a_folder_may_have_a_point_in_its_name() -> None:
     assert sources[1] == "s3://tokens/c4-v1.5/"
 
 
-def test_the_user_wins_over_what_a_job_sets() -> None:
-    words = request_for(replace(JOB, words=("recipe.toml", "--run.shutdown_timeout=60")))["AlgorithmSpecification"][
-        "ContainerArguments"
-    ]
-    assert [word for word in words if "shutdown_timeout" in word] == ["--run.shutdown_timeout=60"]
+def test_overrides_take_precedence_over_job_defaults() -> None:
+    job = replace(JOB, arguments=("recipe.toml", "--run.shutdown_timeout=60"))
+    arguments = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
+    assert [one for one in arguments if "shutdown_timeout" in one] == ["--run.shutdown_timeout=60"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "error"),
     [
-        (dict(role="training"), "--role training: give the ARN of a role, such as arn:aws:iam::123456789012:role/NAME"),
-        (dict(bucket="Our_Bucket"), "--bucket Our_Bucket: give the name of a bucket: 3 to 63 small letters, digits, dots, dashes"),
-        (dict(region="frankfurt"), "--region frankfurt: give a region, such as us-east-1"),
-        (dict(prefix="a_b"), "--prefix a_b: give letters, digits and dashes"),
-        (dict(training_plan="mine"), "--training-plan mine: give the ARN of a training plan"),
+        (dict(role="training"), "--role training: expected the ARN of an IAM role, such as arn:aws:iam::123456789012:role/NAME"),
+        (dict(bucket="Our_Bucket"), "--bucket Our_Bucket: expected 3 to 63 lowercase letters, digits, dots and dashes"),
+        (dict(region="frankfurt"), "--region frankfurt: expected a region, such as us-east-1"),
+        (dict(prefix="a_b"), "--prefix a_b: expected letters, digits and dashes"),
+        (dict(training_plan="mine"), "--training-plan mine: expected the ARN of a training plan"),
         (
             dict(run="a_run_with_a_name_that_is_far_too_long_for_it"),
-            "--run a_run_with_a_name_that_is_far_too_long_for_it: SageMaker takes 63 characters, and "
-            "titanlike-a-run-with-a-name-that-is-far-too-long-for-it-20261122-101112 has 71; use 37 or fewer",
+            "--run a_run_with_a_name_that_is_far_too_long_for_it: the job name "
+            "titanlike-a-run-with-a-name-that-is-far-too-long-for-it-20261122-101112 has 71 characters, SageMaker's limit is 63; "
+            "use a run name of at most 37",
         ),
         (
             dict(spot=True, keep_alive_minutes=5),
-            "--spot and --keep-alive: SageMaker keeps no spot machines warm; leave one of them out",
+            "--spot and --keep-alive exclude each other: SageMaker has no warm pools of spot instances; remove one",
         ),
-        (dict(keep_alive_minutes=400), "--keep-alive 400: SageMaker keeps machines for 360 minutes at most"),
-        (dict(subnets=("subnet-1",)), "--subnet and --security-group go together: give both, or neither"),
+        (dict(keep_alive_minutes=400), "--keep-alive 400: SageMaker's limit is 360 minutes"),
+        (dict(subnets=("subnet-1",)), "--subnet and --security-group must be used together"),
         (
             dict(channels=(FSX,)),
-            "fsx://fs-0123456789abcdef0/mount/tokens: FSx lies in a VPC; give --subnet and --security-group of it",
+            "fsx://fs-0123456789abcdef0/mount/tokens: FSx requires a VPC; add --subnet and --security-group",
         ),
         (
             dict(channels=(Channel("data.path", "fsx://mine/tokens"),), **VPC),
-            "fsx://mine/tokens: give fsx://fs-0123456789abcdef0/MOUNT/FOLDER, with the file system's mount name first",
+            "fsx://mine/tokens: expected fsx://fs-0123456789abcdef0/MOUNT/FOLDER, beginning with the file system's mount name",
         ),
         (
-            dict(words=("recipe.toml", f"--sample.prompt={'x' * 250}")),
-            f"--sample.prompt={'x' * 24}...: an argument of a job has 256 characters at most; put it into the recipe",
+            dict(arguments=("recipe.toml", f"--sample.prompt={'x' * 250}")),
+            f"--sample.prompt={'x' * 24}...: SageMaker's limit is 256 characters per argument; put the value into the recipe",
         ),
-        (dict(environment={"A": "x" * 513}), "--env A: SageMaker takes values of 512 characters at most, and this has 513"),
+        (dict(environment={"A": "x" * 513}), "--env A: the value has 513 characters, SageMaker's limit is 512"),
     ],
 )  # fmt: skip
-def test_what_the_service_would_refuse_is_said_here(changes: dict[str, Any], problem: str) -> None:
-    assert list(problems(replace(JOB, **changes))) == [problem]
-    assert list(problems(JOB)) == []
+def test_invalid_settings_are_refused(changes: dict[str, Any], error: str) -> None:
+    assert list(job_errors(replace(JOB, **changes))) == [error]
+    assert list(job_errors(JOB)) == []
 
 
-def test_the_services_own_model_is_asked() -> None:
+def test_requests_are_validated_with_botocore() -> None:
     request = request_for(JOB)
     request["ResourceConfig"] |= {"InstanceType": "ml.p5.96xlarge", "KeepAlivePeriodInSeconds": 99999, "Colour": "red"}
     request["RoleArn"] = "x" * 25
     del request["OutputDataConfig"]
-    found = "\n".join(model_problems(request))
-    for words in (
+    found = "\n".join(request_errors(request))
+    for text in (
         'Missing required parameter in input: "OutputDataConfig"', 'Unknown parameter in ResourceConfig: "Colour"',
-        "ResourceConfig.InstanceType = ml.p5.96xlarge: not one of those", "KeepAlivePeriodInSeconds = 99999: more than 21600",
+        "ResourceConfig.InstanceType = ml.p5.96xlarge: not supported by the installed botocore",
+        "KeepAlivePeriodInSeconds = 99999: the maximum is 21600",
         "RoleArn = xxxxxxxxxxxxxxxxxxxxxxxxx: does not match arn",
     ):  # fmt: skip
-        assert words in found
+        assert text in found
 
 
-def test_metrics_are_read_off_the_lines_that_a_log_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
     values: dict[str, float | None] = dict(
         loss=2.5, grad_norm=0.5, learning_rate=1e-4, tokens_per_second=71000.4, tflops_per_device=412.3, mfu=0.417,
         memory_gib=71.25, step_seconds=1.5,
     )  # fmt: skip
-    screen = Screen(20000, 1)
-    screen.show(12, values)
-    screen.show(12, dict(validation_loss=2.75))
-    screen.show(12, dict(save_seconds=12.5, save_stall_seconds=0.5, save_bytes=5e9))
+    console = Console(20000, 1)
+    console.log(12, values)
+    console.log(12, dict(validation_loss=2.75))
+    console.log(12, dict(save_seconds=12.5, save_stall_seconds=0.5, save_bytes=5e9))
     lines = capsys.readouterr().out.splitlines()
     found = {name: [m[1] for line in lines if (m := re.search(regex, line))] for name, regex in METRICS.items()}
     assert found == {
@@ -240,9 +242,9 @@ def test_metrics_are_read_off_the_lines_that_a_log_has(capsys: pytest.CaptureFix
     }  # fmt: skip
 
 
-def test_a_host_finds_its_place() -> None:
+def test_topology() -> None:
     config = {"current_host": "algo-2", "hosts": ["algo-2", "algo-1", "algo-3"], "network_interface_name": "ens5"}
-    assert place(config) == (
+    assert topology(config) == (
         "algo-2",
         {
             "NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "algo-1", "NCCL_SOCKET_IFNAME": "ens5", "GLOO_SOCKET_IFNAME": "ens5",
@@ -262,9 +264,9 @@ def test_a_host_finds_its_place() -> None:
         ),
         (
             ["Traceback (most recent call last):", "  File", "RuntimeError: Connection closed by peer [10.0.0.2]:1"],
-            "lost another host, whose own failure file says why: RuntimeError: Connection closed by peer [10.0.0.2]:1",
+            "lost the connection to another host, see its failure file: RuntimeError: Connection closed by peer [10.0.0.2]:1",
         ),
-        ([], "the training ended with exit code 7"),
+        ([], "the training exited with code 7"),
     ],
 )  # fmt: skip
 def test_the_failure_file_begins_with_the_cause(
@@ -275,23 +277,23 @@ def test_the_failure_file_begins_with_the_cause(
     text = (tmp_path / "output/failure").read_text()
     assert text.splitlines()[0] == f"algo-1: {cause}"
     assert text.rstrip().endswith(lines[-1] if lines else cause)
-    assert exception([]) == ""
+    assert first_exception([]) == ""
 
 
-def test_what_an_image_lacks_is_seen(tmp_path: Path) -> None:
-    assert lacking(["pytest", "pytest>=1", "torch>=2.11,<2.14"]) == []
-    assert lacking(["pytest<1", "no-such-thing>=1", "pytest>=1"]) == ["pytest<1", "no-such-thing>=1"]
-    (tmp_path / "wanted.txt").write_text("pytest>=1\ntorch>=99\n")
-    assert install(tmp_path / "wanted.txt") == "the image has no torch>=99; choose another --image"
+def test_missing_requirements(tmp_path: Path) -> None:
+    assert missing_requirements(["pytest", "pytest>=1", "torch>=2.11,<2.14"]) == []
+    assert missing_requirements(["pytest<1", "no-such-thing>=1", "pytest>=1"]) == ["pytest<1", "no-such-thing>=1"]
+    (tmp_path / "requirements.txt").write_text("pytest>=1\ntorch>=99\n")
+    assert install(tmp_path / "requirements.txt") == "the image lacks torch>=99; choose another --image"
 
 
-def test_what_cannot_be_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("entry.ROOT", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "input").mkdir()
-    (tmp_path / "wanted.txt").write_text("no-such-thing>=1\n")
-    problem = install(tmp_path / "wanted.txt")
-    assert problem.startswith(
-        "the image lacks no-such-thing>=1, and they cannot be installed here; give an --image that has them: "
+    (tmp_path / "requirements.txt").write_text("no-such-thing>=1\n")
+    error = install(tmp_path / "requirements.txt")
+    assert error.startswith(
+        "the image lacks no-such-thing>=1, and pip cannot install them; choose an --image that has them: "
     )
-    assert "No matching distribution found" in problem
+    assert "No matching distribution found" in error

@@ -1,4 +1,4 @@
-"""A job on loopback: two hosts with nothing in common but the network and what stands for S3, by the real entry and request."""
+"""Simulated jobs: hosts that share only the loopback network and the folder that replaces S3, with the real entry point."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from machines import MACHINES
-from parcel import pack
+from bundle import make_bundle
+from instances import INSTANCE_TYPES
 from request import Job, request_for
 from simulate import Simulation
 
@@ -31,27 +31,29 @@ TINY = {
     "model.dropout": 0.1, "training.steps": STEPS,
 }  # fmt: skip
 JOB = Job(
-    run="tiny", stamp="20261122-101112", words=(), machine=MACHINES["ml.p5.48xlarge"], instances=2, region="us-east-1",
-    role="arn:aws:iam::123456789012:role/training", bucket="ours", image="image",
+    run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2,
+    region="us-east-1", role="arn:aws:iam::123456789012:role/training", bucket="ours", image="image",
 )  # fmt: skip
 
 
 def start(
-    folder: Path, stamp: str, recipe: Path = ROOT / "train_configs/debug.toml", processes: int = 1, **changes: Any
+    folder: Path, timestamp: str, recipe: Path = ROOT / "train_configs/debug.toml", processes: int = 1, **changes: Any
 ) -> Simulation:
-    """A job of the run `tiny` in this folder, which goes on with the one before it there."""
+    """Starts a job of the run `tiny`, which resumes from the previous job in this folder."""
     keys = TINY | {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
-    parcel = pack(recipe, [f"--{key}={value}" for key, value in keys.items()], 2, s3=False)
-    job = replace(JOB, stamp=stamp, words=parcel.words, **{k: v for k, v in changes.items() if "__" not in k})
-    return Simulation(request_for(job), parcel, folder, processes)
+    bundle = make_bundle(recipe, {key: str(value) for key, value in keys.items()}, 2, s3=False)
+    job = replace(
+        JOB, timestamp=timestamp, arguments=bundle.arguments, **{k: v for k, v in changes.items() if "__" not in k}
+    )
+    return Simulation(request_for(job), bundle, folder, processes)
 
 
 def finish(simulation: Simulation, *codes: int) -> list[str]:
-    """Wait for it, and see that its hosts ended like this. Returns what they said."""
-    ended = simulation.wait()
-    said = [line for host in simulation.hosts for line in host.said]
-    assert tuple(one.code for one in ended) == codes, said
-    return said
+    """Waits for a job, and checks the exit codes of its hosts. Returns their output."""
+    results = simulation.wait()
+    lines = [line for host in simulation.hosts for line in host.lines]
+    assert tuple(result.code for result in results) == codes, lines
+    return lines
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
@@ -60,33 +62,33 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
     return {one["step"]: (one["loss"], one["grad_norm"]) for one in records if "loss" in one}
 
 
-def wait_for(found: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     limit = time.monotonic() + seconds
-    while not found():
+    while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    said = finish(start(whole, "20261122-000001"), 0, 0)
-    assert "ranks   2 on cpu; compute float32, compile none" in said
+def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    lines = finish(start(full, "20261122-000001"), 0, 0)
+    assert "ranks   2 on cpu; compute float32, compile none" in lines
     first = start(parts, "20261122-000001")
-    wait_for(lambda: any(f"step      5/{STEPS}" in line for line in first.hosts[0].said))
-    first.hosts[1].stop()  # SIGTERM to the first process of one host, as when spot capacity is taken away
-    said = finish(first, 143, 143)
+    wait_for(lambda: any(f"step      5/{STEPS}" in line for line in first.hosts[0].lines))
+    first.hosts[1].stop()  # SIGTERM to the first process of one host, as at a spot interruption
+    lines = finish(first, 143, 143)
     reached = max(losses(parts))
     assert 5 <= reached < STEPS
-    assert any(line.startswith(f"stopped by SIGTERM; to go on from step {reached}: ") for line in said)
+    assert any(line.startswith(f"stopped by SIGTERM; to go on from step {reached}: ") for line in lines)
     events = (parts / "s3/ours/titanlike/runs/tiny/tensorboard").iterdir()
     assert any(event.stat().st_size > 1000 for event in events)
-    # The next job of the run has the folder and the checkpoints back, on hosts that have nothing else.
-    said = finish(start(parts, "20261122-000002"), 0, 0)
-    assert f"resumed at step {reached}" in said
-    assert losses(parts) == losses(whole) and set(losses(whole)) == set(range(1, STEPS + 1))
+    # The next job restores the run folder and the checkpoints on new hosts.
+    lines = finish(start(parts, "20261122-000002"), 0, 0)
+    assert f"resumed at step {reached}" in lines
+    assert losses(parts) == losses(full) and set(losses(full)) == set(range(1, STEPS + 1))
     found, expected = (
-        read_whole(folder / f"s3/ours/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, whole)
+        read_whole(folder / f"s3/ours/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, full)
     )
     for kind, tensors in expected.items():
         assert tensors.keys() == found[kind].keys()
@@ -95,49 +97,55 @@ def test_stopped_on_one_host_a_run_goes_on_in_the_next_job_bit_for_bit(tmp_path:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_a_simulation_as_the_service_stops_a_job(tmp_path: Path) -> None:
+def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
     keys = [f"--{key}={value}" for key, value in (TINY | {"training.steps": 5000}).items()]
-    words = ["sagemaker/launch.py", "train_configs/debug.toml", "--instances=2", "--simulate", f"--folder={tmp_path}"]
-    command = [sys.executable, *words, "--run=tiny", "--bucket=ours", *keys]
+    program = [
+        "sagemaker/launch.py",
+        "train_configs/debug.toml",
+        "--instances=2",
+        "--simulate",
+        f"--folder={tmp_path}",
+    ]
+    command = [sys.executable, *program, "--run=tiny", "--bucket=ours", *keys]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout
     next(line for line in job.stdout if "step      3/5000" in line)
     job.send_signal(signal.SIGINT)
-    said, errors = job.communicate(timeout=60)
-    assert errors == "stopping, as SageMaker stops a job: it saves and leaves; again to end it at once\n"
-    assert said.endswith("algo-1: stopped\nalgo-2: stopped\n") and job.returncode == 143
+    out, errors = job.communicate(timeout=60)
+    assert errors == "stopping as SageMaker stops a job: the run saves and exits; repeat to kill it\n"
+    assert out.endswith("algo-1: stopped\nalgo-2: stopped\n") and job.returncode == 143
     assert (tmp_path / f"s3/ours/titanlike/checkpoints/tiny/step-{max(losses(tmp_path)):08}/manifest.json").exists()
 
 
 @pytest.mark.slow
-def test_a_smoke_job_measures_and_trains_a_little(tmp_path: Path) -> None:
-    said = finish(start(tmp_path, "20261122-000001", instances=1, smoke=True, processes=2), 0)
-    assert "smoke: no GPU, or no driver of one" in said
-    assert any(re.fullmatch(r"smoke: all-reduce of 16 MiB over 2: [\d.]+ ms, [\d.]+ GB/s", line) for line in said)
-    assert any(line.startswith("step     20/20  loss ") for line in said)
+def test_a_smoke_job_measures_and_trains(tmp_path: Path) -> None:
+    lines = finish(start(tmp_path, "20261122-000001", num_instances=1, smoke=True, processes=2), 0)
+    assert "smoke: no GPU, or no driver" in lines
+    assert any(re.fullmatch(r"smoke: all-reduce of 16 MiB over 2: [\d.]+ ms, [\d.]+ GB/s", line) for line in lines)
+    assert any(line.startswith("step     20/20  loss ") for line in lines)
     assert not (tmp_path / "s3/ours/titanlike/checkpoints").exists()
 
 
-def test_a_crash_on_one_host_leaves_its_cause_on_that_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forked = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("simulate.subprocess", forked)
     program = (ROOT / "recipes/pretrain.py").read_text()
     crash = (
-        "            if step == 3 and distributed.dist.get_rank() == 1:\n"
-        "                raise RuntimeError('the disk is on fire')\n"
+        "            if step == 3 and __import__('torch').distributed.get_rank() == 1:\n"
+        "                raise RuntimeError('simulated crash')\n"
     )
     anchor = "            watchdog.step(step)\n"
     assert program.count(anchor) == 1
-    (tmp_path / "burning.py").write_text(program.replace(anchor, anchor + crash))
-    recipe = tmp_path / "burning.toml"
-    recipe.write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nrecipe = "burning"\n')
+    (tmp_path / "crashing.py").write_text(program.replace(anchor, anchor + crash))
+    recipe = tmp_path / "crashing.toml"
+    recipe.write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nrecipe = "crashing"\n')
     job = start(tmp_path / "job", "20261122-000001", recipe)
-    wait_for(lambda: any(f"step      2/{STEPS}" in line for line in job.hosts[0].said))
+    wait_for(lambda: any(f"step      2/{STEPS}" in line for line in job.hosts[0].lines))
     wait_for((job.hosts[1].root / "output/failure").exists)
-    other, burnt = job.wait()
-    assert burnt.failure.splitlines()[0] == (
-        "127.0.0.2: RuntimeError: the disk is on fire; process 1 ended with exit code 1; its own words are above"
+    other, crashed = job.wait()
+    assert crashed.failure.splitlines()[0] == (
+        "127.0.0.2: RuntimeError: simulated crash; process 1 ended with exit code 1; its own words are above"
     )
-    assert burnt.code == 1 and other.code in (1, 143)  # it may be told to stop before it has noticed
-    assert "Traceback (most recent call last)" in burnt.failure and "burning.py" in burnt.failure
-    assert "the disk is on fire" not in other.failure
+    assert crashed.code == 1 and other.code in (1, 143)  # it may be stopped before it notices the crash
+    assert "Traceback (most recent call last)" in crashed.failure and "crashing.py" in crashed.failure
+    assert "simulated crash" not in other.failure

@@ -1,4 +1,4 @@
-"""The optimizer that takes less memory, under layouts: the same bits wherever a weight is cut, saved and resumed exactly."""
+"""AdamW on sharded weights: updates that do not depend on the sharding, bitwise resume, checkpoints across layouts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +15,12 @@ from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.sections import Parallelism
-from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _bits
+from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _random_bits
 from titanlike.optim.optimizer import AdamW
 
 Ranks = Callable[[int], Pool]
 
-SHAPE: Any = LlamaConfig(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab_size=320)
+MODEL: Any = LlamaConfig(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab_size=320)
 LOW: dict[str, Any] = dict(
     training=dict(steps=4, master_dtype="bfloat16", local_batch_size=2),
     optimizer=dict(state_dtype="8bit", stochastic_rounding=True, lr=1e-3),
@@ -35,54 +35,54 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def recipe_for(folder: Path, name: str, layout: str) -> PretrainRecipe:
-    return tiny(folder, name, model=SHAPE, parallelism=Parallelism(**LAYOUTS.get(layout, {})), **LOW)
+    return tiny(folder, name, model=MODEL, parallelism=Parallelism(**LAYOUTS.get(layout, {})), **LOW)
 
 
 def processes(layout: str) -> int:
     return 4 if layout == "TP-FSDP" else 1 if layout == "one" else 2
 
 
-def _step_of_a_part(placement: Any) -> tuple[bool, bool]:
-    """Whether rounding's bits, and what a step makes of a cut weight, are those of the whole weight."""
-    mesh = mesh_of("cpu", shard=2).weights
+def _compare_sharded_update(placement: Any) -> tuple[bool, bool]:
+    """Whether the random bits and the updates of a sharded weight equal those of the full weight."""
+    mesh = mesh_of("cpu", shard=2).fsdp
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(6, 4 * BLOCK, generator=generator).bfloat16()
-    gradient = torch.randn(whole.shape, generator=generator).bfloat16()
-    cut, cut_gradient = (distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in (whole, gradient))
-    bits = _bits(whole, 5, 0, whole.numel()).view_as(whole)
-    mine = distribute_tensor(bits, mesh, [placement], src_data_rank=None).to_local()
-    same_bits = torch.equal(_bits(cut, 5, 0, mine.numel()).view_as(mine), mine)
-    same_bits &= torch.equal(_bits(cut, 5, BLOCK, BLOCK), mine.flatten()[BLOCK : 2 * BLOCK])
-    ends = []
-    for weight, its_gradient in ((whole, gradient), (cut, cut_gradient)):
+    full = torch.randn(6, 4 * BLOCK, generator=generator).bfloat16()
+    gradient = torch.randn(full.shape, generator=generator).bfloat16()
+    sharded, sharded_gradient = (distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in (full, gradient))
+    bits = _random_bits(full, 5, 0, full.numel()).view_as(full)
+    local = distribute_tensor(bits, mesh, [placement], src_data_rank=None).to_local()
+    same_bits = torch.equal(_random_bits(sharded, 5, 0, local.numel()).view_as(local), local)
+    same_bits &= torch.equal(_random_bits(sharded, 5, BLOCK, BLOCK), local.flatten()[BLOCK : 2 * BLOCK])
+    results = []
+    for weight, weight_gradient in ((full, gradient), (sharded, sharded_gradient)):
         parameter = torch.nn.Parameter(weight.clone())
         optimizer = LowPrecisionAdamW(
             [{"params": [parameter], "weight_decay": 0.1}],
-            lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state="8bit", seeds={parameter: 3},
+            lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state_dtype="8bit", seeds={parameter: 3},
         )  # fmt: skip
         for _ in range(3):
-            parameter.grad = its_gradient.clone()
+            parameter.grad = weight_gradient.clone()
             optimizer.step()
-        ends.append(
+        results.append(
             [parameter, *(optimizer.state[parameter][n] for n in ("exp_avg", "exp_avg_sq", "exp_avg_sq_scale"))]
         )
-    same = all(torch.equal(one, other.full_tensor()) for one, other in zip(*ends, strict=True))
+    same = all(torch.equal(one, other.full_tensor()) for one, other in zip(*results, strict=True))
     return same_bits, same
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_a_cut_weight_takes_the_steps_of_the_whole_one(ranks: Ranks, placement: Any) -> None:
-    assert ranks(2).run(_step_of_a_part, placement) == [(True, True)] * 2
+def test_low_precision_update_does_not_depend_on_the_sharding(ranks: Ranks, placement: Any) -> None:
+    assert ranks(2).run(_compare_sharded_update, placement) == [(True, True)] * 2
 
 
-def _steps_of_a_part(placement: Any, kind: type[torch.optim.AdamW]) -> list[torch.Tensor]:
-    """The weight and its moments after some steps, whole."""
-    mesh = mesh_of("cpu", shard=2).weights
+def _sharded_updates(placement: Any, optimizer_class: type[torch.optim.AdamW]) -> list[torch.Tensor]:
+    """Returns the full weight and moments after several steps."""
+    mesh = mesh_of("cpu", shard=2).fsdp
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(
         distribute_tensor(torch.randn(6, 8, generator=generator), mesh, [placement], src_data_rank=None)
     )
-    optimizer = kind([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = optimizer_class([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for _ in range(3):
         gradient = torch.randn(6, 8, generator=generator)
         parameter.grad = distribute_tensor(gradient, mesh, [placement], src_data_rank=None)
@@ -92,14 +92,14 @@ def _steps_of_a_part(placement: Any, kind: type[torch.optim.AdamW]) -> list[torc
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_local_parts_take_the_steps_of_dtensors(ranks: Ranks, placement: Any) -> None:
-    ours, theirs = (ranks(2).run(_steps_of_a_part, placement, kind) for kind in (AdamW, torch.optim.AdamW))
-    for rank, expected in zip(ours, theirs, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(rank, expected, strict=True))
+def test_adamw_on_local_shards_matches_dtensors(ranks: Ranks, placement: Any) -> None:
+    found, expected = (ranks(2).run(_sharded_updates, placement, each) for each in (AdamW, torch.optim.AdamW))
+    for rank, reference in zip(found, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(rank, reference, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["FSDP", pytest.param("TP-FSDP", marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_run_bit_for_bit(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     recipe = recipe_for(tmp_path, "run", layout)
     found = train(ranks(processes(layout)), recipe)
     assert found.state["optimizer"]["layers.0.attention.wq.weight.exp_avg"].dtype == torch.uint8
@@ -114,27 +114,27 @@ def test_a_resumed_run_is_the_run_bit_for_bit(ranks: Ranks, tmp_path: Path, layo
 
 
 @pytest.mark.slow
-def test_what_one_layout_saves_every_other_loads(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
     for saver in ("TP-FSDP", "one"):
         recipe = recipe_for(tmp_path, f"by {saver}".replace(" ", "-"), saver)
         saved = train(ranks(processes(saver)), recipe).state
         for loader in LAYOUTS:
-            there = tmp_path / f"{saver}-{loader}" / "checkpoints"
-            there.mkdir(parents=True)
-            ranks(processes(loader)).run(load_and_save_elsewhere, _in(recipe, loader), there)
-            moved = read_whole(there / "step-00000004")
+            target = tmp_path / f"{saver}-{loader}" / "checkpoints"
+            target.mkdir(parents=True)
+            ranks(processes(loader)).run(load_and_save_elsewhere, _with_layout(recipe, loader), target)
+            moved = read_whole(target / "step-00000004")
             for kind, tensors in saved.items():
                 assert moved[kind].keys() == tensors.keys()
                 for name, value in tensors.items():
                     assert torch.equal(value, moved[kind][name]), f"{saver} to {loader}: {name}"
 
 
-def _in(recipe: PretrainRecipe, layout: str) -> PretrainRecipe:
+def _with_layout(recipe: PretrainRecipe, layout: str) -> PretrainRecipe:
     from dataclasses import replace
 
     return replace(recipe, parallelism=Parallelism(**LAYOUTS[layout]))
 
 
-def test_the_tiny_model_has_blocks() -> None:
-    """Else the tests above would show nothing."""
-    assert SHAPE.dim % BLOCK == 0 and LLAMA.dim % BLOCK == 0
+def test_model_widths_are_multiples_of_the_block_size() -> None:
+    """Otherwise the tests above would not cover 8-bit state."""
+    assert MODEL.dim % BLOCK == 0 and LLAMA.dim % BLOCK == 0

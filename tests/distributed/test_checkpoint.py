@@ -1,4 +1,4 @@
-"""Saved under one layout, loaded under another; stopped and resumed, bit for bit."""
+"""Checkpoints across layouts, and bit-exact resumption."""
 
 import dataclasses
 import json
@@ -26,52 +26,52 @@ def saved_steps(folder: Path) -> list[Path]:
 
 
 def drop_last(folder: Path) -> None:
-    """Undo the second half of a run, as if it had been killed after its save at half-way."""
+    """Deletes the last checkpoint, as if the run had been killed before it."""
     shutil.rmtree(saved_steps(folder)[-1])
 
 
 @pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_run_bit_for_bit(ranks: Ranks, tmp_path: Path, processes: int) -> None:
+def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, processes: int) -> None:
     recipe = tiny(
         tmp_path, "run", parallelism=LAYOUTS[processes], training=dict(steps=4), checkpoint=dict(interval=2),
         validation=dict(interval=2),
     )  # fmt: skip
-    whole = train(ranks(processes), recipe)
-    for _ in range(2):  # the second resume is where others break
+    expected = train(ranks(processes), recipe)
+    for _ in range(2):  # a second resume, from a checkpoint of a resumed run
         drop_last(tmp_path / "run")
         again = train(ranks(processes), recipe)
-        assert again.losses == whole.losses
-        assert again.gradient_norms == whole.gradient_norms
-        assert again.validation == whole.validation
-        for kind, tensors in whole.state.items():
+        assert again.losses == expected.losses
+        assert again.gradient_norms == expected.gradient_norms
+        assert again.validation == expected.validation
+        for kind, tensors in expected.state.items():
             for name, value in tensors.items():
                 assert torch.equal(value, again.state[kind][name]), name
 
 
 @pytest.mark.parametrize(("saver", "loader"), [(1, 2), (4, 1)])
-def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path, saver: int, loader: int) -> None:
+def test_a_run_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, saver: int, loader: int) -> None:
     options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
     recipe = tiny(tmp_path, "run", parallelism=LAYOUTS[saver], **options)
-    whole = train(ranks(saver), recipe)
+    expected = train(ranks(saver), recipe)
     drop_last(tmp_path / "run")
     before = result(recipe)
-    # Load and save again without a step between: every weight and every moment is what it was.
+    # Loading and saving without a step in between preserves every weight and every moment.
     moved = tiny(tmp_path, "run", parallelism=LAYOUTS[loader], **options)
     (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
-    ranks(loader).run(load_and_save_elsewhere, moved, tmp_path / "moved" / "checkpoints")
+    ranks(loader).run(reshard, moved, tmp_path / "moved" / "checkpoints")
     after = result(tiny(tmp_path, "moved"))
     for kind, tensors in before.state.items():
         for name, value in tensors.items():
             assert torch.equal(value, after.state[kind][name]), name
-    # Then train on: the same data, so the same numbers to rounding.
-    assert_same(train(ranks(loader), moved), whole)
+    # Further training sees the same data, and agrees up to rounding.
+    assert_same(train(ranks(loader), moved), expected)
 
 
-def load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
+def reshard(recipe: Any, folder: Path) -> None:
     from titanlike.distributed import process_group
     from titanlike.optim.optimizer import build_optimizer
 
-    other = dataclasses.replace(recipe.run, seed=99)  # other values than the saved ones
+    other = dataclasses.replace(recipe.run, seed=99)  # initial values that differ from the saved ones
     model, _ = build(dataclasses.replace(recipe, run=other))
     optimizer = build_optimizer(model, recipe.optimizer)
     checkpoints = CheckpointManager(RunDirectory(recipe).checkpoints, recipe.checkpoint)
@@ -84,7 +84,7 @@ def load_and_save_elsewhere(recipe: Any, folder: Path) -> None:
         (folder.parent / "metrics.jsonl").write_text("")
 
 
-def test_only_the_newest_are_kept_and_leftovers_are_cleared(ranks: Ranks, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept_and_leftovers_are_deleted(ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-00000001.partial").mkdir(parents=True)
     train(ranks(1), tiny(tmp_path, "run", checkpoint=dict(interval=1, keep=3)))
@@ -93,7 +93,7 @@ def test_only_the_newest_are_kept_and_leftovers_are_cleared(ranks: Ranks, tmp_pa
     assert (folder / "latest").read_text() == "step-00000005\n"
 
 
-def test_those_of_every_so_many_steps_are_kept_besides(ranks: Ranks, tmp_path: Path) -> None:
+def test_keep_every_preserves_older_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     train(
         ranks(1),
         tiny(tmp_path, "run", training=dict(steps=9), checkpoint=dict(interval=1, keep=1, keep_every=4)),
@@ -101,25 +101,25 @@ def test_those_of_every_so_many_steps_are_kept_besides(ranks: Ranks, tmp_path: P
     assert [path.name[-1] for path in saved_steps(tmp_path / "run")] == ["4", "8", "9"]
 
 
-def test_a_save_cut_short_is_not_there(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_interrupted_save_is_ignored(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(tmp_path, "run", checkpoint=dict(interval=4))
-    whole = train(ranks(1), recipe)
+    expected = train(ranks(1), recipe)
     last = tmp_path / "run" / "checkpoints" / "step-00000005"
     last.rename(last.with_name("step-00000005.partial"))
-    assert train(ranks(1), recipe).losses == whole.losses
+    assert train(ranks(1), recipe).losses == expected.losses
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if "save_seconds" not in record]
-    assert steps == [1, 2, 3, 4, 5, 5]  # the last with its validation; no step twice
+    assert steps == [1, 2, 3, 4, 5, 5]  # the last step with its validation; no step twice
 
 
 MACHINE = {"device": "cpu", "torch": "2.13.0"}
 
 
 def saved_by(recipe: Any) -> CheckpointMetadata:
-    from titanlike.run.resume import as_json
+    from titanlike.run.run_dir import recipe_as_json
 
     return CheckpointMetadata(
-        step=3, recipe=as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
+        step=3, recipe=recipe_as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
     )
 
 
@@ -134,19 +134,21 @@ def saved_by(recipe: Any) -> CheckpointMetadata:
         (dict(model=GPT_), r"model\.name was \"llama\", now \"gpt\""),
     ],
 )
-def test_a_recipe_that_would_train_otherwise_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_recipe_that_trains_differently_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     saved = saved_by(tiny(tmp_path, "run"))
-    with pytest.raises(UserError, match=f"holds a run at step 3 that was trained otherwise: .*{message}.*--run.name"):
+    with pytest.raises(
+        UserError, match=f"holds a run at step 3 that was trained with another recipe: .*{message}.*--run.name"
+    ):
         resume(saved, tiny(tmp_path, "run", **change), "abc", saved.layout, MACHINE)
 
 
-def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> None:
+def test_other_data_is_refused_and_inexact_changes_are_reported(tmp_path: Path) -> None:
     recipe = tiny(tmp_path, "run")
     saved = saved_by(recipe)
     assert resume(saved, recipe, "abc", saved.layout, MACHINE) == []
-    with pytest.raises(UserError, match=r"read other data \(fingerprint abc, now xyz\)"):
+    with pytest.raises(UserError, match=r"trained on other data \(fingerprint abc, now xyz\)"):
         resume(saved, recipe, "xyz", saved.layout, MACHINE)
-    freely = tiny(
+    permitted = tiny(
         tmp_path,
         "run",
         metrics=dict(interval=7),
@@ -154,10 +156,10 @@ def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> N
         training=dict(non_finite="skip", skip_limit=5, skip_window=50),
         data=dict(source="text", path="elsewhere"),
     )
-    assert resume(saved, freely, "abc", saved.layout, MACHINE) == []
+    assert resume(saved, permitted, "abc", saved.layout, MACHINE) == []
     longer = tiny(tmp_path, "run", training=dict(steps=9), compile=dict(mode="block"))
-    told = resume(saved, longer, "abc", {"replicate": 1, "shard": 1}, {"device": "cuda", "torch": "2.11.0"})
-    assert told == [
+    reported = resume(saved, longer, "abc", {"replicate": 1, "shard": 1}, {"device": "cuda", "torch": "2.11.0"})
+    assert reported == [
         "training.steps was 5, now 9",
         'compile.mode was "none", now "block"',
         "layout.shard was 2, now 1",
@@ -171,7 +173,7 @@ def test_other_data_is_refused_and_inexact_changes_are_told(tmp_path: Path) -> N
         resume(saved, shorter, "abc", saved.layout, MACHINE)
 
 
-def test_a_resumed_run_has_the_records_of_one_that_was_never_stopped(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_records_of_an_uninterrupted_run(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(
         metrics=dict(interval=4), checkpoint=dict(interval=5), training=dict(steps=10), validation=dict(interval=0)
     )
@@ -185,24 +187,24 @@ def test_a_resumed_run_has_the_records_of_one_that_was_never_stopped(ranks: Rank
     assert recorded() == [1, 4, 8, 10]
     drop_last(tmp_path / "run")
     with (tmp_path / "run/metrics.jsonl").open("ab") as records:
-        records.write(b'5\n{"step": 9, "lo\xff')  # what a killed process, or a full disk, may leave
+        records.write(b'5\n{"step": 9, "lo\xff')  # as after a kill or on a full disk
     train(ranks(1), recipe)
     assert recorded() == [1, 4, 8, 10]
 
 
-def test_a_folder_without_a_checkpoint_begins_again(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_starts_over(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(tmp_path, "run")
-    whole = train(ranks(1), recipe)
+    expected = train(ranks(1), recipe)
     drop_last(tmp_path / "run")
     run = RunDirectory(recipe)
-    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: beginning again at step 1"
-    assert train(ranks(1), recipe).losses == whole.losses
+    assert run.resume_message(None, []) == f"{run.path} has no checkpoint to resume from: starting at step 1"
+    assert train(ranks(1), recipe).losses == expected.losses
 
 
-def test_a_run_folder_that_vanishes_is_told(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_deleted_run_directory_is_an_error(tmp_path: Path, ranks: Ranks) -> None:
     with pytest.raises(
         AssertionError,
-        match=r"the save failed: .*checkpoints is gone: the run's folder was moved or deleted .*; there is none yet",
+        match=r"the save failed: .*checkpoints does not exist: the run directory was moved or deleted .*; there is no checkpoint",
     ):
         ranks(1).run(_save_into, tmp_path / "gone" / "checkpoints")
 
@@ -214,9 +216,9 @@ def _save_into(folder: Path) -> None:
         checkpoints.save(model, torch.optim.AdamW(model.parameters()), saved, wait=True)
 
 
-def test_what_is_said_when_a_run_is_stopped(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_shutdown_message_shows_how_to_resume(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(tmp_path / "with space", "run")
     run = RunDirectory(recipe)
     assert run.shutdown_message() == "stopped before the first checkpoint"
     train(ranks(1), recipe)
-    assert run.shutdown_message() == f"stopped; to go on from step 5: ./run_train.sh '{run.path}/recipe.toml'"
+    assert run.shutdown_message() == f"stopped; to resume from step 5: ./run_train.sh '{run.path}/recipe.toml'"

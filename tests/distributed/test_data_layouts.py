@@ -1,4 +1,4 @@
-"""Data under layouts: streams read alike by any ranks and resumed exactly, documents that do not see each other."""
+"""Data under parallel layouts: document masks, and streams that are read and resumed identically on any layout."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ Ranks = Callable[[int], Pool]
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Files of short documents, most shorter than a sequence."""
+    """Writes files of short documents, most of them shorter than a sequence."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(8):
@@ -42,61 +42,62 @@ def data(source: str, corpus: Path, **keys: Any) -> dict[str, Any]:
     pytest.param("CP-FSDP", "gpt", marks=pytest.mark.slow),
     pytest.param("PPzbv-TP", "llama", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_documents_are_apart_under_any_layout(
+def test_document_masks_give_the_same_loss_under_any_layout(
     ranks: Ranks, tmp_path: Path, corpus: Path, layout: str, model: str
 ) -> None:
-    apart = data("text", corpus, document_masks=True) | {"training": dict(steps=2)}
-    alone = train(ranks(1), recipe_for(tmp_path, "one", model, None, **apart))
-    assert_same(train(ranks(4), recipe_for(tmp_path, "four", model, layout, **apart)), alone)
-    together = train(
-        ranks(1), recipe_for(tmp_path, "seen", model, None, training=dict(steps=2), **data("text", corpus))
+    masked = data("text", corpus, document_masks=True) | {"training": dict(steps=2)}
+    single = train(ranks(1), recipe_for(tmp_path, "one", model, None, **masked))
+    assert_same(train(ranks(4), recipe_for(tmp_path, "four", model, layout, **masked)), single)
+    unmasked = train(
+        ranks(1), recipe_for(tmp_path, "unmasked", model, None, training=dict(steps=2), **data("text", corpus))
     )
-    assert abs(together.losses[0] - alone.losses[0]) > 1e-4  # it does make a difference
+    assert abs(unmasked.losses[0] - single.losses[0]) > 1e-4  # the mask changes the loss
 
 
 @pytest.mark.parametrize("layout", ["HSDP", pytest.param("CP-FSDP", marks=pytest.mark.slow)])
-def test_a_stream_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path: Path, corpus: Path, layout: str) -> None:
+def test_a_stream_has_the_order_of_one_process(ranks: Ranks, tmp_path: Path, corpus: Path, layout: str) -> None:
     options: dict[str, Any] = dict(
         training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), **data("stream", corpus)
     )
-    alone = ranks(1).run(_batches_seen, recipe_for(tmp_path, "one", "llama", None, **options))[0]
+    single = ranks(1).run(_batches_seen, recipe_for(tmp_path, "one", "llama", None, **options))[0]
     for rank in ranks(4).run(_batches_seen, recipe_for(tmp_path, "four", "llama", layout, **options)):
-        for mine, everything in zip(rank, alone, strict=True):
-            places = mine["sequence"][:, None], mine["position_ids"]
-            assert torch.equal(mine["tokens"], everything["tokens"][places])
-            assert torch.equal(mine["labels"], everything["labels"][places])
+        for local, full in zip(rank, single, strict=True):
+            index = local["sequence"][:, None], local["position_ids"]
+            assert torch.equal(local["tokens"], full["tokens"][index])
+            assert torch.equal(local["labels"], full["labels"][index])
 
 
 @pytest.mark.parametrize("layout", ["FSDP", pytest.param("PPzbv-TP", marks=pytest.mark.slow)])
-def test_a_stream_is_resumed_bit_for_bit_and_elsewhere_with_the_same_text(
+def test_a_stream_resumes_bit_for_bit_and_on_another_layout_with_the_same_text(
     ranks: Ranks, tmp_path: Path, corpus: Path, layout: str
 ) -> None:
     options: dict[str, Any] = dict(training=dict(steps=4), checkpoint=dict(interval=2), **data("stream", corpus))
     recipe = recipe_for(tmp_path, "run", "llama", layout, **options)
-    whole = train(ranks(4), recipe)
-    seen = ranks(1).run(_batches_seen, recipe_for(tmp_path, "seen", "llama", None, **options))[0]
-    for _ in range(2):  # the second resume is where others break
+    uninterrupted = train(ranks(4), recipe)
+    expected = ranks(1).run(_batches_seen, recipe_for(tmp_path, "single", "llama", None, **options))[0]
+    for _ in range(2):  # a second resume has its own failure modes
         drop_last(tmp_path / "run")
-        again = train(ranks(4), recipe)
-        assert again.losses == whole.losses
-        assert all(torch.equal(value, again.state["model"][name]) for name, value in whole.state["model"].items())
+        resumed = train(ranks(4), recipe)
+        assert resumed.losses == uninterrupted.losses
+        weights = uninterrupted.state["model"].items()
+        assert all(torch.equal(value, resumed.state["model"][name]) for name, value in weights)
     drop_last(tmp_path / "run")
-    elsewhere = recipe_for(tmp_path, "run", "llama", None, **options)
-    later = ranks(1).run(_batches_seen, elsewhere)[0]
-    assert len(later) == 2
-    for ours, theirs in zip(later, seen[2:], strict=True):
-        assert torch.equal(ours["tokens"], theirs["tokens"])
-    assert result(elsewhere).losses == pytest.approx(whole.losses, rel=1e-5)
+    single = recipe_for(tmp_path, "run", "llama", None, **options)
+    batches = ranks(1).run(_batches_seen, single)[0]
+    assert len(batches) == 2
+    for actual, wanted in zip(batches, expected[2:], strict=True):
+        assert torch.equal(actual["tokens"], wanted["tokens"])
+    assert result(single).losses == pytest.approx(uninterrupted.losses, rel=1e-5)
 
 
-def test_a_stream_that_has_changed_is_not_resumed(ranks: Ranks, tmp_path: Path, corpus: Path) -> None:
+def test_a_changed_stream_is_not_resumed(ranks: Ranks, tmp_path: Path, corpus: Path) -> None:
     options: dict[str, Any] = dict(validation=dict(interval=0), **data("stream", corpus))
     recipe = recipe_for(tmp_path, "run", "llama", None, **options)
     train(ranks(1), recipe)
     moved = tmp_path / "moved"
     shutil.copytree(corpus, moved)
     recipe = recipe_for(tmp_path, "run", "llama", None, **dict(options, **data("stream", moved)))
-    train(ranks(1), recipe)  # where it lies does not matter
+    train(ranks(1), recipe)  # the path is not part of the fingerprint
     (moved / "3.jsonl").write_text("{}")
-    with pytest.raises(Exception, match=r"that read other data \(fingerprint"):
+    with pytest.raises(Exception, match=r"trained on other data \(fingerprint"):
         train(ranks(1), recipe)

@@ -1,4 +1,4 @@
-"""Float8 under every layout: the numbers of one process, bytes on the wire, scales that are never stale, exact resumes."""
+"""Float8 under every layout: parity with one process, bytes sent, fresh scales, exact resume."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.parity import FAST
 from tests.pool import Pool
-from tests.training import assert_same, build, tiny, train, whole
+from tests.training import assert_same, build, full_tensor, tiny, train
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
-from titanlike.float8.all_gather import Shard
+from titanlike.float8.all_gather import Float8Shard
 from titanlike.models.loss import cross_entropy_sum
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
@@ -43,12 +43,12 @@ def recipe_for(
 ) -> PretrainRecipe:
     model = MODELS[sections.pop("model", "llama")]
     model = dataclasses.replace(model, num_layers=sections.pop("layers", model.num_layers))
-    # Rounded numbers jump: what one step rounds otherwise, large steps would blow up.
-    small = dict(lr=1e-3, eps=1e-4) | sections.pop("optimizer", {})
+    # Small updates: large ones would amplify a value that rounds to the other side.
+    optimizer = dict(lr=1e-3, eps=1e-4) | sections.pop("optimizer", {})
     training = dict(local_batch_size=2, steps=3) | sections.pop("training", {})
     sections = dict(validation=dict(interval=3, batches=1)) | sections
     return tiny(
-        folder, name, model=model, parallelism=Parallelism(**layout), float8=float8, optimizer=small, training=training,
+        folder, name, model=model, parallelism=Parallelism(**layout), float8=float8, optimizer=optimizer, training=training,
         **sections,
     )  # fmt: skip
 
@@ -60,31 +60,31 @@ slow = pytest.mark.slow
 
 
 def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]]:
-    """The loss and the gradients that each of some micro-batches makes, summed over all ranks that read the same."""
+    """Returns the loss and the full gradients of each micro-batch."""
     torch._dynamo.reset()
     model, mesh = build(recipe)
-    places = context_position_ids(32, mesh.context)
-    copies = mesh.num_data_ranks  # each of which makes the same gradient
+    position_ids = context_position_ids(32, mesh.context)
     results = []
     for seed in range(seeds):
         tokens = torch.randint(0, 320, (2, 33), generator=torch.Generator().manual_seed(seed))
-        logits = model(tokens=tokens[:, :-1][:, places], position_ids=places[None])
-        loss = cross_entropy_sum(logits, tokens[:, 1:][:, places], mesh.vocab_group) / 64
+        logits = model(tokens=tokens[:, :-1][:, position_ids], position_ids=position_ids[None])
+        loss = cross_entropy_sum(logits, tokens[:, 1:][:, position_ids], mesh.vocab_group) / 64
         loss.backward()
         total = collectives.all_reduce_sum(loss.detach().clone(), [mesh.context.get_group()])
-        found = {name: whole(p.grad) / copies for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: gradient / mesh.num_data_ranks for name, gradient in found.items()}  # which read the same batch
         results.append({"loss": total, **found})
         model.zero_grad()
     return results
 
 
-def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     return max(((found[n] - expected[n]).norm() / expected[n].norm().clamp(min=1e-4)).item() for n in expected)
 
 
-# A layout, the keys of `[float8]`, and what else the recipe says.
-WAYS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+# The layout, the keys of `[float8]`, and other recipe sections.
+CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "one-gathered": ({}, ALL_GATHER, {}),
     "FSDP-gathered": (dict(shard=2), ALL_GATHER, {}),
     "TP": (dict(tensor=2), FLOAT8, {}),
@@ -104,58 +104,58 @@ WAYS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "FSDP-gw": (dict(shard=2), FLOAT8 | dict(scaling="rowwise_with_gw_hp"), COMPILED),
     "TP-head": (dict(tensor=2), FLOAT8 | dict(head=True), {}),
 }
-# Those that are in every run; in the second tier all others, and of GPT, which has other matrices and the same modules, some.
+# Cases of the default run. The slow run has the others, and some with GPT, whose modules are the same.
 QUICK = {("llama", name) for name in ("one-gathered", "FSDP-gathered", "TP", "CP")}
-OF_GPT = ("FSDP-gathered", "TP", "CP-TP-gathered", "TP-FSDP-compiled")
+GPT_CASES = ("FSDP-gathered", "TP", "CP-TP-gathered", "TP-FSDP-compiled")
 
 
 @pytest.mark.parametrize(
-    ("model", "way"),
+    ("model", "case"),
     [
-        pytest.param(model, way, id=f"{model}-{way}", marks=[] if (model, way) in QUICK else [slow])
-        for model, ways in (("llama", WAYS), ("gpt", OF_GPT))
-        for way in ways
+        pytest.param(model, case, id=f"{model}-{case}", marks=[] if (model, case) in QUICK else [slow])
+        for model, cases in (("llama", CASES), ("gpt", GPT_CASES))
+        for case in cases
     ],
 )
-def test_every_layout_rounds_as_one_process_does(ranks: Ranks, tmp_path: Path, model: str, way: str) -> None:
-    layout, float8, sections = WAYS[way]
-    alone, shared = (
-        recipe_for(tmp_path, name, where, how, model=model, **what)
-        for name, where, how, what in (("a", {}, float8 | dict(all_gather=False), {}), ("b", layout, float8, sections))
+def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, model: str, case: str) -> None:
+    layout, float8, _ = CASES[case]
+    baseline, sharded = (
+        recipe_for(tmp_path, name, dimensions, keys, model=model, **others)
+        for name, dimensions, keys, others in (("a", {}, float8 | {"all_gather": False}, {}), ("b", *CASES[case]))
     )
-    expected = ranks(1).run(_gradients, alone, 3)[0]
+    expected = ranks(1).run(_gradients, baseline, 3)[0]
     found = [
-        apart(made, one)
-        for rank in ranks(math.prod(layout.values())).run(_gradients, shared, 3)
-        for made, one in zip(rank, expected, strict=True)
+        relative_error(gradients, reference)
+        for rank in ranks(math.prod(layout.values())).run(_gradients, sharded, 3)
+        for gradients, reference in zip(rank, expected, strict=True)
     ]
-    # A sum that differs in its last digit may be rounded to the other side. That is rare, and it is not much.
+    # Sums that differ in their last bit may round to different float8 values: rarely, and with a small effect.
     assert sorted(found)[len(found) // 2] < 1e-4 and max(found) < 0.05, found
 
 
 @slow
-def test_a_rank_may_have_nothing_of_a_weight(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_may_hold_an_empty_shard(ranks: Ranks, tmp_path: Path) -> None:
     """Four rows over three ranks: two, two and none."""
-    shape = LlamaConfig(dim=64, num_layers=1, num_heads=16, num_kv_heads=1, ffn_dim=128, vocab_size=320)
-    alone, shared = (
-        dataclasses.replace(recipe_for(tmp_path, "a", layout, ALL_GATHER), model=shape)
+    model = LlamaConfig(dim=64, num_layers=1, num_heads=16, num_kv_heads=1, ffn_dim=128, vocab_size=320)
+    baseline, sharded = (
+        dataclasses.replace(recipe_for(tmp_path, "a", layout, ALL_GATHER), model=model)
         for layout in ({}, dict(shard=3))
     )
-    (expected,) = ranks(1).run(_gradients, alone)[0]
+    (expected,) = ranks(1).run(_gradients, baseline)[0]
     assert expected["layers.0.attention.wk.weight"].shape[0] == 4
-    for (found,) in ranks(3).run(_gradients, shared):
-        assert apart(found, expected) < 0.05
+    for (found,) in ranks(3).run(_gradients, sharded):
+        assert relative_error(found, expected) < 0.05
 
 
 @slow
 @pytest.mark.parametrize("model", MODELS)
-def test_scales_by_rows_are_found_where_the_rows_are(ranks: Ranks, tmp_path: Path, model: str) -> None:
-    """Under tensor parallelism a rank has a part of some rows: its scale may be finer, and a power of two all the same."""
+def test_rowwise_scales_of_sharded_rows(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    """Rowwise tensor parallelism shards rows, whose local scales may be finer powers of two than that of the full row."""
     float8 = FLOAT8 | dict(scaling="rowwise")
     (expected,) = ranks(1).run(_gradients, recipe_for(tmp_path, "a", {}, float8, model=model))[0]
     (exact,) = ranks(1).run(_gradients, recipe_for(tmp_path, "b", {}, {}, model=model))[0]
     for (found,) in ranks(2).run(_gradients, recipe_for(tmp_path, "c", dict(tensor=2), float8, model=model)):
-        assert apart(found, expected) < apart(expected, exact)
+        assert relative_error(found, expected) < relative_error(expected, exact)
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,16 @@ def test_scales_by_rows_are_found_where_the_rows_are(ranks: Ranks, tmp_path: Pat
         ),
     ],
 )
-def test_a_run_is_that_of_one_process_and_resumes_bit_for_bit(
+def test_run_matches_one_process_and_resumes_bitwise(
     ranks: Ranks, tmp_path: Path, layout: dict[str, Any], float8: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = dict(training=dict(steps=4), checkpoint=dict(interval=2), layers=4)
-    alone = train(ranks(1), recipe_for(tmp_path, "one", {}, FLOAT8, **options))
+    baseline = train(ranks(1), recipe_for(tmp_path, "one", {}, FLOAT8, **options))
     recipe = recipe_for(tmp_path, "run", layout, float8, **options)
     found = train(ranks(4), recipe)
-    assert_same(found, alone, loss=1e-4, norm=2e-3, weights=0.1)
-    assert found.state["model"].keys() == alone.state["model"].keys()
-    assert found.state["optimizer"].keys() == alone.state["optimizer"].keys()
+    assert_same(found, baseline, loss=1e-4, norm=2e-3, weights=0.1)
+    assert found.state["model"].keys() == baseline.state["model"].keys()
+    assert found.state["optimizer"].keys() == baseline.state["optimizer"].keys()
     for _ in range(2):
         drop_last(tmp_path / "run")
         again = train(ranks(4), recipe)
@@ -190,7 +190,7 @@ def test_a_run_is_that_of_one_process_and_resumes_bit_for_bit(
 
 
 @slow
-def test_what_float8_saves_any_layout_loads(ranks: Ranks, tmp_path: Path) -> None:
+def test_float8_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(training=dict(steps=2), checkpoint=dict(interval=2))
     saver = recipe_for(tmp_path, "run", dict(tensor=2, shard=2), ALL_GATHER, **options)
     saved = train(ranks(4), saver).state
@@ -207,8 +207,8 @@ def test_what_float8_saves_any_layout_loads(ranks: Ranks, tmp_path: Path) -> Non
                 assert type(value) is Tensor and torch.equal(value, moved[kind][key]), key
 
 
-class Sent(TorchDispatchMode):
-    """Counts the bytes that a rank hands to gathers, by the kind of number."""
+class AllGatherBytes(TorchDispatchMode):
+    """Counts the input bytes of all-gathers by dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,47 +217,48 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if "all_gather" in name or "allgather" in name:
-            sent = args[1] if "_allgather_base_" in name else args[0]
+            local = args[1] if "_allgather_base_" in name else args[0]
             if name.startswith(("c10d", "_c10d")):
-                self.bytes[sent.dtype] = self.bytes.get(sent.dtype, 0) + sent.numel() * sent.element_size()
+                self.bytes[local.dtype] = self.bytes.get(local.dtype, 0) + local.numel() * local.element_size()
         return func(*args, **(kwargs or {}))
 
 
-def _sent(recipe: PretrainRecipe, backward: bool) -> dict[torch.dtype, int]:
+def _all_gather_bytes(recipe: PretrainRecipe, backward: bool) -> dict[torch.dtype, int]:
     model, _ = build(recipe)
     tokens = torch.zeros(2, 32, dtype=torch.long)
     with torch.no_grad():
-        model(tokens=tokens)  # scales are found, groups are made
-    with torch.set_grad_enabled(backward), Sent() as sent:
+        model(tokens=tokens)  # computes scales, connects process groups
+    with torch.set_grad_enabled(backward), AllGatherBytes() as counted:
         logits = model(tokens=tokens)
     if backward:
-        with Sent() as sent:
+        with AllGatherBytes() as counted:
             logits.float().sum().backward()
-    return sent.bytes
+    return counted.bytes
 
 
-def test_fsdp_gathers_one_byte_a_number(ranks: Ranks, tmp_path: Path) -> None:
-    shape = MODELS["llama"]
-    matrices = sum(outputs * inputs for outputs, inputs in shape.matrices().values()) - shape.vocab_size * shape.dim
-    others = shape.num_parameters() - matrices
+def test_fsdp_all_gather_sends_one_byte_an_element(ranks: Ranks, tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    matrices = sum(outputs * inputs for outputs, inputs in model.matrices().values()) - model.vocab_size * model.dim
+    others = model.num_parameters() - matrices
     bf16: dict[str, Any] = dict(training=dict(compute_dtype="bfloat16"))
     layout = dict(shard=2, reshard_after_forward="always")
-    for sent in ranks(2).run(_sent, recipe_for(tmp_path, "a", layout, FLOAT8, **bf16), False):
+    for sent in ranks(2).run(_all_gather_bytes, recipe_for(tmp_path, "a", layout, FLOAT8, **bf16), False):
         assert sent == {torch.bfloat16: 2 * (matrices + others) // 2}
-    for sent in ranks(2).run(_sent, recipe_for(tmp_path, "b", layout, ALL_GATHER, **bf16), False):
-        assert sum(sent.values()) == (matrices + 2 * others) // 2  # a rank sends its half
+    for sent in ranks(2).run(_all_gather_bytes, recipe_for(tmp_path, "b", layout, ALL_GATHER, **bf16), False):
+        assert sum(sent.values()) == (matrices + 2 * others) // 2  # of which each rank sends half
         assert sent[torch.uint8] >= matrices // 2
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_tensor_parallelism_gathers_one_byte_a_number(ranks: Ranks, tmp_path: Path, backward: bool) -> None:
-    """Forward in front of attention and feed-forward, backward behind both. The head is bfloat16, and its own."""
-    shape, bf16 = MODELS["llama"], dict(compute_dtype="bfloat16")
-    tokens = 2 * 32 // 2 * shape.dim  # of the stream, which a rank has and sends
-    for sent in ranks(2).run(_sent, recipe_for(tmp_path, "a", dict(tensor=2), FLOAT8, training=bf16), backward):
-        assert sent[torch.uint8] == 2 * shape.num_layers * tokens
-        # The embedding's gradient is gathered as the head's tokens are.
-        assert sent == {torch.uint8: 2 * shape.num_layers * tokens, torch.bfloat16: 2 * tokens}
+def test_tensor_parallel_all_gather_sends_one_byte_an_element(ranks: Ranks, tmp_path: Path, backward: bool) -> None:
+    """Gathers inputs of attention and feed-forward in the forward pass, and gradients of their outputs in the backward pass."""
+    model, bf16 = MODELS["llama"], dict(compute_dtype="bfloat16")
+    tokens = 2 * 32 // 2 * model.dim  # elements of a rank's activations
+    recipe = recipe_for(tmp_path, "a", dict(tensor=2), FLOAT8, training=bf16)
+    for sent in ranks(2).run(_all_gather_bytes, recipe, backward):
+        assert sent[torch.uint8] == 2 * model.num_layers * tokens
+        # In bfloat16: the input of the head, and the gradient of the embedding.
+        assert sent == {torch.uint8: 2 * model.num_layers * tokens, torch.bfloat16: 2 * tokens}
 
 
 def _graphs(recipe: PretrainRecipe) -> tuple[int, int]:
@@ -276,18 +277,18 @@ def _graphs(recipe: PretrainRecipe) -> tuple[int, int]:
         pytest.param(dict(tensor=2), FLOAT8, id="TP", marks=slow),
     ],
 )
-def test_one_compiled_block_serves_all(
+def test_all_blocks_share_one_compiled_graph(
     ranks: Ranks, tmp_path: Path, layout: dict[str, int], float8: dict[str, Any]
 ) -> None:
     assert ranks(2).run(_graphs, recipe_for(tmp_path, "a", layout, float8, **COMPILED)) == [(1, 0)] * 2
 
 
 def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
-    """How far each scale that was gathered with is from the one of the weight as it is, after each of some steps."""
+    """Returns the largest relative error of the scales in use, initially, after each step, and after a load."""
     model, _ = build(recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
     tokens = torch.zeros(2, 32, dtype=torch.long)
-    weights: list[Any] = [p for p in model.parameters() if isinstance(getattr(p, "_local_tensor", None), Shard)]
+    weights: list[Any] = [p for p in model.parameters() if isinstance(getattr(p, "_local_tensor", None), Float8Shard)]
 
     def worst() -> float:
         with torch.no_grad():
@@ -295,8 +296,8 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
         found = 0.0
         for weight in weights:
             shard: Any = weight._local_tensor
-            largest = DTensor(shard.stored, weight._spec, requires_grad=False).full_tensor().abs().max().double()
-            found = max(found, abs(float(shard.scaling.scale / (448.0 / largest)) - 1.0))
+            amax = DTensor(shard.stored, weight._spec, requires_grad=False).full_tensor().abs().max().double()
+            found = max(found, abs(float(shard.weight_scale.scale / (448.0 / amax)) - 1.0))
         return found
 
     results = [worst()]
@@ -313,7 +314,7 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "state"), [(dict(shard=2), "full"), (dict(shard=2), "8bit"), (dict(pipeline=2), "full")], ids=str
 )
-def test_a_scale_is_never_stale(ranks: Ranks, tmp_path: Path, layout: dict[str, Any], state: str) -> None:
+def test_scales_are_never_stale(ranks: Ranks, tmp_path: Path, layout: dict[str, Any], state: str) -> None:
     layout = layout | dict(reshard_after_forward="always")
     recipe = recipe_for(tmp_path, "a", layout, ALL_GATHER, optimizer=dict(lr=0.3, state_dtype=state))
     for found in ranks(2).run(_scales_after_steps, recipe):

@@ -1,4 +1,4 @@
-"""Agreeing over the process group."""
+"""Object collectives, and the process groups of a mesh."""
 
 from collections.abc import Callable
 
@@ -16,33 +16,33 @@ from titanlike.parallelisms.mesh import build_mesh
 Ranks = Callable[[int], Pool]
 
 
-def _talk() -> tuple[int, list[int], float, str]:
+def _run_collectives() -> tuple[int, list[int], float, str]:
     rank = dist.get_rank()
     process_group.assert_equal_across_ranks("the data", "equal")
     try:
         process_group.assert_equal_across_ranks("the data", f"made by rank {rank}")
-        said = ""
+        error_text = ""
     except UserError as error:
-        said = str(error)
+        error_text = str(error)
     total = collectives.all_reduce_sum(torch.tensor(1.5), [dist.group.WORLD]).item()
-    return process_group.broadcast_object(rank + 7), process_group.all_gather_object(rank), total, said
+    return process_group.broadcast_object(rank + 7), process_group.all_gather_object(rank), total, error_text
 
 
-def test_ranks_agree_gather_add_and_notice_a_difference(ranks: Ranks) -> None:
-    for agreed, gathered, added, said in ranks(2).run(_talk):
-        assert (agreed, gathered, added) == (7, [0, 1], 3.0)
-        assert said.startswith("the data is not the same on all ranks: made by rank ")
+def test_broadcast_gather_sum_and_equality_check(ranks: Ranks) -> None:
+    for broadcast, gathered, total, error_text in ranks(2).run(_run_collectives):
+        assert (broadcast, gathered, total) == (7, [0, 1], 3.0)
+        assert error_text.startswith("the data differs across ranks: made by rank ")
 
 
 def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], dict[str, list[int]]]:
     mesh = mesh_of("cpu", **sizes)
-    with_me = {
+    groups = {
         name: dist.get_process_group_ranks(getattr(mesh, name).get_group())
         for name in ("pipeline", "context", "tensor")
     }
     tokens = collectives.all_reduce_sum(torch.tensor([2 ** dist.get_rank()]), mesh.loss_groups).item()
     summed = [rank for rank in range(dist.get_world_size()) if int(tokens) >> rank & 1]
-    return mesh.data_rank, mesh.num_data_ranks, tuple(mesh.fsdp.shape), summed, with_me
+    return mesh.data_rank, mesh.num_data_ranks, tuple(mesh.fsdp.shape), summed, groups
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], di
         (dict(shard=4), [0, 1, 2, 3], (4,)),
         (dict(replicate=4), [0, 1, 2, 3], (4, 1)),
         (dict(replicate=2, shard=2), [0, 1, 2, 3], (2, 2)),
-        # Ranks of one tensor, context or pipeline group read the same data; those of a context group shard weights too.
+        # Ranks of a tensor, context or pipeline group read the same data. A context group also shards weights.
         (dict(shard=2, tensor=2), [0, 0, 1, 1], (2,)),
         (dict(shard=2, context=2), [0, 0, 1, 1], (4,)),
         (dict(replicate=2, context=2), [0, 0, 1, 1], (2, 2)),
@@ -60,36 +60,38 @@ def _coordinates(**sizes: int) -> tuple[int, int, tuple[int, ...], list[int], di
     ],
     ids=str,
 )
-def test_the_mesh_knows_who_reads_what_and_who_shards_what(
+def test_mesh_groups_for_data_and_weights(
     ranks: Ranks, sizes: dict[str, int], num_data_ranks: list[int], weights: tuple[int, ...]
 ) -> None:
     found = ranks(4).run(_coordinates, **sizes)
     assert [rank for rank, _, _, _, _ in found] == num_data_ranks
     assert {(count, shape) for _, count, shape, _, _ in found} == {(max(num_data_ranks) + 1, weights)}
     grid = torch.arange(4).view([sizes.get(name, 1) for name in DIMENSIONS])
-    for rank, (_, _, _, summed, with_me) in enumerate(found):
-        place = [int(i) for i in (grid == rank).nonzero()[0]]
-        for name, group in with_me.items():
-            line = [slice(None) if name == dimension else i for dimension, i in zip(DIMENSIONS, place, strict=True)]
-            assert group == grid[tuple(line)].flatten().tolist()
-        # Each token counts once: over ranks that hold other sequences or other pieces of them.
-        assert summed == grid[place[0], :, :, :, place[4]].flatten().tolist()
+    for rank, (_, _, _, summed, groups) in enumerate(found):
+        coordinates = [int(i) for i in (grid == rank).nonzero()[0]]
+        for name, group in groups.items():
+            indices = [
+                slice(None) if name == dimension else i for dimension, i in zip(DIMENSIONS, coordinates, strict=True)
+            ]
+            assert group == grid[tuple(indices)].flatten().tolist()
+        # The sum counts each token once: it includes ranks with other sequences or other chunks of them.
+        assert summed == grid[coordinates[0], :, :, :, coordinates[4]].flatten().tolist()
 
 
-def _groups_made(**sizes: int) -> int:
+def _num_new_groups(**sizes: int) -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     build_mesh("cpu", **sizes)
-    made = len(dist.distributed_c10d._world.pg_map) - before
+    count = len(dist.distributed_c10d._world.pg_map) - before
     for group in list(dist.distributed_c10d._world.pg_map)[before:]:
         dist.destroy_process_group(group)
-    return made
+    return count
 
 
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [
         (dict(), 0),
-        (dict(shard=4), 1),  # one of this rank alone, for all dimensions of size 1
+        (dict(shard=4), 1),  # a group of one rank, shared by all dimensions of size 1
         (dict(replicate=2, shard=2), 3),
         (dict(shard=2, tensor=2), 3),
         (dict(shard=2, context=2), 2),
@@ -97,6 +99,6 @@ def _groups_made(**sizes: int) -> int:
     ],
     ids=str,
 )
-def test_no_group_is_made_twice(ranks: Ranks, sizes: dict[str, int], count: int) -> None:
+def test_no_group_is_created_twice(ranks: Ranks, sizes: dict[str, int], count: int) -> None:
     world_size = 4 if sizes else 1
-    assert ranks(world_size).run(_groups_made, **sizes) == [count] * world_size
+    assert ranks(world_size).run(_num_new_groups, **sizes) == [count] * world_size

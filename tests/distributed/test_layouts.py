@@ -1,4 +1,4 @@
-"""What every layout has in common with one process beside its numbers: first weights, data, the sample, checkpoints."""
+"""Properties that do not depend on the layout: initial weights, data order, samples, checkpoints."""
 
 import dataclasses
 import shutil
@@ -14,10 +14,10 @@ from recipes import pretrain
 from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
 from tests.distributed.test_parity import model_of
 from tests.pool import Pool
-from tests.training import MODELS, assert_same, build, result, tiny, train, train_here, whole
+from tests.training import MODELS, assert_same, build, full_tensor, result, tiny, train, train_on_rank
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import Parallelism
+from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.generate import generate
@@ -40,129 +40,125 @@ def recipe_for(folder: Path, name: str, model: str, layout: str | None, **sectio
     return tiny(folder, name, model=model_of(model, sections.pop("dropout", 0.0)), parallelism=parallelism, **sections)
 
 
-def _first_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
+def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
     model, _ = build(recipe)
     copies = getattr(model, "copies", {})
-    return {copies.get(name, name): whole(p) for name, p in model.named_parameters()}
+    return {copies.get(name, name): full_tensor(p) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_weights_are_those_of_one_process(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
-    alone = ranks(1).run(_first_weights, recipe_for(tmp_path, "one", model, None))[0]
-    seen = set()
-    for weights in ranks(4).run(_first_weights, recipe_for(tmp_path, "four", model, layout)):
+def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
+    baseline = ranks(1).run(_initial_weights, recipe_for(tmp_path, "one", model, None))[0]
+    names = set()
+    for weights in ranks(4).run(_initial_weights, recipe_for(tmp_path, "four", model, layout)):
         for name, value in weights.items():
-            assert torch.equal(value, alone[name]), name
-        seen |= weights.keys()
-    assert seen == alone.keys()
+            assert torch.equal(value, baseline[name]), name
+        names |= weights.keys()
+    assert names == baseline.keys()
 
 
-def _batches_seen(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
-    """What this rank trains on in each step, with the place of each token: its sequence in the batch, its position."""
-    seen = []
+def _training_batches(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
+    """Returns the inputs and labels of this rank in each step, with the indices of its sequences in the global batch."""
+    steps = []
     original = pretrain.forward_backward
 
-    def watched(model: Any, microbatches: Any, mesh: Any) -> Any:
+    def patched(model: Any, microbatches: Any, mesh: Any) -> Any:
         step = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
         step["labels"] = torch.cat([batch.labels for batch in microbatches])
         first = mesh.data_rank * step["labels"].shape[0]
-        seen.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
+        steps.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
         return original(model, microbatches, mesh)
 
-    pretrain.forward_backward = watched
+    pretrain.forward_backward = patched
     try:
-        train_here(recipe)
+        train_on_rank(recipe)
     finally:
         pretrain.forward_backward = original
-    return seen
+    return steps
 
 
 @pytest.mark.parametrize("layout", ["HSDP", "CP-FSDP", pytest.param("PPzbv-TP", marks=pytest.mark.slow)])
-def test_every_token_is_read_in_the_order_of_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     options: dict[str, Any] = dict(
         training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1
     )
-    alone = ranks(1).run(_batches_seen, recipe_for(tmp_path, "one", "llama", None, **options))[0]
-    found = ranks(4).run(_batches_seen, recipe_for(tmp_path, "four", "llama", layout, **options))
-    for step, everything in enumerate(alone):
-        covered = torch.zeros_like(everything["tokens"], dtype=torch.bool)
+    baseline = ranks(1).run(_training_batches, recipe_for(tmp_path, "one", "llama", None, **options))[0]
+    found = ranks(4).run(_training_batches, recipe_for(tmp_path, "four", "llama", layout, **options))
+    for step, batch in enumerate(baseline):
+        covered = torch.zeros_like(batch["tokens"], dtype=torch.bool)
         for rank in found:
-            mine = rank[step]
-            places = mine["sequence"][:, None], mine["position_ids"]
+            local = rank[step]
+            indices = local["sequence"][:, None], local["position_ids"]
             for name in ("tokens", "labels", "dropout_bits"):
-                assert torch.equal(mine[name], everything[name][places])
-            covered[places] = True
+                assert torch.equal(local[name], batch[name][indices])
+            covered[indices] = True
         assert covered.all()
 
 
-def _noise_where(recipe: PretrainRecipe) -> tuple[bool, bool]:
-    """Whether tokens come with dropout's random bits in training, and in validation."""
+def _has_dropout_bits(recipe: PretrainRecipe) -> tuple[bool, bool]:
+    """Whether batches have dropout bits in training, and in validation."""
     found: list[bool] = []
     original = pretrain.validate
 
-    def watched(model: Any, batches: Any, *others: Any) -> float:
+    def patched(model: Any, batches: Any, *others: Any) -> float:
         found.append("dropout_bits" in batches.microbatches(1)[0].inputs)
         return original(model, batches, *others)
 
-    pretrain.validate = watched
+    pretrain.validate = patched
     try:
-        trained = "dropout_bits" in _batches_seen(recipe)[0]
+        trained = "dropout_bits" in _training_batches(recipe)[0]
     finally:
         pretrain.validate = original
     return trained, found[0]
 
 
-def test_nothing_is_dropped_in_validation(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(1).run(_noise_where, recipe_for(tmp_path, "run", "llama", None, dropout=0.1)) == [(True, False)]
-    assert ranks(1).run(_noise_where, recipe_for(tmp_path, "none", "llama", None)) == [(False, False)]
+def test_no_dropout_in_validation(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "run", "llama", None, dropout=0.1)) == [(True, False)]
+    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "none", "llama", None)) == [(False, False)]
 
 
 def _sample(recipe: PretrainRecipe) -> str:
     model, mesh = build(recipe)
     tokenizer = build_tokenizer(TokenizerSection())
-    return generate(
-        # Longer than the window, which is no multiple of what the layouts want.
+    return generate(  # a window that does not divide by the sizes of the layouts
         model,
         mesh,
         tokenizer,
-        "def ",
-        num_tokens=8,
-        window=7,
-        temperature=0.7,
+        Sample(tokens=8, prompt="def ", temperature=0.7),
+        context_length=7,
         seed=0,
-        device=torch.device("cpu"),
     )
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
-def test_every_layout_writes_the_sample_of_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
-    alone = ranks(1).run(_sample, recipe_for(tmp_path, "one", model, None))[0]
+def test_generated_text_matches_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    baseline = ranks(1).run(_sample, recipe_for(tmp_path, "one", model, None))[0]
     for layout in LAYOUTS:
-        assert ranks(4).run(_sample, recipe_for(tmp_path, layout, model, layout)) == [alone] * 4, layout
+        assert ranks(4).run(_sample, recipe_for(tmp_path, layout, model, layout)) == [baseline] * 4, layout
 
 
 @pytest.mark.parametrize(
     "model", [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gpt", marks=pytest.mark.every)]
 )
-def test_what_one_layout_saves_others_load(ranks: Ranks, tmp_path: Path, model: str) -> None:
+def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, model: str) -> None:
     options: dict[str, Any] = dict(training=dict(steps=2), checkpoint=dict(interval=1))
     recipes = {layout: recipe_for(tmp_path, layout, model, layout, **options) for layout in LAYOUTS}
-    recipes["alone"] = recipe_for(tmp_path, "alone", model, None, **options)
-    pools = {layout: ranks(1 if layout == "alone" else 4) for layout in recipes}
+    recipes["one"] = recipe_for(tmp_path, "one", model, None, **options)
+    pools = {layout: ranks(1 if layout == "one" else 4) for layout in recipes}
     order = list(recipes)
     for index, (saver, recipe) in enumerate(recipes.items()):
         saved = train(pools[saver], recipe).state
         assert {name for name in saved["optimizer"]} == {
             f"{name}.{kind}" for name in saved["model"] for kind in ("exp_avg", "exp_avg_sq", "step")
         }
-        # Each reads what two others wrote, each is read by two others and by one process.
-        for loader in {"alone", *(order[(index + step) % len(order)] for step in (1, 3))} - {saver}:
-            there = tmp_path / f"{saver} to {loader}" / "checkpoints"
-            there.mkdir(parents=True)
+        # Two other layouts and one process load each checkpoint.
+        for loader in {"one", *(order[(index + step) % len(order)] for step in (1, 3))} - {saver}:
+            target = tmp_path / f"{saver} to {loader}" / "checkpoints"
+            target.mkdir(parents=True)
             as_saved = dataclasses.replace(recipes[loader], run=recipe.run)
-            pools[loader].run(load_and_save_elsewhere, as_saved, there)
-            moved = read_whole(there / "step-00000002")
+            pools[loader].run(load_and_save_elsewhere, as_saved, target)
+            moved = read_whole(target / "step-00000002")
             assert moved.keys() == saved.keys()
             for kind, tensors in saved.items():
                 assert moved[kind].keys() == tensors.keys()
@@ -177,11 +173,11 @@ def test_what_one_layout_saves_others_load(ranks: Ranks, tmp_path: Path, model: 
         pytest.param("PPzbv-TP", "CP-FSDP", marks=pytest.mark.slow),
     ],
 )
-def test_another_layout_trains_on(ranks: Ranks, tmp_path: Path, saver: str, loader: str) -> None:
+def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, saver: str, loader: str) -> None:
     options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
-    whole = train(ranks(4), recipe_for(tmp_path, "run", "gpt", saver, **options))
+    expected = train(ranks(4), recipe_for(tmp_path, "run", "gpt", saver, **options))
     drop_last(tmp_path / "run")
-    assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", loader, **options)), whole)
+    assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", loader, **options)), expected)
 
 
 FLOAT8: dict[str, Any] = dict(scaling="tensorwise", skip_small=False, emulate=True)
@@ -198,53 +194,53 @@ FLOAT8: dict[str, Any] = dict(scaling="tensorwise", skip_small=False, emulate=Tr
         ),
     ],
 )
-def test_a_resumed_run_is_the_run_bit_for_bit(
-    ranks: Ranks, tmp_path: Path, layout: str, float8: dict[str, Any]
-) -> None:
-    """With dropout, and while the checkpoint that it is resumed from was being written beside the next steps."""
+def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, float8: dict[str, Any]) -> None:
+    """Resumes a run with dropout from an asynchronously written checkpoint."""
     recipe = recipe_for(
         tmp_path, "run", "gpt", layout, training=dict(steps=4), checkpoint=dict(interval=2), dropout=0.1, float8=float8
     )
-    whole = train(ranks(4), recipe)
-    for _ in range(2):  # the second resume is where others break
+    expected = train(ranks(4), recipe)
+    for _ in range(2):  # a second resume, too
         drop_last(tmp_path / "run")
         again = train(ranks(4), recipe)
-        assert again.losses == whole.losses
-        assert again.gradient_norms == whole.gradient_norms
-        for kind, tensors in whole.state.items():
+        assert again.losses == expected.losses
+        assert again.gradient_norms == expected.gradient_norms
+        for kind, tensors in expected.state.items():
             for name, value in tensors.items():
                 assert torch.equal(value, again.state[kind][name]), name
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
-    assert result(recipe).losses == whole.losses
+    assert result(recipe).losses == expected.losses
 
 
-def _copies_agree(recipe: PretrainRecipe) -> list[tuple[str, Tensor]]:
-    """Names and values of this rank's ends after a few steps, the copy of a tied weight by its own name."""
-    kept: list[Any] = []
+def _tied_weights(recipe: PretrainRecipe) -> list[tuple[str, Tensor]]:
+    """Returns this rank's embedding and head weights after a few steps."""
+    models: list[Any] = []
     original = pretrain.build_optimizer
 
-    def watched(model: Any, *others: Any) -> Any:
-        kept.append(model)
+    def patched(model: Any, *others: Any) -> Any:
+        models.append(model)
         return original(model, *others)
 
-    pretrain.build_optimizer = watched
+    pretrain.build_optimizer = patched
     try:
-        train_here(recipe)
+        train_on_rank(recipe)
     finally:
         pretrain.build_optimizer = original
-    ends = [(name, p) for name, p in kept[0].named_parameters() if name in ("tok_embeddings.weight", "output.weight")]
-    return [(name, whole(p)) for name, p in ends]
+    tied = [(name, p) for name, p in models[0].named_parameters() if name in ("tok_embeddings.weight", "output.weight")]
+    return [(name, full_tensor(p)) for name, p in tied]
 
 
-ROUNDED: dict[str, Any] = dict(training=dict(master_dtype="bfloat16"), optimizer=dict(stochastic_rounding=True))
+STOCHASTIC_ROUNDING: dict[str, Any] = dict(
+    training=dict(master_dtype="bfloat16"), optimizer=dict(stochastic_rounding=True)
+)
 
 
-@pytest.mark.parametrize(("schedule", "sections"), [("1f1b", {}), ("zbv", {}), ("1f1b", ROUNDED)], ids=str)
-def test_a_tied_head_stays_equal_to_its_embedding(
+@pytest.mark.parametrize(("schedule", "sections"), [("1f1b", {}), ("zbv", {}), ("1f1b", STOCHASTIC_ROUNDING)], ids=str)
+def test_a_tied_head_stays_equal_to_the_embedding(
     ranks: Ranks, tmp_path: Path, schedule: str, sections: dict[str, Any]
 ) -> None:
     layout = Parallelism(pipeline=2, pipeline_schedule=schedule)
     recipe = tiny(tmp_path, "run", model=model_of("gpt"), parallelism=layout, **sections)
-    found = [end for rank in ranks(2).run(_copies_agree, recipe) for end in rank]
+    found = [weight for rank in ranks(2).run(_tied_weights, recipe) for weight in rank]
     assert sorted(name for name, _ in found) == ["output.weight", "tok_embeddings.weight"]
     assert torch.equal(found[0][1], found[1][1])

@@ -1,4 +1,4 @@
-"""Any layout gives the numbers of one process: losses, gradient norms, validation and every weight, for both models."""
+"""Parity of every layout with one process: losses, gradient norms, validation loss and all weights, for both models."""
 
 import dataclasses
 import json
@@ -16,38 +16,38 @@ from titanlike.config.sections import Parallelism
 from titanlike.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
-Alone = Callable[[str, float], Result]
+Baseline = Callable[[str, float], Result]
 
-STEPS = 2  # the loss of the second sees the weights, and so the gradients and the update, of the first
+STEPS = 2  # the loss of the second step depends on the gradients and the update of the first
 
 
 def model_of(name: str, dropout: float = 0.0) -> Any:
-    # Four blocks, so that two ranks can have two stages each.
+    # Four blocks: two ranks with two stages each.
     return dataclasses.replace(MODELS[name], num_layers=4, dropout=dropout)
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process gets that takes the whole batch at once, by model and dropout."""
-    found: dict[tuple[str, float], Result] = {}
+def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    """Results of one process that takes the global batch as one micro-batch, by model and dropout."""
+    results: dict[tuple[str, float], Result] = {}
 
     def get(model: str, dropout: float) -> Result:
-        if (model, dropout) not in found:
+        if (model, dropout) not in results:
             recipe = tiny(
-                tmp_path_factory.mktemp("alone"),
+                tmp_path_factory.mktemp("baseline"),
                 "run",
                 model=model_of(model, dropout),
                 training=dict(steps=STEPS, local_batch_size=8),
             )
-            found[model, dropout] = train(ranks(1), recipe)
-        return found[model, dropout]
+            results[model, dropout] = train(ranks(1), recipe)
+        return results[model, dropout]
 
     return get
 
 
 @pytest.fixture(scope="module")
 def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]]:
-    """Collects what is measured, and writes it where `--record` says."""
+    """Collects measurements, and writes them to the path of `--record`."""
     measured: dict[str, dict[str, Any]] = {}
     yield measured
     path = request.config.getoption("--record")
@@ -57,9 +57,9 @@ def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]
 
 
 def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
-    """Where a case runs with one model, cases take turns with the models."""
-    of_its_kind = [other for other in CASES if other.tier == case.tier]
-    is_turn = of_its_kind.index(case) % 2 == list(MODELS).index(model)
+    """Returns the marks of a case. Cases that run with one model alternate between the models."""
+    same_tier = [other for other in CASES if other.tier == case.tier]
+    is_turn = same_tier.index(case) % 2 == list(MODELS).index(model)
     if case.tier == "both" or (case.tier == "one" and is_turn):
         return []
     return [pytest.mark.slow if case.tier == "one" or (case.tier == "slow" and is_turn) else pytest.mark.every]
@@ -73,8 +73,8 @@ def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
         for model in MODELS
     ],
 )
-def test_a_layout_gives_the_numbers_of_one_process(
-    ranks: Ranks, alone: Alone, record: dict[str, dict[str, Any]], tmp_path: Path, case: Case, model: str
+def test_layout_matches_one_process(
+    ranks: Ranks, baseline: Baseline, record: dict[str, dict[str, Any]], tmp_path: Path, case: Case, model: str
 ) -> None:
     sections = {
         "model": model_of(model, case.dropout),
@@ -83,8 +83,8 @@ def test_a_layout_gives_the_numbers_of_one_process(
     }
     found, expected = (
         train(ranks(case.processes), tiny(tmp_path, "run", **sections, **case.sections)),
-        alone(model, case.dropout),
+        baseline(model, case.dropout),
     )
-    measured = {what: worst for what, (worst, _) in differences(found, expected).items()}
+    measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
     record.setdefault(case.name, {})[model] = measured
     assert_same(found, expected)

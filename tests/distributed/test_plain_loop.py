@@ -1,4 +1,4 @@
-"""The program against a training loop written by hand from the textbook: no library code but the model and the data."""
+"""The recipe against a plain PyTorch training loop, which shares only the model and the data."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from titanlike.models.init import initialize
 Ranks = Callable[[int], Pool]
 
 
-def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms: the whole batch at once, the mean over its tokens, the schedule as a formula."""
+def plain_loop(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
+    """Returns losses and gradient norms: one micro-batch a step, mean loss, the schedule as a formula."""
     size = recipe.training.global_batch_size
     data = open_sources(
         recipe.data, build_tokenizer(recipe.tokenizer), seq_len=recipe.training.seq_len, global_batch_size=size, seed=0,
@@ -35,10 +35,10 @@ def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
         model = build_model(recipe.model)
     initialize(model, torch.device("cpu"), 0)
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    spared = [p for p in model.parameters() if p.dim() == 1]
+    not_decayed = [p for p in model.parameters() if p.dim() == 1]
     section = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": section.weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": section.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}],
         betas=(section.beta1, section.beta2), eps=section.eps, foreach=False,
     )  # fmt: skip
     losses, norms = [], []
@@ -49,9 +49,9 @@ def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.training.max_norm)
-        down = 0.1 + 0.9 * (1 + math.cos(math.pi * max(step - warmup, 0) / (steps - warmup))) / 2
+        decay = 0.1 + 0.9 * (1 + math.cos(math.pi * max(step - warmup, 0) / (steps - warmup))) / 2
         for group in optimizer.param_groups:
-            group["lr"] = section.lr * min(step / warmup, down)
+            group["lr"] = section.lr * min(step / warmup, decay)
         optimizer.step()
         losses.append(loss.item())
         norms.append(norm.item())
@@ -60,9 +60,9 @@ def by_hand(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_program_does_what_a_plain_loop_does(ranks: Ranks, tmp_path: Path, model: str, processes: int) -> None:
+def test_recipe_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, model: str, processes: int) -> None:
     recipe = tiny(tmp_path, "run", model=MODELS[model], training=dict(steps=8, local_batch_size=2))
-    losses, norms = by_hand(recipe)
+    losses, norms = plain_loop(recipe)
     found = train(ranks(processes), recipe)
     assert found.losses == pytest.approx(losses, rel=1e-5)
     assert found.gradient_norms == pytest.approx(norms, rel=1e-4)

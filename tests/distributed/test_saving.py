@@ -1,4 +1,4 @@
-"""Saving beside the training: what is saved is what was there, failures are told and counted, files are one rank's each."""
+"""Asynchronous saves: consistency, failures, distribution of shards over ranks, and consolidated weights."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ from tests.pool import Pool
 from tests.training import build, tiny, train
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, consolidate, read_whole
 from titanlike.checkpoint.format import read_header
-from titanlike.checkpoint.store import Folder
+from titanlike.checkpoint.store import LocalStore
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.optim.optimizer import build_optimizer
@@ -27,7 +27,7 @@ from titanlike.utils.rng import seed_generators
 Ranks = Callable[[int], Pool]
 
 
-def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def small_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -36,158 +36,160 @@ def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def at(step: int) -> CheckpointMetadata:
+def metadata(step: int) -> CheckpointMetadata:
     return CheckpointMetadata(step, {}, "", {}, {})
 
 
 @contextmanager
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Nothing is committed before the event."""
+    """Delays commits until the event is set."""
     go = threading.Event()
-    original = Folder.commit
+    original = LocalStore.commit
 
-    def waiting(self: Folder, step: int) -> None:
+    def delayed(self: LocalStore, step: int) -> None:
         assert go.wait(60)
         original(self, step)
 
-    monkeypatch.setattr(Folder, "commit", waiting)
+    monkeypatch.setattr(LocalStore, "commit", delayed)
     yield go
     go.set()
 
 
-def test_training_goes_on_and_what_is_saved_is_what_was_there(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = small()
+def test_an_asynchronous_save_is_a_snapshot(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with slow_disk(monkeypatch) as go, CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
-        checkpoints.save(model, optimizer, at(1))
+        checkpoints.save(model, optimizer, metadata(1))
         assert checkpoints.poll() == []
         with torch.no_grad():
             model.weight.fill_(7)
         go.set()
         checkpoints.wait()
-        (outcome,) = checkpoints.poll()
-        assert (outcome.step, outcome.error, outcome.remark) == (1, "", "")
-        assert 0 < outcome.stall < outcome.seconds
+        (result,) = checkpoints.poll()
+        assert (result.step, result.error, result.cleanup_error) == (1, "", "")
+        assert 0 < result.stall < result.seconds
         assert checkpoints.poll() == []
     found = read_whole(tmp_path / "step-00000001")["model"]
     assert found.keys() == before.keys()
     assert all(torch.equal(found[name], value) for name, value in before.items())
 
 
-def test_one_save_is_under_way_at_most(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = small()
+def test_at_most_one_save_is_in_progress(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small_model()
     with slow_disk(monkeypatch) as go, CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
-        checkpoints.save(model, optimizer, at(1))
+        checkpoints.save(model, optimizer, metadata(1))
         threading.Timer(0.3, go.set).start()
-        checkpoints.save(model, optimizer, at(2))  # waits
-        assert [outcome.step for outcome in checkpoints.poll()] == [1]
+        checkpoints.save(model, optimizer, metadata(2))  # waits
+        assert [result.step for result in checkpoints.poll()] == [1]
         checkpoints.wait()
-    assert Folder(tmp_path).steps() == [1, 2]
+    assert LocalStore(tmp_path).steps() == [1, 2]
 
 
-def test_leaving_lets_a_save_end(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = small()
+def test_exit_waits_for_the_save_in_progress(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small_model()
     with (
         slow_disk(monkeypatch) as go,
         pytest.raises(UserError, match="other"),
         CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints,
     ):
-        checkpoints.save(model, optimizer, at(1))
+        checkpoints.save(model, optimizer, metadata(1))
         threading.Timer(0.3, go.set).start()
         raise UserError("another mistake")
-    assert Folder(tmp_path).steps() == [1]
+    assert LocalStore(tmp_path).steps() == [1]
 
 
-def test_sync_is_there_when_the_call_returns(alone: None, tmp_path: Path) -> None:
-    model, optimizer = small()
+def test_a_sync_save_is_committed_when_it_returns(alone: None, tmp_path: Path) -> None:
+    model, optimizer = small_model()
     with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
-        checkpoints.save(model, optimizer, at(1))
-        assert Folder(tmp_path).steps() == [1]
+        checkpoints.save(model, optimizer, metadata(1))
+        assert LocalStore(tmp_path).steps() == [1]
 
 
-def test_failures_in_a_row_are_counted_and_a_success_forgets_them(
+def test_consecutive_failures_are_counted_and_reset_by_a_success(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = small()
-    full = {"now": False}
-    original = Folder.create
+    model, optimizer = small_model()
+    disk = {"full": False}
+    original = LocalStore.create
 
-    def create(self: Folder, step: int, file: str) -> Any:
-        if full["now"]:
+    def create(self: LocalStore, step: int, file: str) -> Any:
+        if disk["full"]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self, step, file)
 
-    monkeypatch.setattr(Folder, "create", create)
+    monkeypatch.setattr(LocalStore, "create", create)
     with CheckpointManager(str(tmp_path), Checkpoint(mode="sync", max_failures=3)) as checkpoints:
-        for step, bad in enumerate([False, True, True, False, True, True], start=1):
-            full["now"] = bad
-            checkpoints.save(model, optimizer, at(step))
-        errors = [outcome.error for outcome in checkpoints.poll()]
+        for step, full in enumerate([False, True, True, False, True, True], start=1):
+            disk["full"] = full
+            checkpoints.save(model, optimizer, metadata(step))
+        errors = [result.error for result in checkpoints.poll()]
         assert [bool(error) for error in errors] == [False, True, True, False, True, True]
         assert errors[1] == "rank 0: [Errno 28] No space left on device"
-        assert Folder(tmp_path).steps() == [1, 4]
+        assert LocalStore(tmp_path).steps() == [1, 4]
         assert not checkpoints.has_failed
         with pytest.raises(
             UserError,
-            match=r"^3 saves in a row have failed: rank 0: .*No space left.*; the last whole checkpoint is that of step 4$",
+            match=r"^3 consecutive saves failed: rank 0: .*No space left.*; the last valid checkpoint is that of step 4$",
         ):
-            checkpoints.save(model, optimizer, at(7))
+            checkpoints.save(model, optimizer, metadata(7))
         assert checkpoints.has_failed
-    assert Folder(tmp_path).steps() == [1, 4]
+    assert LocalStore(tmp_path).steps() == [1, 4]
 
 
-def test_the_last_save_of_a_run_may_not_fail(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = small()
+def test_a_failure_of_the_last_save_is_an_error(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small_model()
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
-        checkpoints.save(model, optimizer, at(1))
+        checkpoints.save(model, optimizer, metadata(1))
         checkpoints.wait()
         with pytest.raises(
-            UserError, match=r"the save failed: .* has 10 bytes left, and a checkpoint takes \d+; there is"
+            UserError,
+            match=r"the save failed: .* has 10 bytes free, but a checkpoint takes \d+; there is no checkpoint",
         ):
             checkpoints.wait(last=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_goes_wrong_after_the_commit_is_no_failure(
+def test_an_error_after_the_commit_is_not_a_failure(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Folder, step: int) -> None:
+    def refuse(self: LocalStore, step: int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Folder, "remove", refuse)
-    model, optimizer = small()
+    monkeypatch.setattr(LocalStore, "remove", refuse)
+    model, optimizer = small_model()
     with CheckpointManager(str(tmp_path), Checkpoint(mode="sync", keep=1)) as checkpoints:
-        checkpoints.save(model, optimizer, at(1))
-        checkpoints.save(model, optimizer, at(2))
-        outcomes = checkpoints.poll()
-    assert [(outcome.error, outcome.remark) for outcome in outcomes] == [("", ""), ("", "[Errno 13] Permission denied")]
-    assert Folder(tmp_path).steps() == [1, 2]
+        checkpoints.save(model, optimizer, metadata(1))
+        checkpoints.save(model, optimizer, metadata(2))
+        results = checkpoints.poll()
+    assert [(result.error, result.cleanup_error) for result in results] == [
+        ("", ""),
+        ("", "[Errno 13] Permission denied"),
+    ]
+    assert LocalStore(tmp_path).steps() == [1, 2]
 
 
-def _fail_on_one(folder: Path) -> tuple[list[str], list[int]]:
-    model, optimizer = small()
-    original = Folder.create
+def _fail_on_one_rank(folder: Path) -> tuple[list[str], list[int]]:
+    model, optimizer = small_model()
+    original = LocalStore.create
 
-    def create(self: Folder, step: int, file: str) -> Any:
+    def create(self: LocalStore, step: int, file: str) -> Any:
         if step == 2 and dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self, step, file)
 
-    Folder.create = create  # type: ignore[method-assign]
+    LocalStore.create = create  # type: ignore[method-assign]
     try:
         with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
             for step in (1, 2, 3):
-                checkpoints.save(model, optimizer, at(step))
-            return [outcome.error for outcome in checkpoints.poll()], checkpoints.store.steps()
+                checkpoints.save(model, optimizer, metadata(step))
+            return [result.error for result in checkpoints.poll()], checkpoints.store.steps()
     finally:
-        Folder.create = original  # type: ignore[method-assign]
+        LocalStore.create = original  # type: ignore[method-assign]
 
 
-def test_what_one_rank_meets_all_ranks_know(ranks: Ranks, tmp_path: Path) -> None:
-    for errors, steps in ranks(2).run(_fail_on_one, tmp_path):
+def test_an_error_on_one_rank_fails_the_save_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    for errors, steps in ranks(2).run(_fail_on_one_rank, tmp_path):
         assert errors == ["", "rank 1: [Errno 28] No space left on device", ""]
         assert steps == [1, 3]
 
@@ -195,10 +197,10 @@ def test_what_one_rank_meets_all_ranks_know(ranks: Ranks, tmp_path: Path) -> Non
 def _save(recipe: PretrainRecipe, folder: Path) -> None:
     model, _ = build(recipe)
     with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
-        checkpoints.save(model, build_optimizer(model, recipe.optimizer), at(1))
+        checkpoints.save(model, build_optimizer(model, recipe.optimizer), metadata(1))
 
 
-def test_every_number_is_written_once_and_the_work_is_shared(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_element_is_written_once_and_ranks_write_equal_shares(ranks: Ranks, tmp_path: Path) -> None:
     for name, layout in (
         ("fsdp", Parallelism(shard=4)),
         ("ddp", Parallelism(replicate=4, shard=1)),
@@ -215,11 +217,11 @@ def test_every_number_is_written_once_and_the_work_is_shared(ranks: Ranks, tmp_p
             (length,) = struct.unpack("<Q", content[:8])
             sizes.append(len(content) - length - 8)
         assert sum(sizes) == 4 * recipe.model.num_parameters(), name
-        uneven = 1.7 if name == "pp" else 1.1  # three blocks on two stages
-        assert max(sizes) < uneven * min(sizes), f"{name}: {sizes}"
+        imbalance = 1.7 if name == "pp" else 1.1  # three blocks on two stages
+        assert max(sizes) < imbalance * min(sizes), f"{name}: {sizes}"
 
 
-def test_the_weights_of_any_layout_as_one_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_weights_of_any_layout_are_consolidated_into_one_file(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(
         tmp_path, "run", parallelism=Parallelism(pipeline=2, shard=2), checkpoint=dict(weights="bfloat16"),
         training=dict(steps=2, local_batch_size=2), validation=dict(interval=0),
@@ -235,49 +237,49 @@ def test_the_weights_of_any_layout_as_one_file(ranks: Ranks, tmp_path: Path) -> 
         start, end = header[name]["data_offsets"]
         found = torch.frombuffer(bytearray(content[8 + length + start : 8 + length + end]), dtype=torch.bfloat16)
         assert torch.equal(found.view(header[name]["shape"]), value.bfloat16()), name
-    sums = json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text())["files"]
-    for name, said in sums.items():
-        found_sum = hashlib.sha256((tmp_path / "run/checkpoints/step-00000002" / name).read_bytes()).hexdigest()
-        assert found_sum == said["sha256"]
+    digests = json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text())["files"]
+    for name, entry in digests.items():
+        sha256 = hashlib.sha256((tmp_path / "run/checkpoints/step-00000002" / name).read_bytes()).hexdigest()
+        assert sha256 == entry["sha256"]
 
 
-def test_a_module_of_ones_own_is_saved_besides(alone: None, tmp_path: Path) -> None:
-    model, optimizer = small()
+def test_additional_modules_are_saved_and_loaded(alone: None, tmp_path: Path) -> None:
+    model, optimizer = small_model()
     average, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
-        checkpoints.save(model, optimizer, at(1), average=average)
-        checkpoints.load(model, optimizer, at(1), average=other)
+        checkpoints.save(model, optimizer, metadata(1), average=average)
+        checkpoints.load(model, optimizer, metadata(1), average=other)
         assert torch.equal(average.weight, other.weight)
         with pytest.raises(UserError, match=r"the checkpoint has no missing\.weight"):
-            checkpoints.load(model, optimizer, at(1), missing=other)
+            checkpoints.load(model, optimizer, metadata(1), missing=other)
     assert read_whole(tmp_path / "step-00000001").keys() == {"model", "optimizer", "average"}
 
 
-def test_a_parameter_without_a_gradient_has_no_averages_and_needs_none(alone: None, tmp_path: Path) -> None:
+def test_a_parameter_without_a_gradient_has_no_optimizer_state(alone: None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model[0](torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
-        checkpoints.save(model, optimizer, at(1))
+        checkpoints.save(model, optimizer, metadata(1))
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    others = torch.optim.AdamW(other.parameters(), lr=0.3)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.3)
     with CheckpointManager(str(tmp_path), Checkpoint()) as checkpoints:
         saved = checkpoints.find()
-        assert saved == at(1)
-        checkpoints.load(other, others, saved)
-    assert [p in others.state for p in other.parameters()] == [True, True, False, False]
-    assert others.param_groups[0]["lr"] == 0.3
+        assert saved == metadata(1)
+        checkpoints.load(other, other_optimizer, saved)
+    assert [p in other_optimizer.state for p in other.parameters()] == [True, True, False, False]
+    assert other_optimizer.param_groups[0]["lr"] == 0.3
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
         assert two.grad is None
         for key, value in optimizer.state.get(one, {}).items():
-            assert torch.equal(value, others.state[two][key])
+            assert torch.equal(value, other_optimizer.state[two][key])
 
 
-def _late(folder: Path) -> dict[str, list[str]]:
-    """Names that each file has, where the second layer has had no gradient before the second save."""
+def _save_late_state(folder: Path) -> dict[str, list[str]]:
+    """Returns the optimizer tensors in each file of the second save, before which a second layer gets its first gradient."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -286,33 +288,36 @@ def _late(folder: Path) -> dict[str, list[str]]:
             layers(torch.ones(1, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            checkpoints.save(model, optimizer, at(step))
-    whole = read_whole(folder / "step-00000002")["optimizer"]
+            checkpoints.save(model, optimizer, metadata(step))
+    full = read_whole(folder / "step-00000002")["optimizer"]
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            assert torch.equal(whole[f"{name}.{key}"], value), name
+            assert torch.equal(full[f"{name}.{key}"], value), name
     files = sorted((folder / "step-00000002").glob("*.safetensors"))
     return {file.name: [n for n in read_header(file).entries if n.startswith("optimizer.1.")] for file in files}
 
 
-def test_what_comes_late_is_saved_too(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(2).run(_late, tmp_path)[0]
-    assert [len(names) for names in found.values()] == [6, 6]  # of a weight and a bias, on both ranks
+def test_optimizer_state_created_after_the_first_save_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(2).run(_save_late_state, tmp_path)[0]
+    assert [len(names) for names in found.values()] == [
+        6,
+        6,
+    ]  # three moments each of a weight and a bias, on both ranks
 
 
-def _draws(folder: Path) -> tuple[list[float], list[float]]:
-    """What this rank draws after a save, and after that save was loaded."""
+def _random_numbers(folder: Path) -> tuple[list[float], list[float]]:
+    """Returns random numbers drawn after a save, and after loading it."""
     seed_generators(100 + dist.get_rank())
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
-        checkpoints.save(model, optimizer, at(1))
+        checkpoints.save(model, optimizer, metadata(1))
         expected = torch.rand(3).tolist()
         seed_generators(7)
-        checkpoints.load(model, optimizer, at(1))
+        checkpoints.load(model, optimizer, metadata(1))
         return expected, torch.rand(3).tolist()
 
 
-def test_each_rank_has_its_own_generators_back(ranks: Ranks, tmp_path: Path) -> None:
-    (first, first_again), (second, second_again) = ranks(2).run(_draws, tmp_path)
+def test_each_rank_restores_its_random_generators(ranks: Ranks, tmp_path: Path) -> None:
+    (first, first_again), (second, second_again) = ranks(2).run(_random_numbers, tmp_path)
     assert first_again == first != second == second_again

@@ -1,4 +1,4 @@
-"""A step with a NaN on one rank is left out by all of them: what comes after is what it would be without that step."""
+"""A non-finite step on one rank is skipped on all ranks, and training continues as if the step had not been taken."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from recipes import pretrain
 from tests.launching import records
 from tests.pool import Pool
-from tests.training import GPT_, result, tiny, train_here
+from tests.training import GPT_, result, tiny, train_on_rank
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.optim.clipping import gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -26,12 +26,12 @@ LOSS, GRADIENT = "loss", "gradient"
 
 
 @contextmanager
-def planted(where: str, rank: int, steps: tuple[int, ...]) -> Iterator[list[nn.Module]]:
-    """At these steps spoil the loss or the gradient of one rank, in what the program calls. Gives the model that it trains."""
+def inject(where: str, rank: int, steps: tuple[int, ...]) -> Iterator[list[nn.Module]]:
+    """Makes the loss or the gradient of one rank non-finite at these steps. Yields the trained model in a list."""
     model: list[nn.Module] = []
     count, forward_backward = 0, pretrain.forward_backward
 
-    def spoilt_loss(trained: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def non_finite_loss(trained: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor]:
         nonlocal count
         count, model[:] = count + 1, [trained]
         with ExitStack() as hooks:
@@ -40,34 +40,34 @@ def planted(where: str, rank: int, steps: tuple[int, ...]) -> Iterator[list[nn.M
                 hooks.callback(head.register_forward_hook(lambda _, inputs, loss: loss * float("nan")).remove)
             return forward_backward(trained, *arguments)
 
-    def spoilt_gradient(trained: nn.Module, *arguments: Any) -> Any:
+    def non_finite_gradient(trained: nn.Module, *arguments: Any) -> Any:
         if where == GRADIENT and count in steps and dist.get_rank() == rank:
             local_tensor(next(p.grad for p in trained.parameters() if p.grad is not None)).fill_(float("inf"))
         return gradient_norms(trained, *arguments)
 
     with (
-        patch.object(pretrain, "forward_backward", spoilt_loss),
-        patch.object(pretrain, "gradient_norms", spoilt_gradient),
+        patch.object(pretrain, "forward_backward", non_finite_loss),
+        patch.object(pretrain, "gradient_norms", non_finite_gradient),
     ):
         yield model
 
 
-def spoil(recipe: PretrainRecipe, where: str, rank: int, steps: tuple[int, ...]) -> tuple[str, str]:
-    """Train with bad steps. Returns what the program said when it stopped, and a digest of this rank's weights."""
-    said = ""
-    with planted(where, rank, steps) as model:
+def train_with_faults(recipe: PretrainRecipe, where: str, rank: int, steps: tuple[int, ...]) -> tuple[str, str]:
+    """Trains with non-finite steps. Returns the error message, if any, and a digest of this rank's weights."""
+    message = ""
+    with inject(where, rank, steps) as model:
         try:
-            train_here(recipe)
+            train_on_rank(recipe)
         except UserError as error:
-            said = str(error)
+            message = str(error)
     digest = hashlib.sha256()
     for parameter in model[0].parameters():
         digest.update(local_tensor(parameter.detach()).contiguous().view(torch.uint8).numpy().tobytes())
-    return said, digest.hexdigest()
+    return message, digest.hexdigest()
 
 
-def leave_out(recipe: PretrainRecipe, steps: tuple[int, ...]) -> None:
-    """Train without the updates of these steps, and know nothing of bad numbers."""
+def train_without_updates(recipe: PretrainRecipe, steps: tuple[int, ...]) -> None:
+    """Trains without the updates of these steps and without faults."""
 
     def build(*arguments: Any) -> torch.optim.Optimizer:
         optimizer, count = build_optimizer(*arguments), 0
@@ -83,15 +83,15 @@ def leave_out(recipe: PretrainRecipe, steps: tuple[int, ...]) -> None:
         return optimizer
 
     with patch.object(pretrain, "build_optimizer", build):
-        train_here(recipe)
+        train_on_rank(recipe)
 
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP, loss": (LOSS, 1, dict(parallelism=dict(shard=2))),
     "FSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(shard=2))),
-    "PP, loss": (LOSS, 1, dict(parallelism=dict(pipeline=2), model=GPT_)),  # tied: the head is a copy on another rank
+    "PP, loss": (LOSS, 1, dict(parallelism=dict(pipeline=2), model=GPT_)),  # tied: the last stage holds a copy of the embedding
     "PP, gradient": (GRADIENT, 0, dict(parallelism=dict(pipeline=2))),
-    "HSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # which the other rank does not see
+    "HSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # which the replica does not see
     "TP, gradient": (GRADIENT, 1, dict(parallelism=dict(tensor=2, shard=1))),
     "8bit": (LOSS, 0, dict(
         parallelism=dict(shard=2), optimizer=dict(state_dtype="8bit", stochastic_rounding=True),
@@ -107,39 +107,39 @@ FAST = ("FSDP, loss", "PP, loss", "HSDP, gradient")
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_a_bad_step_is_as_if_it_had_not_been(ranks: Ranks, tmp_path: Path, case: str) -> None:
+def test_skipped_steps_leave_no_trace(ranks: Ranks, tmp_path: Path, case: str) -> None:
     where, rank, sections = CASES[case]
     sections = sections | dict(training=dict(non_finite="skip") | sections.get("training", {}))
-    bad = (2, 4)
-    skipping, spared = (tiny(tmp_path, name, **sections) for name in ("skipping", "spared"))
-    ends = ranks(2).run(spoil, skipping, where, rank, bad)
-    ranks(2).run(leave_out, spared, bad)
+    faulty = (2, 4)
+    skipping, reference = (tiny(tmp_path, name, **sections) for name in ("skipping", "reference"))
+    ends = ranks(2).run(train_with_faults, skipping, where, rank, faulty)
+    ranks(2).run(train_without_updates, reference, faulty)
 
-    assert [said for said, _ in ends] == ["", ""]
+    assert [message for message, _ in ends] == ["", ""]
     if "HSDP" in case:
         assert ends[0] == ends[1]
     skipped = [record for record in records(tmp_path / "skipping") if "skipped" in record]
-    assert [record["step"] for record in skipped] == list(bad)
+    assert [record["step"] for record in skipped] == list(faulty)
     assert all(f"rank {rank}" in record["skipped"] for record in skipped)
-    found, expected = result(skipping), result(spared)
+    found, expected = result(skipping), result(reference)
     assert found.state["optimizer"]["norm.weight.step"] == 3.0
     for kind, tensors in expected.state.items():
         assert tensors.keys() == found.state[kind].keys()
         for name, value in tensors.items():
             assert torch.equal(value, found.state[kind][name]), f"{kind} {name}"
-    good = [step - 1 for step in range(1, 6) if step not in bad]
-    assert [found.losses[index] for index in good] == [expected.losses[index] for index in good]
+    finite = [step - 1 for step in range(1, 6) if step not in faulty]
+    assert [found.losses[index] for index in finite] == [expected.losses[index] for index in finite]
 
 
-def test_too_many_bad_steps_stop_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_too_many_skips_stop_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(
         tmp_path, "run", parallelism=dict(shard=2), training=dict(non_finite="skip", skip_limit=1, skip_window=3),
         checkpoint=dict(interval=1), validation=dict(interval=0),
     )  # fmt: skip
-    ends = ranks(2).run(spoil, recipe, LOSS, 1, (1, 4, 5))
-    for said, _ in ends:
-        assert said.startswith(
-            "step 5: the loss is nan on rank 1. It would be number 2 of the last 3 steps to be skipped (steps 4, 5), "
-            "more than training.skip_limit = 1. Nothing of it was saved"
+    ends = ranks(2).run(train_with_faults, recipe, LOSS, 1, (1, 4, 5))
+    for message, _ in ends:
+        assert message.startswith(
+            "step 5: the loss is nan on rank 1. It would be skip number 2 in the last 3 steps (steps 4, 5), "
+            "more than training.skip_limit = 1. The step was not saved"
         )
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1] == "step-00000004"

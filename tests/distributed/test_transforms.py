@@ -1,4 +1,4 @@
-"""Compiling, recomputing and bfloat16 change cost, not numbers; and each really does what its name says."""
+"""Compilation, activation checkpointing and mixed precision: parity with a plain run, and their effect."""
 
 import gc
 from collections import Counter
@@ -24,7 +24,7 @@ from titanlike.verify import Result
 
 Ranks = Callable[[int], Pool]
 
-# Captures and partitions as the real compiler does, and leaves out the half minute of generating code.
+# Traces and partitions like inductor, without half a minute of code generation.
 FAST = "aot_eager_decomp_partition"
 
 
@@ -48,7 +48,7 @@ CHECKPOINTING = [
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", CHECKPOINTING, ids=lambda options: options["mode"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_recomputing_gives_the_same_numbers(
+def test_activation_checkpointing_does_not_change_results(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, options: dict[str, Any], processes: int
 ) -> None:
     recipe = two_steps(tmp_path, model=MODELS[model], activation_checkpoint=ActivationCheckpoint(**options))
@@ -68,7 +68,7 @@ def test_recomputing_gives_the_same_numbers(
         pytest.param(2, "model", "gpt", marks=pytest.mark.slow),
     ],
 )
-def test_compiling_gives_the_same_numbers(
+def test_compilation_does_not_change_results(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, processes: int, mode: Any, model: str
 ) -> None:
     recipe = two_steps(tmp_path, model=MODELS[model], compile=Compile(mode=mode, backend=FAST))
@@ -85,7 +85,7 @@ def test_compiling_gives_the_same_numbers(
     ],
     ids=str,
 )
-def test_compiling_what_recomputes_gives_the_same_numbers(
+def test_compiled_checkpointing_does_not_change_results(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     recipe = two_steps(
@@ -112,7 +112,7 @@ def _reset_memory_budget() -> None:
     ],
     ids=str,
 )
-def test_the_real_compiler_gives_the_same_numbers(
+def test_inductor_does_not_change_results(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, mode: Any, layout: dict[str, Any]
 ) -> None:
     recipe = two_steps(
@@ -126,7 +126,7 @@ def test_the_real_compiler_gives_the_same_numbers(
 def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str) -> None:
     recipe = two_steps(tmp_path, model=MODELS[model], training=dict(compute_dtype="bfloat16"))
     found = train(ranks(1), recipe)
-    # 8 bits of mantissa: 0.4% an operation, less on the average over tokens
+    # 8 bits of mantissa: an error of 0.4% an operation, less in the mean over tokens
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain[model].losses), rtol=5e-3, atol=0)
     assert found.losses != plain[model].losses
 
@@ -134,23 +134,23 @@ def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp
 @pytest.mark.parametrize(
     ("compute", "master"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 )
-def test_each_precision_is_where_it_should_be(ranks: Ranks, compute: Any, master: Any) -> None:
-    seen = ranks(1).run(_precisions, Training(compute_dtype=compute, master_dtype=master))[0]
-    assert seen == {"product": f"torch.{compute}", "weight": f"torch.{master}", "gradient": f"torch.{master}"}
+def test_dtypes_of_compute_weights_and_gradients(ranks: Ranks, compute: Any, master: Any) -> None:
+    found = ranks(1).run(_dtypes, Training(compute_dtype=compute, master_dtype=master))[0]
+    assert found == {"matmul": f"torch.{compute}", "weight": f"torch.{master}", "gradient": f"torch.{master}"}
 
 
-def _precisions(training: Training) -> dict[str, str]:
+def _dtypes(training: Training) -> dict[str, str]:
     model, _ = build(tiny(Path(), "", training=training))
-    with Products() as products:
+    with Matmuls() as matmuls:
         model(torch.zeros(1, 8, dtype=torch.long)).float().sum().backward()
     weight = model.get_parameter("layers.0.feed_forward.w1.weight")
     assert weight.grad is not None
-    (product,) = products.dtypes
-    return {"product": str(product), "weight": str(weight.dtype), "gradient": str(weight.grad.dtype)}
+    (dtype,) = matmuls.dtypes
+    return {"matmul": str(dtype), "weight": str(weight.dtype), "gradient": str(weight.grad.dtype)}
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products and attentions, and the types of the products."""
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls and attention calls, and collects the dtypes of the matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Products(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm"):
-            self.counts["products"] += 1
+            self.counts["matmuls"] += 1
             self.dtypes.add(out.dtype)
         elif name.startswith("_scaled_dot_product") and not name.endswith("backward"):
             self.counts["attentions"] += 1
@@ -169,34 +169,34 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("options", "products", "attentions"),
+    ("options", "matmuls", "attentions"),
     [
-        # A block of Llama has 7 products and 1 attention, and nothing needs its last product again; there are 3 blocks.
+        # Each of 3 Llama blocks has 7 matmuls, of which the last is not needed for gradients, and 1 attention.
         (dict(mode="none"), 0, 0),
         (dict(mode="full"), 18, 3),
         (dict(mode="every_n", every_n=2), 12, 2),  # blocks 0 and 2
-        (dict(mode="selective"), 9, 0),  # of each 7 products 4 are kept, and the attention
+        (dict(mode="selective"), 9, 0),  # a block saves 4 of its 7 matmuls, and the attention
     ],
     ids=lambda value: value["mode"] if isinstance(value, dict) else "",
 )
-def test_so_much_is_computed_again(options: dict[str, Any], products: int, attentions: int) -> None:
+def test_number_of_recomputed_operations(options: dict[str, Any], matmuls: int, attentions: int) -> None:
     with torch.device("meta"):
         model = build_model(LLAMA)
     initialize(model, torch.device("cpu"), 0)
     names = list(model.state_dict())
     apply_activation_checkpoint(blocks(model), **options)
-    with Products() as forward:
+    with Matmuls() as forward:
         loss = model(torch.zeros(2, 8, dtype=torch.long)).sum()
-    with Products() as backward:
+    with Matmuls() as backward:
         loss.backward()
-    assert forward.counts["products"] == 22  # with the head
-    assert backward.counts["products"] - 2 * 22 == products
+    assert forward.counts["matmuls"] == 22  # with the head
+    assert backward.counts["matmuls"] - 2 * 22 == matmuls
     assert backward.counts["attentions"] == attentions
     assert list(model.state_dict()) == names
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_compiled_block_serves_all_without_breaks(model: str) -> None:
+def test_all_blocks_share_one_compiled_graph(model: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     with torch.device("meta"):
@@ -212,40 +212,40 @@ def test_one_compiled_block_serves_all_without_breaks(model: str) -> None:
 
 
 def _collections(recipe: PretrainRecipe) -> tuple[list[int], int]:
-    """The generations that the program collected, and how often Python collected by itself after the first of these."""
-    asked: list[int] = []
-    seen: list[int] = []
+    """Returns the generations that the recipe collects, and the number of automatic collections after the first of them."""
+    explicit: list[int] = []
+    collections: list[int] = []
     before: list[int] = []
     collect = gc.collect
 
-    def watched(generation: int = 2) -> int:
-        asked.append(generation)
-        before.append(len(seen))
+    def patched(generation: int = 2) -> int:
+        explicit.append(generation)
+        before.append(len(collections))
         return collect(generation)
 
-    def notice(phase: str, info: dict[str, int]) -> None:
+    def callback(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            seen.append(info["generation"])
+            collections.append(info["generation"])
 
-    gc.collect = watched  # type: ignore[assignment]
-    gc.callbacks.append(notice)
+    gc.collect = patched  # type: ignore[assignment]
+    gc.callbacks.append(callback)
     try:
         main(recipe, torch.device("cpu"))
     finally:
-        gc.callbacks.remove(notice)
+        gc.callbacks.remove(callback)
         gc.collect = collect
-    return asked, len(seen) - before[0] - len(asked)
+    return explicit, len(collections) - before[0] - len(explicit)
 
 
-def test_garbage_is_collected_when_the_recipe_says_and_not_otherwise(ranks: Ranks, tmp_path: Path) -> None:
+def test_garbage_collection_runs_only_at_the_interval(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(checkpoint=dict(enabled=False), validation=dict(interval=0))
-    for interval, times in ((1, 7), (2, 4), (8, 1)):  # after the first step all of it, later the young part
+    for interval, times in ((1, 7), (2, 4), (8, 1)):  # a full collection after the first step, generation 1 later
         recipe = tiny(tmp_path, f"every{interval}", training=dict(steps=8, gc_interval=interval), **options)
         assert ranks(1).run(_collections, recipe) == [([2] + [1] * times, 0)]
 
 
-def test_a_smaller_memory_budget_keeps_less() -> None:
-    def kept(budget: float) -> int:
+def test_a_smaller_memory_budget_saves_less() -> None:
+    def saved_bytes(budget: float) -> int:
         torch._dynamo.reset()
         with torch.device("meta"):
             model = build_model(LLAMA)
@@ -258,7 +258,7 @@ def test_a_smaller_memory_budget_keeps_less() -> None:
         return sum(sizes)
 
     try:
-        whole, half, nothing = kept(1.0), kept(0.5), kept(0.0)
+        full, half, none = saved_bytes(1.0), saved_bytes(0.5), saved_bytes(0.0)
     finally:
         _reset_memory_budget()
-    assert nothing < half < whole
+    assert none < half < full

@@ -1,4 +1,4 @@
-"""What all tests of faults start from."""
+"""Fixtures of the fault tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +11,20 @@ from tests.faults.undisturbed import Trained, trained
 
 @pytest.fixture(scope="session")
 def starter() -> Starter:
-    """What starts ranks."""
+    """Starts jobs."""
     return Starter()
 
 
 @pytest.fixture(autouse=True)
-def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def _kill_remaining_processes(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "starter" in request.fixturenames:
-        request.getfixturevalue("starter").end_jobs()
+        request.getfixturevalue("starter").kill_jobs()
 
 
 @pytest.fixture(scope="session")
 def undisturbed(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The run that nothing happened to, with all its checkpoints: of steps 2, 4 and 6."""
+    """A run without faults, with all its checkpoints: of steps 2, 4 and 6."""
     folder: Path = tmp_path_factory.mktemp("undisturbed")
     job = starter.start(folder, **{"checkpoint.mode": "sync"})
     assert job.wait() == [0, 0], job.said

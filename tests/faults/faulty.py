@@ -1,6 +1,6 @@
-"""The shipped program, unchanged, with faults planted into what it calls: `--recipe=.../faulty.py`, with FAULTS set.
+"""Fault injection: runs the shipped program with wrapped library functions, by `--recipe=.../faulty.py` and the FAULTS variable.
 
-A fault says what is done before or after which function, on which rank, at which step. The library knows nothing of it.
+A fault is an action before or after a call of a function, on one rank, at one step. The library is not changed for it.
 """
 
 import errno
@@ -26,46 +26,46 @@ import torch
 PROGRAM = Path(__file__).resolve()
 WRITING = "titanlike.checkpoint.format.write_all"
 SHIPPED = PROGRAM.parents[2] / "recipes" / "pretrain.py"
-Room = namedtuple("Room", "total used free")
+DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """An action at a call of a function."""
 
     what: str
-    """The function, by its full name."""
+    """Full name of the function."""
     when: str = "before"
-    """`before` it, `after` it, or `inside`: when half of a shard is written, for what writes it."""
+    """`before` or `after` the call, or `inside` a write of a shard, when half of it is written."""
     rank: int = 0
     step: int = 0
-    """Of the loop, or of the save where a save is what calls it. 0: any."""
+    """Step of the loop, or of the save that calls the function. 0 matches all."""
     do: str = "SIGKILL"
-    """Signals to this process by name, and other deeds, separated by commas."""
+    """Names of signals to this process, and other actions, separated by commas."""
     given: str = ""
-    """Only if this is one of the arguments."""
+    """If set, the action applies only to calls with this argument."""
 
 
 def variables(*faults: Fault) -> dict[str, str]:
-    """What plants these faults."""
+    """Returns the environment variables that inject these faults."""
     return {"FAULTS": json.dumps([asdict(fault) for fault in faults])}
 
 
-class Clock:
-    """The step that the loop is at."""
+class StepCounter:
+    """The current step of the training loop."""
 
     step = 0
 
-    def plant(self) -> None:
-        """The loop asks for the learning rate of each step once, first of all."""
+    def install(self) -> None:
+        """Records the step when the loop computes its learning rate."""
 
-        def note(step: int, *_: Any) -> None:
+        def record(step: int, *_: Any) -> None:
             self.step = step
 
-        wrap("titanlike.optim.schedule.learning_rate", before=note)
+        wrap("titanlike.optim.schedule.learning_rate", before=record)
 
-    def now(self) -> int:
-        """In a thread that saves, the step that is saved."""
+    def current(self) -> int:
+        """Returns the step of the loop, or in a thread that saves, the saved step."""
         name = threading.current_thread().name
         return int(name.rpartition(" ")[2]) if name.startswith("save of step ") else self.step
 
@@ -73,8 +73,8 @@ class Clock:
 def wrap(
     what: str, *, before: Callable[..., Any] = lambda *_: None, after: Callable[..., Any] = lambda *_: None
 ) -> None:
-    """Have something done before or after a function, with its arguments."""
-    name, original, put = found(what)
+    """Calls functions with the arguments of another function, before or after it."""
+    name, original, replace = resolve(what)
 
     @functools.wraps(original)
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -83,12 +83,12 @@ def wrap(
         after(*arguments)
         return result
 
-    put(name, wrapped)
+    replace(name, wrapped)
 
 
 def wrap_writing(what: str, act: Callable[..., Any]) -> None:
-    """Have something done when the header, one piece and half of another are written into a shard."""
-    name, original, put = found(what)
+    """Calls `act` when the header, one tensor and half of another one are written to a shard."""
+    name, original, replace = resolve(what)
 
     def wrapped(stream: Any, content: memoryview) -> None:
         stream.parts = getattr(stream, "parts", 0) + 1
@@ -98,28 +98,28 @@ def wrap_writing(what: str, act: Callable[..., Any]) -> None:
             content = content[len(content) // 2 :]
         original(stream, content)
 
-    put(name, wrapped)
+    replace(name, wrapped)
 
 
-def found(what: str) -> tuple[str, Callable[..., Any], Callable[..., None]]:
-    """The name of a function in what holds it, the function, and how another is put there."""
+def resolve(what: str) -> tuple[str, Callable[..., Any], Callable[..., None]]:
+    """Returns the attribute name of a function, the function, and a setter that replaces it."""
     owner_name, _, name = what.rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
     return name, getattr(owner, name), functools.partial(setattr, owner)
 
 
-def plant(fault: Fault, clock: Clock) -> None:
-    """Let a fault happen when its time comes."""
+def inject(fault: Fault, counter: StepCounter) -> None:
+    """Wraps the function of a fault."""
     if str(fault.rank) != os.environ.get("RANK", "0"):
         return
 
     def act(*arguments: Any) -> None:
-        if fault.step in (0, clock.now()) and (not fault.given or fault.given in map(str, arguments)):
-            for deed in fault.do.split(", "):
-                if deed == "spoil":  # a tensor, the first argument
+        if fault.step in (0, counter.current()) and (not fault.given or fault.given in map(str, arguments)):
+            for action in fault.do.split(", "):
+                if action == "spoil":
                     arguments[0].data.fill_(float("nan"))
                 else:
-                    do(*deed.split())
+                    perform(*action.split())
 
     if fault.when == "inside":
         wrap_writing(fault.what, act)
@@ -127,45 +127,45 @@ def plant(fault: Fault, clock: Clock) -> None:
         wrap(fault.what, **{fault.when: act})
 
 
-def do(deed: str, word: str = "") -> None:
-    """What a fault can do."""
-    if deed.startswith("SIG"):
-        os.kill(os.getpid(), signal.Signals[deed])
-    elif deed == "mark":
-        Path(f"{word}.mark").touch()
-    elif deed == "await":
+def perform(action: str, value: str = "") -> None:
+    """Performs an action of a fault."""
+    if action.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[action])
+    elif action == "mark":
+        Path(f"{value}.mark").touch()
+    elif action == "await":
         end = time.monotonic() + 60
-        while not Path(f"{word}.mark").exists():
-            assert time.monotonic() < end, f"{word} did not come to pass"
+        while not Path(f"{value}.mark").exists():
+            assert time.monotonic() < end, f"{value}.mark did not appear"
             time.sleep(0.005)
-    elif deed == "sleep":
-        time.sleep(float(word))
-    elif deed == "limit":  # the size that a file may have
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(word), resource.RLIM_INFINITY))
-    elif deed == "unlimit":
+    elif action == "sleep":
+        time.sleep(float(value))
+    elif action == "limit":  # the maximum file size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), resource.RLIM_INFINITY))
+    elif action == "unlimit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    elif deed == "full":  # the disk seems to be
-        shutil.disk_usage = lambda _: Room(1 << 30, (1 << 30) - 1000, 1000)  # type: ignore[assignment, return-value]
-    elif deed == "refuse":  # as a full disk does
+    elif action == "full":  # simulates a full disk
+        shutil.disk_usage = lambda _: DiskUsage(1 << 30, (1 << 30) - 1000, 1000)  # type: ignore[assignment, return-value]
+    elif action == "refuse":  # fails like a write to a full disk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     else:
-        raise ValueError(deed)
+        raise ValueError(action)
 
 
-def draw(model: torch.nn.Module, *_: Any) -> None:
-    """Noise on the gradients, from torch's generator: a resume that does not restore it goes another way."""
+def add_noise(model: torch.nn.Module, *_: Any) -> None:
+    """Adds noise from torch's global generator to the gradients: a resume that does not restore the generator diverges."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                mine = getattr(parameter.grad, "_local_tensor", parameter.grad)
-                mine.add_(torch.randn_like(mine), alpha=1e-4)
+                local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+                local.add_(torch.randn_like(local), alpha=1e-4)
 
 
 if __name__ == "__main__":
-    clock = Clock()
-    clock.plant()
-    wrap("titanlike.optim.clipping.clip_gradients", before=draw)
-    for said in json.loads(os.environ.get("FAULTS", "[]")):
-        plant(Fault(**said), clock)
+    counter = StepCounter()
+    counter.install()
+    wrap("titanlike.optim.clipping.clip_gradients", before=add_noise)
+    for fields in json.loads(os.environ.get("FAULTS", "[]")):
+        inject(Fault(**fields), counter)
     sys.path[0] = str(SHIPPED.parent)
     runpy.run_path(str(SHIPPED), run_name="__main__")

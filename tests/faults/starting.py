@@ -1,5 +1,4 @@
-"""Ranks of a job, started without a launcher: each is a process with a session, an environment and a command line of its own,
-as under torchrun."""
+"""Jobs without a launcher: each rank is a process with its own session, environment and command line, as under torchrun."""
 
 import signal
 import subprocess
@@ -20,7 +19,7 @@ OPTIONS = SMALL | {
 
 
 class Job:
-    """The ranks of one start."""
+    """The processes of one launch."""
 
     def __init__(self, folder: Path, ranks: list[subprocess.Popen[Any]]) -> None:
         self.folder = folder
@@ -32,50 +31,50 @@ class Job:
 
     @property
     def codes(self) -> list[int | None]:
-        """The exit codes of all ranks, None for those that run: as of `subprocess`, -9 after SIGKILL."""
+        """The exit codes of all ranks as in `subprocess`: None while running, -9 after SIGKILL."""
         return [rank.poll() for rank in self.ranks]
 
     def wait(self, seconds: float = 60.0) -> list[int]:
-        """The exit codes of all ranks when the last has left."""
+        """Returns the exit codes when all ranks have exited."""
         end = time.monotonic() + seconds
         while not self._is_over():
             if time.monotonic() > end:
                 self.kill()
-                raise AssertionError(f"ranks did not end within {seconds} s: {self.codes}\n{self.said}")
+                raise AssertionError(f"ranks did not exit within {seconds} s: {self.codes}\n{self.said}")
             time.sleep(0.01)
         return [rank.returncode for rank in self.ranks]
 
     def wait_for_a_death(self, seconds: float = 60.0) -> list[int]:
-        """The same, when the others end as torchrun ends them if one has died."""
+        """Terminates the other ranks after one has died, as torchrun does. Returns all exit codes."""
         end = time.monotonic() + seconds
         while not self._is_over() and not any(self.codes):
             if time.monotonic() > end:
                 self.kill()
-                raise AssertionError(f"nobody died within {seconds} s\n{self.said}")
+                raise AssertionError(f"no rank died within {seconds} s\n{self.said}")
             time.sleep(0.01)
         self.signal(signal.SIGTERM)
         return self.wait()
 
     def signal(self, number: int) -> None:
-        """Send all ranks that run a signal."""
+        """Sends a signal to all running ranks."""
         for rank in self.ranks:
             rank.send_signal(number)
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kills the running ranks."""
         self.signal(signal.SIGKILL)
         for rank in self.ranks:
             rank.wait(timeout=60)
 
     def wait_for(self, path: Path, seconds: float = 60.0) -> None:
-        """Wait for a file, unless the job is over before."""
+        """Waits for a file. Fails if the job ends first."""
         end = time.monotonic() + seconds
         while not path.exists():
             assert not self._is_over() and time.monotonic() < end, f"{path} did not appear\n{self.said}"
             time.sleep(0.01)
 
     def wait_until_said(self, text: str, seconds: float = 60.0) -> None:
-        """Wait for something to be printed."""
+        """Waits for output."""
         end = time.monotonic() + seconds
         while text not in self.said:
             assert time.monotonic() < end, self.said
@@ -83,7 +82,7 @@ class Job:
 
     @property
     def said(self) -> str:
-        """All that was printed, by one rank after the other."""
+        """The output of all ranks, in the order of ranks."""
         return "".join((self.folder / f"rank-{rank}.txt").read_text() for rank in range(len(self.ranks)))
 
     def _is_over(self) -> bool:
@@ -91,14 +90,14 @@ class Job:
 
 
 class Starter:
-    """Starts jobs, and ends those that are left."""
+    """Starts jobs, and kills the remaining ones."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
 
     def start(self, folder: Path, *faults: Fault, processes: int = 2, **overrides: str) -> Job:
-        """Begin a job in a folder."""
-        words = [f"--{key}={value}" for key, value in (OPTIONS | overrides).items()]
+        """Starts a job in a directory."""
+        options = [f"--{key}={value}" for key, value in (OPTIONS | overrides).items()]
         job = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         ranks: list[subprocess.Popen[Any]] = []
         for rank in range(processes):
@@ -106,14 +105,14 @@ class Starter:
             with (folder / f"rank-{rank}.txt").open("wb") as said:
                 ranks.append(
                     Forked(
-                        [sys.executable, str(PROGRAM), *words], cwd=folder, env=environment(**job, **own),
+                        [sys.executable, str(PROGRAM), *options], cwd=folder, env=environment(**job, **own),
                         stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
                     )
                 )  # fmt: skip
         self.jobs.append(Job(folder, ranks))
         return self.jobs[-1]
 
-    def end_jobs(self) -> None:
-        """Leave no process behind."""
+    def kill_jobs(self) -> None:
+        """Kills all processes."""
         while self.jobs:
             self.jobs.pop().kill()

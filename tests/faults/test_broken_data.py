@@ -42,7 +42,7 @@ def test_a_broken_line_on_one_rank_ends_all(starter: Starter, tmp_path: Path) ->
     assert f"error: {folder}/3.jsonl, line 13: not JSON" in job.said
     job = starter.start(tmp_path, **STREAM | {"data.path": str(folder), "data.bad_records": "skip"})
     assert job.wait() == [0, 0]
-    assert job.said.count("warning: left out: ") == 1
+    assert job.said.count("warning: skipped ") == 1
 
 
 def test_a_far_file_that_vanishes_while_it_is_trained_on_ends_all(starter: Starter, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_server_that_fails_now_and_then_changes_nothing(starter: Starter, tmp_
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("cut", r"tokens/train-00000.tokens is cut off: it has 100 bytes, and the manifest says "),
+        ("cut", r"tokens/train-00000.tokens is truncated: it has 100 bytes, but the manifest says "),
         pytest.param("gone", r"tokens/train-00000.documents is missing; copy it again", marks=pytest.mark.slow),
         pytest.param("manifest", r"tokens/manifest.json is not JSON: ", marks=pytest.mark.slow),
         pytest.param(

@@ -1,4 +1,4 @@
-"""Checkpoints that are no longer what was saved: named, not believed, and the run goes on from the one before."""
+"""Corrupt checkpoints: the run names them, and resumes from the previous one."""
 
 import json
 import shutil
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps
 
 Damage = Callable[[Path], None]
 SHARD, MANIFEST, STATE = "rank-00001.safetensors", "manifest.json", "state.json"
 
 
 def copied(undisturbed: Trained, folder: Path) -> Path:
-    """A finished run of our own, to damage. Returns the folder of its checkpoints, of steps 2, 4 and 6."""
+    """Copies the finished run, to be damaged. Returns the directory of its checkpoints, of steps 2, 4 and 6."""
     shutil.copytree(undisturbed.folder / "runs", folder / "runs")
     return folder / "runs/run/checkpoints"
 
@@ -29,14 +29,14 @@ def empty(path: Path) -> None:
 
 
 def zero(path: Path) -> None:
-    """As a file system may leave what was not on the disk when the power went."""
+    """As a file system may leave a file after a power failure."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def flip(path: Path, place: float = 0.9) -> None:
-    """One bit."""
+def flip(path: Path, position: float = 0.9) -> None:
+    """Flips one bit."""
     content = bytearray(path.read_bytes())
-    content[int(len(content) * place)] ^= 1
+    content[int(len(content) * position)] ^= 1
     path.write_bytes(content)
 
 
@@ -49,7 +49,7 @@ def delete(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """For the same file of another step: whole in itself, and still not what belongs there."""
+    """Replaces a file by that of another step, which is valid in itself."""
     shutil.copy(path.parent.with_name("step-00000004") / path.name, path)
 
 
@@ -58,44 +58,46 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "said"),
+    ("file", "damage", "problem"),
     [
-        (SHARD, flip, " is damaged: its content is not what was written"),
-        pytest.param(SHARD, flip_in_header, " is damaged: its content", marks=pytest.mark.slow),
-        pytest.param(SHARD, truncate, " has ", marks=pytest.mark.slow),
-        pytest.param(SHARD, empty, " has 0 bytes of ", marks=pytest.mark.slow),
-        pytest.param(SHARD, zero, " is damaged: its content is not what was", marks=pytest.mark.slow),
-        pytest.param(SHARD, swap, " is damaged: its content", marks=pytest.mark.slow),
+        (SHARD, flip, " is corrupt: SHA-256 mismatch"),
+        pytest.param(SHARD, flip_in_header, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
+        pytest.param(SHARD, truncate, " is corrupt: ", marks=pytest.mark.slow),
+        pytest.param(SHARD, empty, " is corrupt: 0 bytes, expected ", marks=pytest.mark.slow),
+        pytest.param(SHARD, zero, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
+        pytest.param(SHARD, swap, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
         pytest.param(SHARD, delete, " cannot be read: No such file or directory", marks=pytest.mark.slow),
-        (MANIFEST, flip, " is damaged: "),
-        pytest.param(MANIFEST, truncate, " is damaged: ", marks=pytest.mark.slow),
-        pytest.param(MANIFEST, empty, " is damaged: ", marks=pytest.mark.slow),
-        pytest.param(MANIFEST, zero, " is damaged: ", marks=pytest.mark.slow),
-        pytest.param(MANIFEST, swap, " is damaged: its hash", marks=pytest.mark.slow),
+        (MANIFEST, flip, " is corrupt: "),
+        pytest.param(MANIFEST, truncate, " is corrupt: ", marks=pytest.mark.slow),
+        pytest.param(MANIFEST, empty, " is corrupt: ", marks=pytest.mark.slow),
+        pytest.param(MANIFEST, zero, " is corrupt: ", marks=pytest.mark.slow),
+        pytest.param(MANIFEST, swap, " is corrupt: it belongs to step 4", marks=pytest.mark.slow),
         pytest.param(MANIFEST, delete, " has no manifest.json", marks=pytest.mark.slow),
-        pytest.param(STATE, flip, " is damaged: its content", marks=pytest.mark.slow),
-        pytest.param(STATE, zero, " is damaged: its content", marks=pytest.mark.slow),
+        pytest.param(STATE, flip, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
+        pytest.param(STATE, zero, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
         pytest.param(STATE, delete, " cannot be read: No such file or directory", marks=pytest.mark.slow),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_left(
-    starter: Starter, undisturbed: Trained, tmp_path: Path, file: str, damage: Damage, said: str
+def test_a_corrupt_checkpoint_is_named_and_archived(
+    starter: Starter, undisturbed: Trained, tmp_path: Path, file: str, damage: Damage, problem: str
 ) -> None:
     last = copied(undisturbed, tmp_path) / "step-00000006"
     damage(last / file)
     damaged = contents(last).values()
     job = resume(starter, tmp_path)
-    back, aside = [line for line in job.said.splitlines() if line.startswith("warning: ")]
-    assert f"checkpoints/step-00000006{'' if said == ' has no manifest.json' else '/' + file}{said}" in back
-    assert back.endswith("; going back to the checkpoint before it")
-    assert aside == "warning: the checkpoint of step 6 is put aside as step-00000006.aside"
+    fallback, archived = [line for line in job.said.splitlines() if line.startswith("warning: ")]
+    assert f"checkpoints/step-00000006{'' if problem == ' has no manifest.json' else '/' + file}{problem}" in fallback
+    assert fallback.endswith("; falling back to the previous checkpoint")
+    assert archived == "warning: archived the checkpoint of step 6 as step-00000006.archived"
     assert "resumed at step 4\n" in job.said
     assert_as_undisturbed(tmp_path, undisturbed)
-    # Not deleted: who knows what may be read of it.
-    assert list(contents(last.with_name("step-00000006.aside")).values()) == list(damaged)
+    # Not deleted: some of it may be recoverable.
+    assert list(contents(last.with_name("step-00000006.archived")).values()) == list(damaged)
 
 
-def test_two_damaged_ones_and_what_is_lying_about(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_several_corrupt_checkpoints_and_unrelated_files(
+    starter: Starter, undisturbed: Trained, tmp_path: Path
+) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     for step in (4, 6):
         zero(checkpoints / f"step-{step:08d}" / SHARD)
@@ -104,7 +106,9 @@ def test_two_damaged_ones_and_what_is_lying_about(starter: Starter, undisturbed:
     (checkpoints / "step-00000010").mkdir()
     (checkpoints / "step-00000012.partial").mkdir()
     job = resume(starter, tmp_path)
-    named = [line.split("checkpoints/")[1][:13] for line in job.said.splitlines() if line.endswith("before it")]
+    named = [
+        line.split("checkpoints/")[1][:13] for line in job.said.splitlines() if line.endswith("previous checkpoint")
+    ]
     assert named == ["step-00000010", "step-00000008", "step-00000006", "step-00000004"]
     assert "resumed at step 2\n" in job.said
     assert_as_undisturbed(tmp_path, undisturbed)
@@ -113,9 +117,7 @@ def test_two_damaged_ones_and_what_is_lying_about(starter: Starter, undisturbed:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, zero, empty, delete])
-def test_what_the_file_latest_says_decides_nothing(
-    starter: Starter, undisturbed: Trained, tmp_path: Path, damage: Damage
-) -> None:
+def test_the_file_latest_is_not_read(starter: Starter, undisturbed: Trained, tmp_path: Path, damage: Damage) -> None:
     damage(copied(undisturbed, tmp_path) / "latest")
     job = resume(starter, tmp_path)
     assert "resumed at step 6\n" in job.said
@@ -123,7 +125,9 @@ def test_what_the_file_latest_says_decides_nothing(
     assert (tmp_path / "runs/run/checkpoints/latest").read_text() == "step-00000006\n"
 
 
-def test_all_damaged_is_refused_and_nothing_is_touched(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_a_run_without_a_valid_checkpoint_is_refused_and_unchanged(
+    starter: Starter, undisturbed: Trained, tmp_path: Path
+) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     for step in (2, 4, 6):
         flip(checkpoints / f"step-{step:08d}" / SHARD)
@@ -131,57 +135,56 @@ def test_all_damaged_is_refused_and_nothing_is_touched(starter: Starter, undistu
     job = starter.start(tmp_path)
     assert job.wait() == [2, 2]
     assert (
-        "step-00000002/rank-00001.safetensors is damaged: its content is not what was written, and there is no earlier "
-        "checkpoint to go back to; bring the file back, or give --run.name to start a new run\n"
+        "step-00000002/rank-00001.safetensors is corrupt: SHA-256 mismatch, and there is no earlier checkpoint; restore the file, "
+        "or set --run.name to start a new run\n"
     ) in job.said
     assert job.said.count("warning: ") == 2
     assert "Traceback" not in job.said
     assert contents(tmp_path / "runs") == before
 
 
-def test_a_named_step_is_gone_on_from(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_resume_from_a_chosen_step(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     later = contents(checkpoints / "step-00000004").values()
     job = resume(starter, tmp_path, **{"checkpoint.resume_from": "2"})
     assert "resumed at step 2\n" in job.said
     assert_as_undisturbed(tmp_path, undisturbed)
-    assert list(contents(checkpoints / "step-00000004.aside").values()) == list(later)
-    # Of the start after it nothing was said.
+    assert list(contents(checkpoints / "step-00000004.archived").values()) == list(later)
+    # The key applies to one start only.
     assert "resume_from = 0" in (tmp_path / "runs/run/recipe.toml").read_text()
     assert "resumed at step 6\n" in resume(starter, tmp_path).said
 
 
 @pytest.mark.slow
-def test_a_named_step_that_cannot_be_gone_on_from(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_resume_from_a_missing_or_corrupt_step_is_refused(
+    starter: Starter, undisturbed: Trained, tmp_path: Path
+) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     flip(checkpoints / "step-00000004" / SHARD)
     before = contents(tmp_path / "runs")
     job = starter.start(tmp_path, **{"checkpoint.resume_from": "3"})
     assert job.wait() == [2, 2]
     where = "runs/run/checkpoints"
-    assert (
-        f"error: checkpoint.resume_from = 3: there is no such checkpoint; {where} has those of steps 2, 4, 6\n"
-        in job.said
-    )
+    assert f"error: checkpoint.resume_from = 3: no such checkpoint; {where} contains steps 2, 4, 6\n" in job.said
     job = starter.start(tmp_path, **{"checkpoint.resume_from": "4"})
     assert job.wait() == [2, 2]
     assert (
-        f"error: checkpoint.resume_from = 4: {where}/step-00000004/rank-00001.safetensors is damaged: its content is not "
-        "what was written; name another step, or none\n"
+        f"error: checkpoint.resume_from = 4: {where}/step-00000004/rank-00001.safetensors is corrupt: SHA-256 "
+        "mismatch; choose another step, or omit the key\n"
     ) in job.said
     assert contents(tmp_path / "runs") == before
 
 
 @pytest.mark.slow
-def test_killed_after_it_was_gone_back(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    """What was put aside stays so, also when the run does not live to save again."""
+def test_killed_after_a_fallback(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """An archived checkpoint stays archived, even if the run dies before its next save."""
     from tests.faults.faulty import Fault
 
     checkpoints = copied(undisturbed, tmp_path)
     flip(checkpoints / "step-00000006" / MANIFEST)
     job = starter.start(tmp_path, Fault("titanlike.optim.optimizer.AdamW.step", "after", rank=0, step=5))
     assert job.wait_for_a_death()[0] == -9
-    assert whole_steps(checkpoints) == [2, 4]
+    assert valid_steps(checkpoints) == [2, 4]
     job = resume(starter, tmp_path)
     assert "resumed at step 4\n" in job.said
     assert "warning" not in job.said
@@ -189,16 +192,14 @@ def test_killed_after_it_was_gone_back(starter: Starter, undisturbed: Trained, t
 
 
 @pytest.mark.slow
-def test_sizes_alone_are_looked_at_where_that_is_asked_for(
-    starter: Starter, undisturbed: Trained, tmp_path: Path
-) -> None:
-    """Of what decides how the run goes on, the hash is looked at all the same: it is small."""
+def test_verification_of_sizes_only(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """The hash of the metadata is verified all the same."""
     last = copied(undisturbed, tmp_path) / "step-00000006"
     text = (last / STATE).read_text()
     (last / STATE).write_text(text.replace('"seed": 0', '"seed": 7'))
     assert json.loads(text) != json.loads((last / STATE).read_text())
     job = resume(starter, tmp_path, **{"checkpoint.verify": "size"})
-    assert "step-00000006/state.json is damaged" in job.said
+    assert "step-00000006/state.json is corrupt" in job.said
     assert "resumed at step 4\n" in job.said
     truncate(last / SHARD)
     job = resume(starter, tmp_path, **{"checkpoint.verify": "size"})

@@ -1,4 +1,4 @@
-"""What others may lay into a folder of checkpoints is never executed."""
+"""Hostile files in a checkpoint directory are never executed."""
 
 import hashlib
 import json
@@ -14,38 +14,38 @@ from tests.faults.starting import Starter
 from tests.faults.test_damage import contents, copied
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
 from titanlike.checkpoint.format import CheckpointCorrupt
-from titanlike.checkpoint.store import Folder, _own_hash, read_manifest, read_state
+from titanlike.checkpoint.store import LocalStore, manifest_hash, read_manifest, read_state
 
 
-class Planted:
-    """Pickled, this makes a file when it is loaded."""
+class Payload:
+    """Creates a directory when it is unpickled."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
+        return os.mkdir, (str(self.path),)
 
 
-def forge(step: Path, files: dict[str, bytes], said: dict[str, Any] | None = None) -> None:
-    """Give a checkpoint other files, and a manifest that vouches for them."""
+def forge(step: Path, files: dict[str, bytes], fields: dict[str, Any] | None = None) -> None:
+    """Replaces files of a checkpoint, and updates the manifest to match."""
     manifest = json.loads((step / "manifest.json").read_text())
     del manifest["sha256"]
     for name, content in files.items():
         (step / name).write_bytes(content)
         manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest |= said or {}
-    (step / "manifest.json").write_text(json.dumps({**manifest, "sha256": _own_hash(manifest)}))
+    manifest |= fields or {}
+    (step / "manifest.json").write_text(json.dumps({**manifest, "sha256": manifest_hash(manifest)}))
 
 
-def test_a_planted_pickle_would_be_seen(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Planted(tmp_path / "executed")))
+def test_the_payload_is_executed_when_unpickled(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
 
 
-def test_pickles_that_lie_about_are_not_looked_at(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_unrelated_pickles_are_ignored(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     checkpoints = copied(undisturbed, tmp_path)
-    hostile = pickle.dumps(Planted(tmp_path / "executed"))
+    hostile = pickle.dumps(Payload(tmp_path / "executed"))
     names = (".metadata", "__0_0.distcp", "data.pkl", "state.pt", "rank-00000.pt", "latest")
     for name in names:
         for folder in (checkpoints, checkpoints / "step-00000004", tmp_path / "runs/run"):
@@ -56,19 +56,19 @@ def test_pickles_that_lie_about_are_not_looked_at(starter: Starter, undisturbed:
     job = resume(starter, tmp_path)
     assert "resumed at step 4\n" in job.said
     assert not (tmp_path / "executed").exists()
-    for name in names:  # still as they were: what is compared next wants nothing that does not belong there
+    for name in names:  # unchanged; deleted for the comparison, which allows no other files
         assert (checkpoints / "step-00000004" / name).read_bytes() == hostile
         (checkpoints / "step-00000004" / name).unlink()
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("kind", ["a pickle", pytest.param("an archive of torch", marks=pytest.mark.slow)])
-def test_a_pickle_that_a_manifest_vouches_for_is_refused(
+@pytest.mark.parametrize("kind", ["a pickle", pytest.param("a torch archive", marks=pytest.mark.slow)])
+def test_a_pickle_with_a_valid_manifest_is_refused(
     starter: Starter, undisturbed: Trained, tmp_path: Path, kind: str
 ) -> None:
     checkpoints = copied(undisturbed, tmp_path)
-    hostile = pickle.dumps(Planted(tmp_path / "executed"))
-    if kind == "an archive of torch":
+    hostile = pickle.dumps(Payload(tmp_path / "executed"))
+    if kind == "a torch archive":
         with zipfile.ZipFile(tmp_path / "archive.pt", "w") as archive:
             archive.writestr("archive/data.pkl", hostile)
             archive.writestr("archive/version", "3\n")
@@ -78,48 +78,48 @@ def test_a_pickle_that_a_manifest_vouches_for_is_refused(
     before = contents(tmp_path / "runs")
     job = starter.start(tmp_path)
     assert job.wait() == [2, 2]
-    assert "step-00000006/rank-00000.safetensors is not a file of a checkpoint: " in job.said
+    assert "step-00000006/rank-00000.safetensors is corrupt: " in job.said
     assert "Traceback" not in job.said
     assert not (tmp_path / "executed").exists()
     assert contents(tmp_path / "runs") == before
 
 
 @pytest.mark.slow
-def test_a_manifest_that_leads_elsewhere(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_a_manifest_with_a_path_outside_the_checkpoint(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     forge(checkpoints / "step-00000006", {}, {"files": {"../../x": {"size": 0, "sha256": ""}}})
     job = resume(starter, tmp_path)
-    assert "step-00000006/manifest.json is damaged: it names files that no checkpoint has; going back" in job.said
+    assert "step-00000006/manifest.json is corrupt: unknown file names; falling back" in job.said
     assert "resumed at step 4\n" in job.said
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("fields", "message"),
     [
-        ({"files": {"/etc/passwd": {"size": 0, "sha256": ""}}}, "it names files that no checkpoint has"),
-        ({"files": {"rank-00000.safetensors\n": {"size": 0, "sha256": ""}}}, "it names files that no checkpoint has"),
+        ({"files": {"/etc/passwd": {"size": 0, "sha256": ""}}}, "unknown file names"),
+        ({"files": {"rank-00000.safetensors\n": {"size": 0, "sha256": ""}}}, "unknown file names"),
         ({"files": {"rank-00000.safetensors": {"size": 0}}}, "missing 1 required positional argument"),
         ({"files": {"rank-00000.safetensors": {"size": 0, "sha256": "", "more": 1}}}, "unexpected keyword argument"),
-        ({"files": {}}, "it lacks state.json or rank-00000.safetensors"),
+        ({"files": {}}, "state.json or rank-00000.safetensors is missing"),
         ({"files": []}, "has no attribute 'items'"),
         ({"files": None}, "has no attribute 'items'"),
-        ({"step": 7}, "its hash is not that of its content"),
+        ({"step": 7}, "it belongs to step 7"),
     ],
 )
-def test_a_forged_manifest(undisturbed: Trained, tmp_path: Path, said: dict[str, Any], message: str) -> None:
+def test_a_forged_manifest(undisturbed: Trained, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     checkpoints = copied(undisturbed, tmp_path)
-    forge(checkpoints / "step-00000006", {}, said)
-    with pytest.raises(CheckpointCorrupt, match=rf"step-00000006/manifest\.json is damaged: .*{message}"):
-        read_manifest(Folder(checkpoints), 6)
+    forge(checkpoints / "step-00000006", {}, fields)
+    with pytest.raises(CheckpointCorrupt, match=rf"step-00000006/manifest\.json is corrupt: .*{message}"):
+        read_manifest(LocalStore(checkpoints), 6)
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"3", b"\xff", b"[" * 100_000, pickle.dumps(Planted(Path("x")))])
-def test_what_is_no_manifest(undisturbed: Trained, tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"3", b"\xff", b"[" * 100_000, pickle.dumps(Payload(Path("x")))])
+def test_an_invalid_manifest(undisturbed: Trained, tmp_path: Path, text: bytes) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     (checkpoints / "step-00000006/manifest.json").write_bytes(text)
-    with pytest.raises(CheckpointCorrupt, match=r"step-00000006/manifest\.json is damaged: "):
-        read_manifest(Folder(checkpoints), 6)
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000006/manifest\.json is corrupt: "):
+        read_manifest(LocalStore(checkpoints), 6)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +128,28 @@ def test_what_is_no_manifest(undisturbed: Trained, tmp_path: Path, text: bytes) 
 def test_a_forged_state(undisturbed: Trained, tmp_path: Path, state: bytes) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     forge(checkpoints / "step-00000006", {"state.json": state})
-    read_manifest(Folder(checkpoints), 6)
-    with pytest.raises(CheckpointCorrupt, match=r"step-00000006/state\.json is damaged: "):
-        read_state(Folder(checkpoints), 6)
+    read_manifest(LocalStore(checkpoints), 6)
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000006/state\.json is corrupt: "):
+        read_state(LocalStore(checkpoints), 6)
 
 
 @pytest.mark.slow
-def test_a_forged_state_is_not_gone_on_from(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_from_a_forged_state(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     state = (checkpoints / "step-00000004/state.json").read_bytes()
     forge(checkpoints / "step-00000006", {"state.json": state})
     job = resume(starter, tmp_path)
-    assert "step-00000006/state.json is damaged: it is of step 4; going back" in job.said
+    assert "step-00000006/state.json is corrupt: it belongs to step 4; falling back" in job.said
     assert "resumed at step 4\n" in job.said
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_later_format_is_told(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_later_format_is_refused(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     checkpoints = copied(undisturbed, tmp_path)
     forge(checkpoints / "step-00000006", {}, {"format": 99})
     before = contents(tmp_path / "runs")
     job = starter.start(tmp_path)
     assert job.wait() == [2, 2]
-    assert "step-00000006 is of format 99; this version of titanlike reads format 1\n" in job.said
+    assert "step-00000006 has format 99; this version of titanlike reads format 1\n" in job.said
     assert contents(tmp_path / "runs") == before

@@ -1,4 +1,4 @@
-"""SIGKILL at every stage of a step and of a save: what was committed stays, and the run ends as if nothing had happened."""
+"""SIGKILL at every stage of a step and of a save: committed checkpoints remain, and the resumed run equals an undisturbed one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,17 +7,21 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps
 
-SAVING, STORE, FOLDER = "titanlike.checkpoint.saver", "titanlike.checkpoint.store", "titanlike.checkpoint.store.Folder"
+SAVING, STORE, FOLDER = (
+    "titanlike.checkpoint.saver",
+    "titanlike.checkpoint.store",
+    "titanlike.checkpoint.store.LocalStore",
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Where a rank dies, and which steps are there then."""
+    """Where a rank dies, and the steps whose checkpoints then exist."""
 
     faults: tuple[Fault, ...]
-    there: tuple[int, ...]
+    committed: tuple[int, ...]
     mode: str = "async"
     keep: int = 9
 
@@ -26,7 +30,7 @@ def dies(what: str, when: str = "before", *, rank: int, step: int, given: str = 
     return (Fault(what, when, rank, step, given=given),)
 
 
-# Of a step. The save of step 4 is over by then, or nobody could say which step is the newest.
+# During a step. Synchronous saves make the newest checkpoint predictable.
 STEPS = {
     "before the step": Case(dies("titanlike.optim.schedule.set_learning_rate", rank=0, step=5), (2, 4), "sync"),
     "between forward and backward": Case(dies("torch.Tensor.backward", rank=1, step=5), (2, 4), "sync"),
@@ -39,20 +43,20 @@ STEPS = {
 }
 
 ONE_SHARD = (
-    Fault(f"{SAVING}._Save._write", "after", rank=0, step=4, do="mark written"),
-    Fault(f"{SAVING}._Save._write", "before", rank=1, step=4, do="await written, SIGKILL"),
+    Fault(f"{SAVING}.CheckpointManager._write", "after", rank=0, step=4, do="mark written"),
+    Fault(f"{SAVING}.CheckpointManager._write", "before", rank=1, step=4, do="await written, SIGKILL"),
 )
-# Of the save of step 4, whose first half is the same for all ranks, and whose second is rank 0's alone.
+# During the save of step 4. All ranks take part in the first half, only rank 0 in the second.
 SAVES = {
-    "before the copy": Case(dies(f"{SAVING}.Stage.take", rank=1, step=4), (2,)),
-    "after the copy": Case(dies(f"{SAVING}.Stage.take", "after", rank=0, step=4), (2,), "sync"),
+    "before the copy": Case(dies(f"{SAVING}.Stage.copy", rank=1, step=4), (2,)),
+    "after the copy": Case(dies(f"{SAVING}.Stage.copy", "after", rank=0, step=4), (2,), "sync"),
     "before there is a folder": Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,)),
     "when there is a folder": Case(dies(f"{FOLDER}.begin", "after", rank=0, step=4), (2,), "sync"),
     "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, given="rank-00001.safetensors"), (2,)),
     "in the middle of its shard": Case(dies(WRITING, "inside", rank=1, step=4), (2,)),
     "in the middle of the first shard": Case(dies(WRITING, "inside", rank=0, step=4), (2,), "sync"),
     "between the shards": Case(ONE_SHARD, (2,)),
-    "after its shard": Case(dies(f"{SAVING}._Save._write", "after", rank=1, step=4), (2,), "sync"),
+    "after its shard": Case(dies(f"{SAVING}.CheckpointManager._write", "after", rank=1, step=4), (2,), "sync"),
     "when all shards are there": Case(dies(f"{STORE}.commit", rank=0, step=4), (2,)),
     "between state and manifest": Case(dies(f"{FOLDER}.create", rank=0, step=4, given="manifest.json"), (2,), "sync"),
     "after the manifest": Case(dies(f"{FOLDER}.commit", rank=0, step=4), (2,), keep=1),
@@ -63,45 +67,45 @@ SAVES = {
     "before the old one goes": Case(dies(f"{FOLDER}.remove", rank=0, step=4), (2, 4), keep=1),
     "while the old one goes": Case(dies("shutil.rmtree", rank=0, step=4), (4,), keep=1),
     "with half of the old one gone": Case(dies("os.unlink", "after", rank=0, step=4), (4,), "sync", keep=1),
-    "after everything": Case(dies(f"{STORE}.tidy", "after", rank=0, step=4), (2, 4)),
+    "after everything": Case(dies(f"{STORE}.prune", "after", rank=0, step=4), (2, 4)),
     "in the first save": Case(dies(WRITING, "inside", rank=0, step=2), ()),
     "after the last commit": Case(dies(f"{FOLDER}.commit", "after", rank=0, step=6), (2, 4, 6)),
 }
-TELLING = {
+DEFAULT_TIER = {
     "between forward and backward", "in the middle of its shard", "between the shards", "after the manifest",
     "after the rename", "with half of the old one gone",
 }  # fmt: skip
 CASES = [
-    pytest.param(case, id=name, marks=[] if name in TELLING else [pytest.mark.slow])
+    pytest.param(case, id=name, marks=[] if name in DEFAULT_TIER else [pytest.mark.slow])
     for name, case in (STEPS | SAVES).items()
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_is_killed(starter: Starter, undisturbed: Trained, tmp_path: Path, case: Case) -> None:
+def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, case: Case) -> None:
     options = {"checkpoint.mode": case.mode, "checkpoint.keep": str(case.keep)}
     job = starter.start(tmp_path, *case.faults, **options)
     codes = job.wait_for_a_death()
     assert codes[case.faults[-1].rank] == -9, job.said
     checkpoints = tmp_path / "runs/run/checkpoints"
-    assert tuple(whole_steps(checkpoints)) == case.there
+    assert tuple(valid_steps(checkpoints)) == case.committed
 
     job = resume(starter, tmp_path, **options)
-    if case.there:
-        assert f"resumed at step {case.there[-1]}\n" in job.said
+    if case.committed:
+        assert f"resumed at step {case.committed[-1]}\n" in job.said
     else:
-        assert "runs/run has no checkpoint to resume from: beginning again at step 1\n" in job.said
+        assert "runs/run has no checkpoint to resume from: starting at step 1\n" in job.said
     assert "warning" not in job.said
     assert_as_undisturbed(tmp_path, undisturbed)
     assert (checkpoints / "latest").read_text() == "step-00000006\n"
 
 
 @pytest.mark.slow
-def test_killed_at_each_resume_it_still_arrives(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_killed_after_every_resume(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     for step, rank in [(2, 0), (4, 1), (4, 0), (6, 1)]:
         job = starter.start(tmp_path, *dies(WRITING, "inside", rank=rank, step=step))
         assert job.wait_for_a_death()[rank] == -9, job.said
-        assert whole_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
+        assert valid_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
     resume(starter, tmp_path)
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -113,7 +117,7 @@ def test_killed_at_each_resume_it_still_arrives(starter: Starter, undisturbed: T
         pytest.param("titanlike.optim.optimizer.AdamW.step", "after", 2, id="after the update", marks=pytest.mark.slow),
     ],
 )
-def test_the_whole_group_is_killed(
+def test_all_ranks_are_killed(
     starter: Starter, undisturbed: Trained, tmp_path: Path, what: str, when: str, newest: int
 ) -> None:
     stuck = [Fault(what, when, rank, step=4, do=f"mark {rank}, sleep 60") for rank in range(2)]
@@ -122,30 +126,30 @@ def test_the_whole_group_is_killed(
         job.wait_for(tmp_path / f"{rank}.mark")
     job.kill()
     assert job.codes == [-9, -9]
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [newest]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [newest]
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    """What is told of it is tested with the watch."""
+def test_stopped_rank(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """The messages are tested with the watchdog."""
     options = {"checkpoint.mode": "sync", "run.hang_timeout": "2"}
     fault = Fault(
         "titanlike.optim.optimizer.AdamW.step", "after", 1, step=5, do="sleep 0.5, SIGSTOP"
-    )  # it has told where it is
+    )  # after its heartbeat
     job = starter.start(tmp_path, fault, **options)
     codes = job.wait()
     assert codes == [3, -9], job.said
     assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path, **options).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_while_it_may_take_longer(starter: Starter, tmp_path: Path) -> None:
-    """It has said that it validates, for which ten minutes are allowed, and cannot take that back."""
+def test_rank_stopped_during_a_pause(starter: Starter, tmp_path: Path) -> None:
+    """Its last heartbeat says that it is paused, which allows ten minutes."""
     fault = Fault("titanlike.metrics.Monitor.validation", "after", 1, step=3, do="sleep 1, SIGSTOP")
     job = starter.start(tmp_path, fault, **{"run.hang_timeout": "2"})
     assert job.wait() == [3, -9], job.said
@@ -153,33 +157,31 @@ def test_a_rank_that_is_stopped_while_it_may_take_longer(starter: Starter, tmp_p
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_loss_that_is_not_a_number_on_one_rank(
-    starter: Starter, undisturbed: Trained, tmp_path: Path, rank: int
-) -> None:
+def test_nan_loss_on_one_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, rank: int) -> None:
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", rank, step=5, do="spoil"))
     assert job.wait() == [2, 2], job.said
-    assert f"error: step 5: the loss is nan on rank {rank}. Nothing of it was saved" in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert f"error: step 5: the loss is nan on rank {rank}. The step was not saved" in job.said
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_the_other_commits(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_rank_dies_while_another_commits(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(
         tmp_path,
         Fault(f"{FOLDER}.commit", rank=0, step=4, do="mark committing, sleep 0.3"),
         Fault("titanlike.optim.schedule.set_learning_rate", rank=1, step=5, do="await committing, SIGKILL"),
     )
     assert job.wait_for_a_death()[1] == -9
-    newest = whole_steps(tmp_path / "runs/run/checkpoints")[-1]
-    assert newest in (2, 4)  # rank 0 may, or may not, finish what it has all of
+    newest = valid_steps(tmp_path / "runs/run/checkpoints")[-1]
+    assert newest in (2, 4)  # rank 0 may or may not complete the commit
     assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
-def test_what_is_written_late_is_what_was_to_be_saved(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    """Steps that are made while a save is being written do not show in it."""
+def test_late_write_saves_the_state_of_its_step(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """Steps that run while a checkpoint is being written do not change it."""
     late = [Fault(WRITING, "inside", rank, step=2, do="await four") for rank in (0, 1)]
     four = Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=4, do="mark four")
     job = starter.start(tmp_path, *late, four)

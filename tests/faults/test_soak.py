@@ -1,4 +1,4 @@
-"""The program that kills a run over and over: that it sees what it looks for, and that there is nothing to see."""
+"""The soak test detects corrupt runs and differences, and finds none in runs that were killed."""
 
 import json
 import subprocess
@@ -9,100 +9,106 @@ import pytest
 import torch
 
 from benchmarks import save_stall, soak
-from benchmarks.sameness import Unsound, differences, half_done, look, recorded
+from benchmarks.comparison import RunCorrupt, differences, incomplete_directories, recorded_steps, verify_run
 from tests.launching import ROOT
 from titanlike.checkpoint.format import ShardRange, ShardSpec, write
-from titanlike.checkpoint.store import CheckpointMetadata, Folder, commit, file_of
+from titanlike.checkpoint.store import CheckpointMetadata, LocalStore, commit, file_of
 
 WEIGHT = torch.arange(12.0).view(4, 3)
 
 
-def a_run(folder: Path, steps: list[int], weight: torch.Tensor = WEIGHT, loss: float = 2.0) -> Path:
-    """A run of as many steps as the last of its checkpoints says, saved by two ranks."""
+def make_run(folder: Path, steps: list[int], weight: torch.Tensor = WEIGHT, loss: float = 2.0) -> Path:
+    """Writes the files of a run on two ranks that has these checkpoints, and ends with the last of them."""
     (folder / "checkpoints").mkdir(parents=True)
     records = [dict(step=n, loss=loss / n, grad_norm=1.0, learning_rate=0.1, tokens=n) for n in range(1, steps[-1] + 1)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    store = Folder(folder / "checkpoints")
+    store = LocalStore(folder / "checkpoints")
     for step in steps:
         store.begin(step, 1000)
-        sums = {}
+        digests = {}
         for rank, half in enumerate(weight.chunk(2)):
             with store.create(step, file_of(rank)) as stream:
-                place = ShardRange(tuple(weight.shape), (2 * rank, 0), tuple(half.shape))
-                sums[file_of(rank)] = write(stream, [ShardSpec("model.w", place, half)], {})
-        commit(store, CheckpointMetadata(step, {}, "", {}, {}), sums)
+                shard_range = ShardRange(tuple(weight.shape), (2 * rank, 0), tuple(half.shape))
+                digests[file_of(rank)] = write(stream, [ShardSpec("model.w", shard_range, half)], {})
+        commit(store, CheckpointMetadata(step, {}, "", {}, {}), digests)
     return folder
 
 
 def test_equal_runs_do_not_differ(tmp_path: Path) -> None:
-    assert differences(a_run(tmp_path / "one", [2, 3]), a_run(tmp_path / "other", [1, 3])) == []
+    assert differences(make_run(tmp_path / "one", [2, 3]), make_run(tmp_path / "other", [1, 3])) == []
 
 
-def test_every_difference_is_seen(tmp_path: Path) -> None:
-    one = a_run(tmp_path / "one", [3])
-    nearly = WEIGHT.clone()
-    nearly[3, 2] = torch.nextafter(nearly[3, 2], torch.tensor(100.0))
-    assert differences(one, a_run(tmp_path / "weight", [3], nearly)) == ["model.w"]
-    assert differences(one, a_run(tmp_path / "zero", [3], -0.0 * WEIGHT)) == ["model.w"]
-    assert differences(one, a_run(tmp_path / "loss", [3], loss=2.0000001)) == ["step 1", "step 2", "step 3"]
-    assert differences(one, a_run(tmp_path / "short", [2])) == [
+def test_every_difference_is_detected(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "one", [3])
+    close = WEIGHT.clone()
+    close[3, 2] = torch.nextafter(close[3, 2], torch.tensor(100.0))
+    assert differences(one, make_run(tmp_path / "weight", [3], close)) == ["model.w"]
+    assert differences(one, make_run(tmp_path / "zero", [3], -0.0 * WEIGHT)) == ["model.w"]
+    assert differences(one, make_run(tmp_path / "loss", [3], loss=2.0000001)) == ["step 1", "step 2", "step 3"]
+    assert differences(one, make_run(tmp_path / "short", [2])) == [
         "step 3", "the last checkpoint is that of step 3, undisturbed 2",
     ]  # fmt: skip
 
 
-def test_a_step_that_is_recorded_twice_or_not_at_all_is_seen(tmp_path: Path) -> None:
-    file = a_run(tmp_path / "one", [3]) / "metrics.jsonl"
+def test_repeated_and_missing_records_are_detected(tmp_path: Path) -> None:
+    file = make_run(tmp_path / "one", [3]) / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:2], lines[1]]))
-    with pytest.raises(Unsound, match="step 2 follows step 2"):
-        recorded(tmp_path / "one")
+    with pytest.raises(RunCorrupt, match="step 2 follows step 2"):
+        recorded_steps(tmp_path / "one")
     file.write_text(lines[0] + lines[2])
-    with pytest.raises(Unsound, match="step 3 follows step 1"):
-        recorded(tmp_path / "one")
-    file.write_text(lines[0] + lines[1][:-20])  # cut short by a kill
-    assert list(recorded(tmp_path / "one")) == [1]
+    with pytest.raises(RunCorrupt, match="step 3 follows step 1"):
+        recorded_steps(tmp_path / "one")
+    file.write_text(lines[0] + lines[1][:-20])  # as after a kill
+    assert list(recorded_steps(tmp_path / "one")) == [1]
 
 
-def test_a_checkpoint_that_is_damaged_or_gone_is_seen(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", [1, 2, 3])
-    assert look(run, [0, 1, 2], keep=2) == [1, 2, 3]  # 0 is gone, and two newer ones are there
-    with pytest.raises(Unsound, match=r"the checkpoint of step 4 is gone, and newer than it are only those of \[\]"):
-        look(run, [3, 4], keep=2)
+def test_corrupt_and_missing_checkpoints_are_detected(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1, 2, 3])
+    assert verify_run(run, [0, 1, 2], keep=2) == [1, 2, 3]  # step 0 is missing, but two newer ones exist
+    with pytest.raises(
+        RunCorrupt, match=r"the checkpoint of step 4 is missing, and the only newer ones are those of steps \[\]"
+    ):
+        verify_run(run, [3, 4], keep=2)
     file = run / "checkpoints/step-00000002/rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(Unsound, match=r"rank-00001.safetensors is damaged"):
-        look(run, [], keep=2)
+    with pytest.raises(RunCorrupt, match=r"rank-00001.safetensors is corrupt"):
+        verify_run(run, [], keep=2)
 
 
-def test_what_is_half_done_is_seen_once(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", [1])
-    assert half_done(run) == {} == half_done(tmp_path / "no such run")
+def test_incomplete_directories_are_listed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [1])
+    assert incomplete_directories(run) == {} == incomplete_directories(tmp_path / "no such run")
     (run / "checkpoints/step-00000002.partial").mkdir()
-    assert list(half_done(run)) == ["step-00000002.partial"]
+    assert list(incomplete_directories(run)) == ["step-00000002.partial"]
 
 
-def test_figures_leave_out_starts_that_were_killed_before_their_first_step() -> None:
+def test_figures_exclude_starts_killed_before_their_first_step() -> None:
     def kill(aim: str, **fields: object) -> dict[str, object]:
-        usual = soak.asdict(soak.Kill("rank", aim, "steps", first_step=2.0, step=7, saved=5))
-        return usual | {"done_again": 2} | fields
+        defaults = soak.asdict(soak.Kill("rank", aim, "steps", first_step=2.0, step=7, saved=5))
+        return defaults | {"repeated_steps": 2} | fields
 
-    kills = [kill("save"), kill("start", first_step=1.0), kill("start", first_step=None, step=0, done_again=0),
-             kill("steps", first_step=4.0, done_again=4, kind="term", interrupted=["step-00000005.partial"])]  # fmt: skip
+    kills = [kill("save"), kill("start", first_step=1.0), kill("start", first_step=None, step=0, repeated_steps=0),
+             kill("steps", first_step=4.0, repeated_steps=4, kind="term", interrupted=["step-00000005.partial"])]  # fmt: skip
     found = soak.figures({"kills": kills, "last_recovery": 6.0})
-    # The first start begins the run, and recovers nothing; a slow start is the likelier to be killed where starts are aimed at.
+    # Excludes the first start, which does not resume, and those killed while starting, among which slow ones are overrepresented.
     assert (found["recoveries"], found["seconds_to_recover"]["mean"]) == (2, 5.0)
-    assert (found["killed_in_training"], found["steps_done_again"]["max"]) == (2, 2)
-    assert (found["saves_interrupted"], found["told_to_stop_in_training"], found["of_them_saved"]) == (1, 1, 0)
+    assert (found["killed_in_training"], found["repeated_steps"]["max"]) == (2, 2)
+    assert (found["saves_interrupted"], found["stopped_in_training"], found["stopped_and_saved"]) == (1, 1, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what processes another one has started")
-def test_a_run_killed_three_times_is_the_run_that_was_not(tmp_path: Path) -> None:
-    words = f"--kills 3 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"
+@pytest.mark.skipif(sys.platform != "linux", reason="lists processes in /proc")
+def test_a_run_killed_three_times_equals_the_undisturbed_run(tmp_path: Path) -> None:
+    arguments = f"--kills 3 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.soak", *words.split()], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.soak", *arguments.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
@@ -112,11 +118,11 @@ def test_a_run_killed_three_times_is_the_run_that_was_not(tmp_path: Path) -> Non
     assert soak.table(found) in done.stdout
 
 
-@pytest.mark.every  # a benchmark's own test, as long as the benchmark
-def test_what_a_save_costs_is_measured_for_all_ways_to_save(tmp_path: Path) -> None:
-    words = f"--model cpu_6m --rounds 1 --ranks 2 --folder {tmp_path} --out {tmp_path / 'found.json'}"
+@pytest.mark.every  # takes as long as the benchmark
+def test_save_stall_measures_all_methods(tmp_path: Path) -> None:
+    arguments = f"--model cpu_6m --rounds 1 --ranks 2 --folder {tmp_path} --out {tmp_path / 'found.json'}"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.save_stall", *words.split()], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.save_stall", *arguments.split()], cwd=ROOT, capture_output=True, text=True, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
@@ -126,7 +132,7 @@ def test_what_a_save_costs_is_measured_for_all_ways_to_save(tmp_path: Path) -> N
     assert min(sizes) > 12 * found["parameters"] and max(sizes) < 1.02 * min(sizes)
     for name, (one,) in rows.items():
         assert 0 < one["stall"] <= one["seconds"] * 1.05 + 0.1, name
-        assert one["steps_beside"] >= 1 or not name.count("async"), name
+        assert one["steps_during_save"] >= 1 or not name.count("async"), name
     assert found["figures"]["2"]["dcp async"]["stall_ratio"]["median"] == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     assert save_stall.table(found) in done.stdout

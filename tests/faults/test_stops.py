@@ -1,4 +1,4 @@
-"""Told to stop: all ranks stop after the same step, which is saved, and the run goes on from there as if it had not."""
+"""Signals to ranks: all stop after the same step, save it, and the resumed run equals an undisturbed one."""
 
 import signal
 import time
@@ -8,72 +8,72 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, whole_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, valid_steps
 
 
 @pytest.mark.parametrize(
     ("name", "rank", "what", "last"),
     [
-        # Before the ranks ask each other, in step 3; and after, so that step 4 is the last.
+        # Before the all-reduce of requests in step 3; and after it, so that step 4 is the last.
         ("SIGUSR1", 1, "torch.Tensor.backward", 3),
         pytest.param("SIGTERM", 1, "titanlike.optim.optimizer.AdamW.step", 4, marks=pytest.mark.slow),
         pytest.param("SIGINT", 0, "titanlike.optim.schedule.set_learning_rate", 3, marks=pytest.mark.slow),
         pytest.param("SIGTERM", 0, "titanlike.metrics.Monitor.step", 4, marks=pytest.mark.slow),
     ],
 )
-def test_one_rank_is_told_and_all_stop(
+def test_signal_to_one_rank_stops_all(
     starter: Starter, undisturbed: Trained, tmp_path: Path, name: str, rank: int, what: str, last: int
 ) -> None:
     job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name))
     number = signal.Signals[name]
     assert job.wait() == [128 + number] * 2, job.said
-    shutdown_message = f"stopped by {name}; to go on from step {last}: ./run_train.sh runs/run/recipe.toml\n"
+    shutdown_message = f"stopped by {name}; to resume from step {last}: ./run_train.sh runs/run/recipe.toml\n"
     assert job.said.count(shutdown_message) == 1
     assert "Traceback" not in job.said
-    assert whole_steps(tmp_path / "runs/run/checkpoints")[-1] == last
+    assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == last
     assert list(trained(tmp_path).losses) == list(range(1, last + 1))
     assert f"resumed at step {last}\n" in resume(starter, tmp_path).said
     found = trained(tmp_path)
     assert found.losses == undisturbed.losses
-    # No validation after a signal: that of step 3 is the one that is not made, and nothing depends on it.
+    # The last step before a shutdown is not validated. Nothing depends on it.
     assert [one for one in undisturbed.validation if one[0] != last] == found.validation
     assert found.hashes[6] == undisturbed.hashes[6]
 
 
 @pytest.mark.slow
-def test_told_while_a_save_is_under_way(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    """What was begun is committed, and so is the step at which the run stops."""
+def test_signal_during_a_save(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """Both the save in progress and that of the last step are committed."""
     job = starter.start(tmp_path, Fault(WRITING, "inside", rank=0, step=2, do="SIGTERM, sleep 1"))
     assert job.wait() == [143, 143], job.said
-    last = whole_steps(tmp_path / "runs/run/checkpoints")
+    last = valid_steps(tmp_path / "runs/run/checkpoints")
     assert last in ([2, 3], [2, 4])
-    assert f"stopped by SIGTERM; to go on from step {last[-1]}: " in job.said
+    assert f"stopped by SIGTERM; to resume from step {last[-1]}: " in job.said
     assert f"resumed at step {last[-1]}\n" in resume(starter, tmp_path).said
     found = trained(tmp_path)
     assert found.losses == undisturbed.losses
     assert found.hashes[6] == undisturbed.hashes[6]
 
 
-def test_a_second_ctrl_c_leaves_at_once(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+def test_second_ctrl_c_exits_at_once(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(
         tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 600") for rank in (0, 1))
     )
     for rank in (0, 1):
         job.wait_for(tmp_path / f"{rank}.mark")
     job.signal(signal.SIGINT)
-    job.wait_until_said("stopping at the end of this step; again to leave at once\n")
+    job.wait_until_said("stopping after this step; press Ctrl-C again to exit at once\n")
     time.sleep(0.5)
     assert job.codes == [None, None]
     job.signal(signal.SIGINT)
-    assert job.wait(300) == [130, 130], job.said  # the write is not waited for
-    assert "stopped; to go on from step 2: ./run_train.sh runs/run/recipe.toml\n" in job.said
+    assert job.wait(300) == [130, 130], job.said  # does not wait for the write
+    assert "stopped; to resume from step 2: ./run_train.sh runs/run/recipe.toml\n" in job.said
     assert "Traceback" not in job.said
     assert "resumed at step 2\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_after_another_signal_leaves_at_once(starter: Starter, tmp_path: Path) -> None:
+def test_ctrl_c_twice_after_another_signal_exits_at_once(starter: Starter, tmp_path: Path) -> None:
     job = starter.start(
         tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in (0, 1))
     )
@@ -86,14 +86,14 @@ def test_ctrl_c_twice_after_another_signal_leaves_at_once(starter: Starter, tmp_
 
 
 @pytest.mark.slow
-def test_killed_in_the_save_after_the_signal(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    """As when the time that a cluster allows is over."""
+def test_killed_in_the_save_after_a_signal(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
+    """As a scheduler does after its time limit."""
     job = starter.start(
         tmp_path,
         Fault("torch.Tensor.backward", rank=0, step=5, do="SIGTERM"),
         Fault(WRITING, "inside", rank=1, step=5),
     )
     assert job.wait_for_a_death()[1] == -9
-    assert whole_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
+    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).said
     assert_as_undisturbed(tmp_path, undisturbed)

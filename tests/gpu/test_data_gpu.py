@@ -1,4 +1,4 @@
-"""What only a GPU can show of data: batches made ahead, in pinned memory, arrive as they were made."""
+"""Prefetched batches arrive on the GPU unchanged, through pinned memory."""
 
 import numpy as np
 import pytest
@@ -13,21 +13,21 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def batches(device: str) -> BatchLoader:
     tokens = InMemoryTokens(np.random.default_rng(0).integers(0, 500, 3_000_000, dtype=np.uint16))
-    feed = ShuffledMixture([PackedDataset(tokens, 2048)], seed=0, global_batch_size=16)
+    source = ShuffledMixture([PackedDataset(tokens, 2048)], seed=0, global_batch_size=16)
     return BatchLoader(
-        feed, global_batch_size=16, local_batch_size=4, data_rank=0, num_data_ranks=1, seed=0, device=torch.device(device),
+        source, global_batch_size=16, local_batch_size=4, data_rank=0, num_data_ranks=1, seed=0, device=torch.device(device),
         document_separator=Separator(7, closes=True),
     )  # fmt: skip
 
 
-def test_batches_made_ahead_arrive_as_they_were_made() -> None:
-    here, there = batches("cpu"), batches("cuda")
-    made, _ = there.make(1)
-    assert all(tensor.is_pinned() for tensor in made.values())
-    with there.prefetch(3, 1, 60):
+def test_prefetched_batches_arrive_unchanged() -> None:
+    on_cpu, on_gpu = batches("cpu"), batches("cuda")
+    _, tensors, _ = on_gpu.build(1)
+    assert all(tensor.is_pinned() for tensor in tensors.values())
+    with on_gpu.prefetch(3, 1, 60):
         for step in range(1, 61):
             busy = torch.randn(4096, 4096, device="cuda")
-            busy = busy @ busy  # so that copies are under way while the next ones are made
-            for ours, theirs in zip(there.microbatches(step), here.microbatches(step), strict=True):
-                assert torch.equal(ours.labels.cpu(), theirs.labels)
-                assert all(torch.equal(ours.inputs[name].cpu(), value) for name, value in theirs.inputs.items())
+            busy = busy @ busy  # keeps copies in flight while the next batches are built
+            for actual, expected in zip(on_gpu.microbatches(step), on_cpu.microbatches(step), strict=True):
+                assert torch.equal(actual.labels.cpu(), expected.labels)
+                assert all(torch.equal(actual.inputs[name].cpu(), value) for name, value in expected.inputs.items())

@@ -1,6 +1,6 @@
-"""What only a GPU can show of float8: its own products, the kernels they choose, memory, and the time of a block.
+"""Float8 on a GPU: hardware matmuls, kernels, memory, time of a block, and the compiled optimizer.
 
-pytest tests/gpu/test_float8_gpu.py --record float8.json        keeps what is measured
+pytest tests/gpu/test_float8_gpu.py --record float8.json        writes the measurements
 """
 
 import json
@@ -28,7 +28,7 @@ HAS_FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >=
 pytestmark = pytest.mark.skipif(not HAS_FLOAT8, reason="needs a CUDA GPU of compute capability 8.9 or later")
 
 # Two blocks of Llama 3 8B, with a small vocabulary.
-SHAPE = LlamaConfig(
+CONFIG = LlamaConfig(
     dim=4096, num_layers=2, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=1024, max_seq_len=8192
 )
 TENSORWISE = Float8(scaling="tensorwise")
@@ -59,9 +59,9 @@ def record(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 def build(device: torch.device, float8: Float8, compiled: bool = True, reshard: Any = "auto") -> nn.Module:
     torch._dynamo.reset()
     with torch.device("meta"):
-        model: nn.Module = build_model(SHAPE)
+        model: nn.Module = build_model(CONFIG)
     model = parallelize(
-        model, build_mesh("cuda"), split=[SHAPE.num_layers], training=Training(),
+        model, build_mesh("cuda"), split=[CONFIG.num_layers], training=Training(),
         parallelism=Parallelism(shard=1, reshard_after_forward=reshard), float8=float8,
         activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="block" if compiled else "none"),
     )  # fmt: skip
@@ -77,7 +77,7 @@ def run(model: nn.Module, device: torch.device, length: int = 2048) -> Tensor:
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_the_hardware_multiplies_what_is_emulated(device: torch.device, scaling: Any) -> None:
+def test_hardware_matmul_matches_emulation(device: torch.device, scaling: Any) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(256, 512, device=device, dtype=torch.bfloat16)
     x = torch.randn(64, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -93,14 +93,14 @@ def test_the_hardware_multiplies_what_is_emulated(device: torch.device, scaling:
         assert (one.float() - other.float()).norm() < 1e-2 * other.float().norm()
 
 
-def test_each_matrix_is_three_float8_products_of_float8_kernels(device: torch.device, record: dict[str, Any]) -> None:
+def test_each_linear_runs_three_float8_matmuls(device: torch.device, record: dict[str, Any]) -> None:
     model = build(device, replace(TENSORWISE, all_gather=True))
     run(model, device)
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         run(model, device)
     events = profile.key_averages()
-    products = sum(event.count for event in events if event.key == "aten::_scaled_mm")
-    assert products == 3 * 5 * SHAPE.num_layers  # all but the keys' and values', which are small
+    matmuls = sum(event.count for event in events if event.key == "aten::_scaled_mm")
+    assert matmuls == 3 * 5 * CONFIG.num_layers  # all linears but wk and wv, which are too small
     on_gpu = sorted(
         (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA),
         key=lambda event: -event.self_device_time_total,
@@ -109,7 +109,7 @@ def test_each_matrix_is_three_float8_products_of_float8_kernels(device: torch.de
     assert on_gpu
 
 
-def test_float8_is_near_bfloat16(device: torch.device) -> None:
+def test_float8_stays_near_bfloat16(device: torch.device) -> None:
     expected = run(build(device, Float8()), device)
     for name, float8 in VARIANTS.items():
         for compiled in (True, False):
@@ -117,24 +117,24 @@ def test_float8_is_near_bfloat16(device: torch.device) -> None:
             assert (found - expected).norm() < 0.1 * expected.norm(), (name, compiled)
 
 
-def test_gathered_weights_take_one_byte_a_number(device: torch.device, record: dict[str, Any]) -> None:
-    held = {}
+def test_gathered_weights_take_one_byte_an_element(device: torch.device, record: dict[str, Any]) -> None:
+    allocated = {}
     for name in ("tensorwise", "tensorwise, all-gather"):
         model = build(device, VARIANTS[name], reshard="never")
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
             model(tokens=torch.zeros(1, 2048, device=device, dtype=torch.long))
-        held[name] = torch.cuda.memory_allocated() - before
+        allocated[name] = torch.cuda.memory_allocated() - before
         del model
-    record["bytes held by gathered weights"] = held
-    converted = SHAPE.num_layers * (2 * SHAPE.dim**2 + 3 * SHAPE.dim * SHAPE.ffn_dim)
-    saved = held["tensorwise"] - held["tensorwise, all-gather"]
+    record["bytes held by gathered weights"] = allocated
+    converted = CONFIG.num_layers * (2 * CONFIG.dim**2 + 3 * CONFIG.dim * CONFIG.ffn_dim)
+    saved = allocated["tensorwise"] - allocated["tensorwise, all-gather"]
     assert saved == pytest.approx(converted, rel=0.05)
 
 
 def test_float8_is_faster(device: torch.device, record: dict[str, Any]) -> None:
-    """Two blocks, forward and backward, of 8192 tokens: each variant beside bfloat16, in turn."""
+    """Forward and backward pass of two blocks with 8192 tokens; the variants take turns."""
     models = {name: build(device, float8) for name, float8 in VARIANTS.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(13):
@@ -151,23 +151,21 @@ def test_float8_is_faster(device: torch.device, record: dict[str, Any]) -> None:
     assert found["tensorwise"] < found["bfloat16"]
 
 
-@pytest.mark.parametrize("state", ["full", "bfloat16", "8bit"])
-def test_the_compiled_optimizer_takes_the_steps_of_the_plain_one(device: torch.device, state: Any) -> None:
-    ends = []
+@pytest.mark.parametrize("state_dtype", ["full", "bfloat16", "8bit"])
+def test_compiled_optimizer_matches_eager(device: torch.device, state_dtype: Any) -> None:
+    results = []
     for where in (torch.device("cpu"), device):
         torch.manual_seed(0)
         weights = [nn.Parameter(torch.randn(shape).bfloat16().to(where)) for shape in ((128, 256), (96, 64), (48,))]
         optimizer = LowPrecisionAdamW(
             [{"params": weights, "weight_decay": 0.1}],
-            lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state=state, seeds={w: n for n, w in enumerate(weights)},
+            lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state_dtype=state_dtype, seeds={w: n for n, w in enumerate(weights)},
         )  # fmt: skip
         for step in range(4):
             for weight in weights:
                 gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
                 weight.grad = gradient.bfloat16().to(where)
             optimizer.step()
-        ends.append([weight.detach().float().cpu() for weight in weights])
-    for one, other in zip(*ends, strict=True):
-        assert (
-            (one - other).abs() > 1e-2 * one.abs() + 1e-3
-        ).float().mean() < 0.01  # some are rounded to the other side
+        results.append([weight.detach().float().cpu() for weight in weights])
+    for one, other in zip(*results, strict=True):
+        assert ((one - other).abs() > 1e-2 * one.abs() + 1e-3).float().mean() < 0.01  # a few round to the other side

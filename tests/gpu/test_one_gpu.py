@@ -1,4 +1,4 @@
-"""What only a GPU can show of training: that it trains, compiled and in bfloat16, and that offloading changes no number."""
+"""Training on one GPU: compiled, in bfloat16, with CPU offload."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.launching import SMALL, losses, records, run
-from titanlike.parallelisms.context import attend_to_prefix
+from titanlike.parallelisms.context import prefix_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 
 
 @pytest.mark.parametrize("options", [{"compile.mode": "none"}, {"compile.mode": "block"}], ids=str)
-def test_a_gpu_trains_and_knows_its_peak(tmp_path: Path, options: dict[str, str]) -> None:
+def test_training_reports_mfu_and_memory(tmp_path: Path, options: dict[str, str]) -> None:
     data = {"data.source": "python_stdlib", "training.steps": "40", "training.compute_dtype": "bfloat16"}
     done = run(tmp_path, variables=ON_GPU, real=True, **SMALL | data | options | {"run.name": "r"})
     assert done.returncode == 0, done.stderr
@@ -25,21 +25,23 @@ def test_a_gpu_trains_and_knows_its_peak(tmp_path: Path, options: dict[str, str]
 
 
 @pytest.mark.parametrize(("kv_heads", "width"), [(8, 64), (2, 128), (1, 64)])
-def test_the_last_queries_of_a_sequence_see_what_they_should(kv_heads: int, width: int) -> None:
-    """The kernel that context parallelism uses, against a mask."""
+def test_prefix_attention_matches_a_mask(kv_heads: int, width: int) -> None:
+    """Compares the kernel that context parallelism uses with a masked one."""
     q = torch.randn(2, 8, 256, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (
         torch.randn(2, kv_heads, 1024, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv"
     )
     results = []
     for documents in (None, (torch.zeros(2, 256, device="cuda"), torch.zeros(2, 1024, device="cuda"))):
-        out = attend_to_prefix(q, k, v, documents)  # with documents, by a mask; here all are one
+        out = prefix_attention(
+            q, k, v, documents
+        )  # document ids select the masked kernel; a single document masks nothing
         results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
-    for ours, masked in zip(*results, strict=True):
-        torch.testing.assert_close(ours, masked, rtol=2e-2, atol=2e-2)
+    for unmasked, masked in zip(*results, strict=True):
+        torch.testing.assert_close(unmasked, masked, rtol=2e-2, atol=2e-2)
 
 
-def test_offloading_to_the_host_gives_the_same_numbers(tmp_path: Path) -> None:
+def test_cpu_offload_does_not_change_losses(tmp_path: Path) -> None:
     for offload in ("false", "true"):
         done = run(
             tmp_path,

@@ -1,4 +1,4 @@
-"""What only a GPU can show of saving: copies that run beside the next step are those of the step that was saved."""
+"""Saves from a GPU, whose copies overlap the next step."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from titanlike.config.sections import Checkpoint
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def test_steps_taken_at_once_after_a_save_do_not_reach_it(alone: None, tmp_path: Path) -> None:
+def test_steps_right_after_a_save_do_not_affect_it(alone: None, tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, device="cuda") for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -34,11 +34,13 @@ def test_steps_taken_at_once_after_a_save_do_not_reach_it(alone: None, tmp_path:
         assert all(torch.equal(found[name], value) for name, value in weights.items()), number
 
 
-def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_exact(tmp_path: Path) -> None:
     options = SMALL | {"run.deterministic": "true", "checkpoint.interval": "2", "checkpoint.keep": "9"}
     on_gpu = {"CUDA_VISIBLE_DEVICES": "0"}
-    for name in ("whole", "again"):
+    for name in ("uninterrupted", "resumed"):
         assert run(tmp_path, variables=on_gpu, real=True, **options | {"run.name": name}).returncode == 0
-    done = run(tmp_path, variables=on_gpu, real=True, **options | {"run.name": "again", "checkpoint.resume_from": "2"})
+    done = run(
+        tmp_path, variables=on_gpu, real=True, **options | {"run.name": "resumed", "checkpoint.resume_from": "2"}
+    )
     assert "resumed at step 2\n" in done.stdout
-    assert losses(tmp_path / "runs/again") == losses(tmp_path / "runs/whole")
+    assert losses(tmp_path / "runs/resumed") == losses(tmp_path / "runs/uninterrupted")

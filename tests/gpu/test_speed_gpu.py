@@ -1,4 +1,4 @@
-"""What only a GPU can show of speed: that the host never waits, which attention runs, and what the loss in pieces saves."""
+"""Speed on a GPU: host synchronizations, attention backends, memory of the chunked loss."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from recipes import pretrain
-from tests.distributed.test_counts import STEPS, WARM, small, steps_watched
+from tests.distributed.test_counts import STEPS, WARM, before_each_step, small
 from titanlike.distributed import process_group
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import chunked_linear_cross_entropy
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.mark.parametrize("compiled", ["none", "block"])
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama3_1b", "llama3_8b"])
-def test_the_host_never_waits_in_a_step(tmp_path: Path, name: str, compiled: str) -> None:
+def test_no_host_synchronization_in_a_step(tmp_path: Path, name: str, compiled: str) -> None:
     options: dict[str, Any] = {"run.device": "cuda", "compile.mode": compiled, "compile.backend": "inductor"}
     recipe = small(tmp_path, name, "one", **options)
 
@@ -27,31 +27,31 @@ def test_the_host_never_waits_in_a_step(tmp_path: Path, name: str, compiled: str
         torch.cuda.set_sync_debug_mode("error" if WARM <= step < STEPS else "default")
 
     try:
-        with process_group.session("cuda") as device, steps_watched(before):
+        with process_group.session("cuda") as device, before_each_step(before):
             pretrain.main(recipe, device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def kernels_of_attention(choice: str) -> str:
+def attention_kernels(choice: str) -> str:
     q, k, v = (torch.randn(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     with attention_backend(choice), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return " ".join(event.key for event in profiled.key_averages())
 
 
-def test_attention_is_cudnns_where_there_is_a_choice_and_what_is_asked_for() -> None:
-    assert "_scaled_dot_product_flash_attention" in kernels_of_attention("flash")
+def test_attention_backend_is_cudnn_by_default_and_selectable() -> None:
+    assert "_scaled_dot_product_flash_attention" in attention_kernels("flash")
     if torch.cuda.get_device_capability() >= (9, 0):
-        assert "_scaled_dot_product_cudnn_attention" in kernels_of_attention("auto")
+        assert "_scaled_dot_product_cudnn_attention" in attention_kernels("auto")
 
 
 @pytest.mark.parametrize("backend", ["", "inductor"])
-def test_the_loss_in_pieces_takes_little_memory(backend: str) -> None:
-    tokens, width, words = 8192, 512, 65536
-    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (0.02 * torch.randn(words, width, device="cuda")).bfloat16().requires_grad_()
-    labels = torch.randint(0, words, (tokens,), device="cuda")
+def test_chunked_loss_saves_memory(backend: str) -> None:
+    tokens, dim, vocab_size = 8192, 512, 65536
+    x = torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(vocab_size, dim, device="cuda")).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab_size, (tokens,), device="cuda")
     peaks, gradients = {}, {}
     for chunk in (0, 1024):
         torch.cuda.synchronize()

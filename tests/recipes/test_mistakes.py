@@ -13,7 +13,7 @@ from titanlike.run.start import program_of
 MISTAKES = [
     (("--training.stepz=3",), {}, "training.stepz = 3: unknown key; did you mean training.steps?"),
     (("--training.steps", "abc"), {}, 'training.steps = "abc" must be an integer >= 1'),
-    (("--steps=5",), {}, "--steps: there is no such option; did you mean --training.steps?"),
+    (("--steps=5",), {}, "--steps: unknown option; did you mean --training.steps?"),
     (("--training=5",), {}, "--training is a table; name one of its keys, as in --training.steps=..."),
     (("--optimizer.lr",), {}, "--optimizer.lr needs a value"),
     (("--run.name", "--training.steps=5"), {}, "--run.name needs a value"),
@@ -25,7 +25,7 @@ MISTAKES = [
         "num_heads = 7 does not divide model.dim = 300000000; use 6,",
     ),
     (("-x",), {}, "-x: an option starts with two dashes"),
-    (("a.toml", "b.toml"), {}, "a.toml b.toml: one recipe at a time"),
+    (("a.toml", "b.toml"), {}, "a.toml b.toml: give one recipe"),
     (("none.toml",), {}, "none.toml: recipe not found"),
     (("--model.name=lama",), {}, 'model.name = "lama" is not valid; did you mean "llama"?'),
     (("--model.size=9B",), {}, 'model.size = "9B" is not valid; choose from debug, 3-8B'),
@@ -42,11 +42,11 @@ MISTAKES = [
     (("--check", "0"), {}, "--check 0: give a number of processes"),
     (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
     (("--recipe=none",), {}, "recipe = 'none': there is no program"),
-    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist here"),
+    (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist"),
     (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
     ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data ranks; use 15 or 18"),
     (("--parallelism.replicate=2",), {"NPROC": "3"}, "replicate = 2 does not divide the 3 processes; use 1 or 3"),
-    ((), {"NPROC": "two"}, "NPROC=two is not a whole number"),
+    ((), {"NPROC": "two"}, "NPROC=two is not an integer"),
     ((), {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
     ((), {"NNODES": "2"}, "NNODES=2, but NODE_RANK and MASTER_ADDR not set"),
 ]
@@ -113,7 +113,7 @@ def test_cpu_offload_without_a_gpu_is_reported(tmp_path: Path) -> None:
 def test_a_missing_gpu_is_reported(tmp_path: Path) -> None:
     done = run(tmp_path, **SMALL | {"run.device": "cuda"})
     assert done.returncode == 2
-    assert "run.device = 'cuda', but torch finds no GPU here; set run.device = 'cpu'" in done.stderr
+    assert "run.device = 'cuda', but torch finds no GPU; set run.device = 'cpu'" in done.stderr
     # The machine has GPUs that torch cannot use: training on the CPU without a message would waste them.
     done = run(tmp_path, variables={"CUDA_VISIBLE_DEVICES": "0"}, **SMALL)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""`./run_train.sh` as a user runs it: real processes, real launchers, and what they leave behind."""
+"""`./run_train.sh` with real processes and launchers: output, exit codes and files."""
 
 import json
 import os
@@ -18,10 +18,10 @@ from tests.launching import ROOT, SMALL, command, descendants, environment, loss
 
 
 class Debug(NamedTuple):
-    """The debug recipe as it is but for its length, in one process."""
+    """A shortened run of the debug recipe in one process."""
 
-    folder: Path
-    said: str
+    run_dir: Path
+    output: str
     imported: set[str]
 
 
@@ -31,13 +31,13 @@ def debug(tmp_path_factory: pytest.TempPathFactory) -> Debug:
     overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
     done = run(folder, real=True, variables={"PYTHONPROFILEIMPORTTIME": "1"}, **overrides)
     assert done.returncode == 0, done.stderr
-    (made,) = (folder / "runs").iterdir()
+    (run_dir,) = (folder / "runs").iterdir()
     lines = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
-    return Debug(made, done.stdout, set(lines))
+    return Debug(run_dir, done.stdout, set(lines))
 
 
-def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: Debug) -> None:
-    folder, said, _ = debug
+def test_debug_recipe_learns_and_writes_all_files(debug: Debug) -> None:
+    folder, output, _ = debug
     found = losses(folder)
     assert list(found) == list(range(1, 21))
     assert found[20] < found[1] - 2.0  # from ln(320) = 5.8 to below 3.8
@@ -49,15 +49,15 @@ def test_the_debug_recipe_learns_and_leaves_all_that_a_run_leaves(debug: Debug) 
         "recipe.toml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "lock",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-00000020"}
-    facts = json.loads((folder / "environment.json").read_text())
-    assert {"torch", "python", "device", "git_commit", "host", "command"} <= facts.keys()
-    assert "sample after 20 steps:\ndef " in said
-    assert said.splitlines()[-1] == f"done: runs/{folder.name}"
+    metadata = json.loads((folder / "environment.json").read_text())
+    assert {"torch", "python", "device", "git_commit", "host", "command"} <= metadata.keys()
+    assert "sample after 20 steps:\ndef " in output
+    assert output.splitlines()[-1] == f"done: runs/{folder.name}"
 
 
-def test_one_process_imports_only_what_it_uses(debug: Debug) -> None:
+def test_single_process_imports_only_what_it_uses(debug: Debug) -> None:
     assert {"torch", "pydantic", "torch.utils.tensorboard"} <= debug.imported
-    for costly in (
+    for slow_import in (
         "torch._dynamo",
         "torch._inductor",
         "torch.distributed.tensor",
@@ -65,44 +65,44 @@ def test_one_process_imports_only_what_it_uses(debug: Debug) -> None:
         "sympy",
         "torchao",
     ):
-        assert costly not in debug.imported
+        assert slow_import not in debug.imported
 
 
-def test_the_first_line_is_there_before_torch_is_imported(tmp_path: Path) -> None:
+def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit(7)")
-    words = [sys.executable, "-c", f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = sys.argv[1:]; "
+    arguments = [sys.executable, "-c", f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = sys.argv[1:]; "
              "runpy.run_path(sys.argv[0], run_name='__main__')", str(ROOT / "recipes/pretrain.py")]  # fmt: skip
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
+        arguments, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
     )
     assert done.returncode == 7
     assert re.fullmatch(r"run     runs/debug-\d{8}-\d{6}-\w{4}\n", done.stdout)
 
 
-def test_two_processes_give_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
+def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
     overrides = {"training.steps": "5", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "8"}
     done = run(tmp_path, variables={"NPROC": "2"}, real=True, **overrides)
     assert done.returncode == 0, done.stderr
-    (made,) = (tmp_path / "runs").iterdir()
+    (run_dir,) = (tmp_path / "runs").iterdir()
     assert "ranks   2 on cpu;" in done.stdout
-    assert "          shard        2  shares of weights, gradients and optimizer state\n" in done.stdout
-    assert done.stdout.count("step      5/5  loss") == 1  # one of them speaks
-    first = {step: loss for step, loss in losses(debug.folder).items() if step <= 5}  # the learning rate still rises
-    assert losses(made) == pytest.approx(first, rel=1e-4)
+    assert "          shard        2  shards of weights, gradients and optimizer state\n" in done.stdout
+    assert done.stdout.count("step      5/5  loss") == 1  # only rank 0 prints
+    first = {step: loss for step, loss in losses(debug.run_dir).items() if step <= 5}  # during warmup
+    assert losses(run_dir) == pytest.approx(first, rel=1e-4)
 
 
-def test_the_resolved_recipe_finds_its_folder_again_and_that_it_is_done(debug: Debug, tmp_path: Path) -> None:
-    """From another working directory, after the folder was moved and renamed."""
+def test_resolved_recipe_finds_its_finished_run(debug: Debug, tmp_path: Path) -> None:
+    """From another working directory, after the run directory was moved and renamed."""
     moved = tmp_path / "elsewhere" / "renamed"
-    shutil.copytree(debug.folder, moved)
-    (tmp_path / "here").mkdir()
+    shutil.copytree(debug.run_dir, moved)
+    (tmp_path / "cwd").mkdir()
     before = losses(moved)
-    done = run(tmp_path / "here", "../elsewhere/renamed/recipe.toml")
+    done = run(tmp_path / "cwd", "../elsewhere/renamed/recipe.toml")
     assert done.returncode == 0, done.stderr
     assert "resumed at step 20\n" in done.stdout
     assert losses(moved) == before
-    assert not list((tmp_path / "here").iterdir())
-    fresh = run(tmp_path / "here", "../elsewhere/renamed/recipe.toml", "--run.name=fresh", *few_steps())
+    assert not list((tmp_path / "cwd").iterdir())
+    fresh = run(tmp_path / "cwd", "../elsewhere/renamed/recipe.toml", "--run.name=fresh", *few_steps())
     assert fresh.returncode == 0, fresh.stderr
     assert "resumed" not in fresh.stdout
 
@@ -111,15 +111,15 @@ def few_steps() -> list[str]:
     return ["--training.steps=2", "--sample.tokens=0", "--validation.interval=0"]
 
 
-def test_starts_within_one_second_are_two_runs(tmp_path: Path) -> None:
-    both = [start(tmp_path, **SMALL) for _ in range(2)]
-    for one in both:
-        _, errors = one.communicate(timeout=60)
-        assert one.returncode == 0, errors
+def test_launches_within_one_second_are_separate_runs(tmp_path: Path) -> None:
+    jobs = [start(tmp_path, **SMALL) for _ in range(2)]
+    for job in jobs:
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 0, errors
     assert [len(losses(folder)) for folder in (tmp_path / "runs").iterdir()] == [6, 6]
 
 
-def test_the_library_beside_the_script_runs_whatever_lies_around(tmp_path: Path) -> None:
+def test_script_uses_the_library_beside_it(tmp_path: Path) -> None:
     for name in ("tomli.py", "glob.py", "titanlike.py", "main.py"):
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     (tmp_path / "link").symlink_to(ROOT / "run_train.sh")
@@ -135,7 +135,7 @@ def test_the_library_beside_the_script_runs_whatever_lies_around(tmp_path: Path)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
-def test_ctrl_c_at_the_start_is_quiet(tmp_path: Path, seconds: float) -> None:
+def test_ctrl_c_during_startup_prints_no_traceback(tmp_path: Path, seconds: float) -> None:
     running = start(tmp_path, real=True, **SMALL | {"training.steps": "100000"})
     time.sleep(seconds)
     os.killpg(running.pid, signal.SIGINT)
@@ -145,38 +145,38 @@ def test_ctrl_c_at_the_start_is_quiet(tmp_path: Path, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_killed_after_step_25_ends_as_if_it_had_not_been(tmp_path: Path, processes: int) -> None:
+def test_run_killed_after_step_25_ends_like_an_undisturbed_one(tmp_path: Path, processes: int) -> None:
     variables = {"NPROC": str(processes)}
-    # Steps long enough for the kill to fall between the save at 25 and the end.
+    # The steps are long enough to kill the run between the save at step 25 and the end.
     options = SMALL | {"training.steps": "40", "checkpoint.interval": "25", "training.seq_len": "128"}
-    whole = run(tmp_path, variables=variables, **options | {"run.name": "whole"})
-    assert whole.returncode == 0, whole.stderr
+    undisturbed = run(tmp_path, variables=variables, **options | {"run.name": "undisturbed"})
+    assert undisturbed.returncode == 0, undisturbed.stderr
 
     killed = start(tmp_path, variables, **options | {"run.name": "killed"})
     wait_for(tmp_path / "runs/killed/checkpoints/step-00000025")
-    for process in descendants(killed.pid):  # torchrun gives its workers sessions of their own
+    for process in descendants(killed.pid):  # torchrun starts each worker in its own session
         os.kill(process, signal.SIGKILL)
     killed.communicate()
-    assert not (tmp_path / "runs/killed/checkpoints/step-00000040").exists(), "it was too fast to be killed"
+    assert not (tmp_path / "runs/killed/checkpoints/step-00000040").exists(), "the run ended before the kill"
 
-    again = run(tmp_path, variables=variables, **options | {"run.name": "killed"})
-    assert again.returncode == 0, again.stderr
-    assert "resumed at step 25\n" in again.stdout
-    assert losses(tmp_path / "runs/killed") == losses(tmp_path / "runs/whole")
+    resumed = run(tmp_path, variables=variables, **options | {"run.name": "killed"})
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed at step 25\n" in resumed.stdout
+    assert losses(tmp_path / "runs/killed") == losses(tmp_path / "runs/undisturbed")
 
 
-def test_two_machines_are_two_launchers(tmp_path: Path) -> None:
+def test_two_nodes_with_one_launcher_each(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    alone = run(tmp_path, **SMALL | {"run.name": "alone"})
-    assert alone.returncode == 0, alone.stderr
+    single = run(tmp_path, **SMALL | {"run.name": "single"})
+    assert single.returncode == 0, single.stderr
     shared = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    machines = [start(tmp_path, shared | {"NODE_RANK": rank}, **SMALL | {"run.name": "both"}) for rank in "01"]
-    for machine in machines:
-        _, errors = machine.communicate(timeout=120)
-        assert machine.returncode == 0, errors
-    assert losses(tmp_path / "runs/both") == pytest.approx(losses(tmp_path / "runs/alone"), rel=1e-5)
+    nodes = [start(tmp_path, shared | {"NODE_RANK": rank}, **SMALL | {"run.name": "both"}) for rank in "01"]
+    for node in nodes:
+        _, errors = node.communicate(timeout=120)
+        assert node.returncode == 0, errors
+    assert losses(tmp_path / "runs/both") == pytest.approx(losses(tmp_path / "runs/single"), rel=1e-5)
 
 
 def test_slurm_tasks_are_ranks(tmp_path: Path) -> None:
@@ -196,65 +196,65 @@ def test_slurm_tasks_are_ranks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/s/environment.json").read_text())["processes"] == 2
 
 
-def test_a_mistake_that_only_one_process_meets_is_told(tmp_path: Path) -> None:
+def test_user_error_on_one_rank_is_printed(tmp_path: Path) -> None:
     program = (ROOT / "recipes/pretrain.py").read_text()
     line = "    # Data: text to tokens"
     assert program.count(line) == 1
-    mistake = "    if mesh.data_rank == 1:\n        raise UserError('only I can see it')\n"
-    program = program.replace(line, mistake + line).replace(
-        "import gc\n", "import gc\nfrom titanlike.config import UserError\n"
+    inserted = "    if mesh.data_rank == 1:\n        raise UserError('only on rank 1')\n"
+    program = program.replace(line, inserted + line).replace(
+        "import torch\n", "import torch\nfrom titanlike.config import UserError\n"
     )
-    (tmp_path / "alone.py").write_text(program)
-    (tmp_path / "alone.toml").write_text(f'recipe = "alone"\nextends = "{ROOT}/train_configs/debug.toml"\n')
-    done = run(tmp_path, "alone.toml", variables={"NPROC": "2"}, **SMALL)
-    assert done.returncode in (1, 2)  # 1 if the other process is seen first to have lost its partner
-    assert "error: only I can see it\n" in done.stderr
+    (tmp_path / "own.py").write_text(program)
+    (tmp_path / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+    done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **SMALL)
+    assert done.returncode in (1, 2)  # 1 if the launcher sees first that the other process lost its connection
+    assert "error: only on rank 1\n" in done.stderr
 
 
-def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+def test_killed_process_is_named(tmp_path: Path) -> None:
     running = start(tmp_path, {"NPROC": "2"}, **SMALL | {"training.steps": "100000", "run.name": "r"})
     wait_for(tmp_path / "runs/r/metrics.jsonl")
     os.kill(descendants(running.pid)[-1], signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 1
-    assert re.search(r"error: process [01] was ended by SIGKILL", errors)
+    assert re.search(r"error: process [01] was terminated by SIGKILL", errors)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is dead")
-def test_processes_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    """They would go on writing into the folder that the next start of the run takes up."""
+@pytest.mark.skipif(sys.platform != "linux", reason="requires Linux: PR_SET_PDEATHSIG")
+def test_processes_save_and_exit_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """Otherwise they would continue to write to the run directory that the next launch resumes from."""
     options = SMALL | {"training.steps": "100000", "checkpoint.interval": "5", "run.name": "r"}
     running = start(tmp_path, {"NPROC": "2"}, **options)
     wait_for(tmp_path / "runs/r/checkpoints/step-00000005")
     running.kill()
-    said, _ = running.communicate(timeout=60)  # until nobody can write to it any more
+    output, _ = running.communicate(timeout=60)  # until all processes have closed the pipe
     last = list(losses(tmp_path / "runs/r"))[-1]
     assert (tmp_path / f"runs/r/checkpoints/step-{last:08d}").exists()
-    assert f"step {last:>6}/100000  saved" in said
+    assert f"step {last:>6}/100000  saved" in output
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path, processes: int) -> None:
+def test_ctrl_c_prints_the_command_to_resume(tmp_path: Path, processes: int) -> None:
     options = SMALL | {"training.steps": "100000", "run.name": "r"}
     running = start(tmp_path, {"NPROC": str(processes)}, **options)
     wait_for(tmp_path / "runs/r/metrics.jsonl")
     time.sleep(0.5)
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to every process of the job
-    said, errors = running.communicate(timeout=60)
+    os.killpg(running.pid, signal.SIGINT)  # to every process of the job, as a terminal does
+    output, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     (saved,) = (tmp_path / "runs/r/checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
-    assert said.endswith(f"stopped by SIGINT; to go on from step {step}: ./run_train.sh runs/r/recipe.toml\n")
+    assert output.endswith(f"stopped by SIGINT; to resume from step {step}: ./run_train.sh runs/r/recipe.toml\n")
     assert max(losses(tmp_path / "runs/r")) == step
-    assert errors == "\nstopping at the end of this step; again to leave at once\n"
+    assert errors == "\nstopping after this step; press Ctrl-C again to exit at once\n"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, processes: int) -> None:
+def test_non_finite_loss_stops_the_run(tmp_path: Path, processes: int) -> None:
     options = SMALL | {"optimizer.lr": "1e30", "checkpoint.interval": "1", "run.name": "r"}
     done = run(tmp_path, variables={"NPROC": str(processes)}, **options)
     assert done.returncode == 2
-    assert "Nothing of it was saved" in done.stderr
+    assert "The step was not saved" in done.stderr
     assert "Traceback" not in done.stderr
     stopped = int(done.stderr.split("error: step ")[1].split(":")[0])
     saved = sorted(path.name for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
@@ -263,7 +263,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, processes: int)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_would_train_otherwise_is_refused_and_left_alone(tmp_path: Path, processes: int) -> None:
+def test_resume_with_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, processes: int) -> None:
     options = SMALL | {"run.name": "r"}
     variables = {"NPROC": str(processes)}
     assert run(tmp_path, variables=variables, **options).returncode == 0
@@ -272,40 +272,40 @@ def test_a_run_that_would_train_otherwise_is_refused_and_left_alone(tmp_path: Pa
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert (
-        "optimizer.lr was 0.0015, now 0.5. Put these back to resume, or give --run.name to start a new run"
+        "optimizer.lr was 0.0015, now 0.5. Restore these values to resume, or give --run.name to start a new run"
         in done.stderr
     )
     assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
 
 
-def test_a_terminal_gets_one_live_line(tmp_path: Path) -> None:
-    ours, theirs = os.openpty()
+def test_terminal_shows_one_live_line(tmp_path: Path) -> None:
+    controller, terminal = os.openpty()
     options = SMALL | {"validation.interval": "3", "validation.batches": "1", "run.name": "r"}
     running = subprocess.Popen(
-        command(**options), cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="200"), stdout=theirs, stderr=theirs
+        command(**options), cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="200"), stdout=terminal, stderr=terminal
     )
-    os.close(theirs)
-    seen = b""
+    os.close(terminal)
+    received = b""
     while True:
         try:
-            seen += os.read(ours, 4096)
-        except OSError:  # the other side is closed
+            received += os.read(controller, 4096)
+        except OSError:  # the process has closed the terminal
             break
-    os.close(ours)
+    os.close(controller)
     assert running.wait() == 0
-    said = seen.decode()
-    # Drawn over itself: back to the start of the line between two steps, and no new line.
-    first, _, after = said.partition("step      5/6  loss ")
+    output = received.decode()
+    # The line is redrawn in place: a carriage return between two steps, and no newline.
+    first, _, after = output.partition("step      5/6  loss ")
     between = after.partition("step      6/6  loss ")[0]
     assert "step      4/6  loss " in first
     assert "\r" in between
     assert "\n" not in between.split("GiB")[1]
     assert "  val " in between
     assert "tok/s" in between
-    assert "\x1b[?25h" in said  # the cursor is shown again
+    assert "\x1b[?25h" in output  # shows the cursor again
 
 
-def test_a_deterministic_run_is_repeated_to_the_bit(tmp_path: Path) -> None:
+def test_deterministic_run_is_reproducible(tmp_path: Path) -> None:
     for name in ("one", "two"):
         done = run(tmp_path, **SMALL | {"run.deterministic": "true", "run.name": name})
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A copy of the program in which a gradient goes bad, run as a user runs it: left out, said, kept, and the run goes on."""
+"""`training.non_finite = "skip"` in a copy of the program with a NaN gradient: steps are skipped, reported and recorded."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from tests.recipes.test_copy import edited
 SKIP = {"training.non_finite": "skip", "run.name": "r"}
 
 
-def spoilt(folder: Path, condition: str) -> str:
-    """A program whose last norm has a gradient that is not a number, on all ranks that hold it, where the condition holds."""
+def write_program(directory: Path, condition: str) -> str:
+    """Writes a program that sets the gradient of the last norm to NaN, on all ranks, if the condition holds."""
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
         (
@@ -23,24 +23,24 @@ def spoilt(folder: Path, condition: str) -> str:
             "            norms = gradient_norms(model, mesh.pipeline)\n",
         ),
     )
-    (folder / "spoilt.py").write_text(program)
-    (folder / "spoilt.toml").write_text(f'recipe = "spoilt"\nextends = "{ROOT}/train_configs/debug.toml"\n')
-    return "spoilt.toml"
+    (directory / "own.py").write_text(program)
+    (directory / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
+    return "own.toml"
 
 
-def strict_records(folder: Path) -> list[dict[str, Any]]:
-    """Python reads and writes NaN, which is no JSON."""
-    lines = (folder / "runs/r/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in lines]
+def strict_records(directory: Path) -> list[dict[str, Any]]:
+    """Returns the metrics. Fails on NaN, which Python's JSON parser accepts."""
+    lines = (directory / "runs/r/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON")) for line in lines]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_goes_on_past_a_bad_step(tmp_path: Path, processes: int) -> None:
-    recipe = spoilt(tmp_path, "step in (2, 5)")
+def test_run_continues_after_skipped_steps(tmp_path: Path, processes: int) -> None:
+    recipe = write_program(tmp_path, "step in (2, 5)")
     done = run(tmp_path, recipe, variables={"NPROC": str(processes)}, **SMALL | SKIP)
     assert done.returncode == 0, done.stderr
     holders = ", ".join(map(str, range(processes)))
-    cause = f"the loss is finite, but not the gradient of norm.weight, in the part held by rank {holders}"
+    cause = f"the loss is finite, but not the gradient of norm.weight, in the shard of rank {holders}"
     assert f"step      2/6  skipped: {cause}\n" in done.stdout
     assert f"step      5/6  skipped: {cause}\n" in done.stdout
     found = strict_records(tmp_path)
@@ -51,8 +51,8 @@ def test_a_run_goes_on_past_a_bad_step(tmp_path: Path, processes: int) -> None:
     assert (tmp_path / "runs/r/checkpoints/step-00000006/state.json").is_file()
 
 
-def test_a_run_does_not_skip_for_ever(tmp_path: Path) -> None:
-    recipe = spoilt(tmp_path, "step >= 3")
+def test_too_many_skipped_steps_stop_the_run(tmp_path: Path) -> None:
+    recipe = write_program(tmp_path, "step >= 3")
     done = run(tmp_path, recipe, **SMALL | SKIP | {"training.skip_limit": "2"})
     assert done.returncode == 2
     assert done.stderr.startswith("error: step 5: the loss is finite, but not the gradient of norm.weight, in the part")

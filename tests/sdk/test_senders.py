@@ -1,4 +1,4 @@
-"""What reaches the service through an SDK is the request, key for key. Run where the SDK is installed, without torch:
+"""The SDKs send the request unchanged. Requires one of the SDKs, but not torch:
 
 python -m pytest --noconftest -o addopts= -o filterwarnings= tests/sdk
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import boto3
 import pytest
-import senders
+import submit
 from moto.server import ThreadedMotoServer
 
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -19,8 +19,8 @@ PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/ours"
 CODE = "s3://ours/titanlike/code/titanlike-run-20261122-101112/"
 
 
-def s3(name: str, address: str, mode: str = "File") -> dict[str, Any]:
-    source = {"S3DataType": "S3Prefix", "S3Uri": address, "S3DataDistributionType": "FullyReplicated"}
+def s3(name: str, uri: str, mode: str = "File") -> dict[str, Any]:
+    source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
     return {"ChannelName": name, "InputMode": mode, "DataSource": {"S3DataSource": source}}
 
 
@@ -49,14 +49,14 @@ FSX = {
             "FileSystemId": "fs-0123456789abcdef0",
             "FileSystemType": "FSxLustre",
             "FileSystemAccessMode": "rw",
-            "DirectoryPath": "/mount/kept",
+            "DirectoryPath": "/mount/checkpoints",
         }
     },
 }
 
 
 def with_everything() -> dict[str, Any]:
-    """What a plain job has not."""
+    """A request with all optional keys that can be combined."""
     request = copy.deepcopy(REQUEST)
     request["ResourceConfig"] |= {"TrainingPlanArn": PLAN, "VolumeKmsKeyId": "key"}
     request["OutputDataConfig"]["KmsKeyId"] = "key"
@@ -109,56 +109,62 @@ def session(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[boto3.Sess
     session = boto3.Session(region_name="us-east-1")
     session.client("s3").create_bucket(Bucket="ours")
     session.events.register(
-        "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: SENT.append(params)
+        "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: REQUESTS.append(params)
     )
-    SENT.clear()
+    REQUESTS.clear()
     yield session
 
 
-SENT: list[dict[str, Any]] = []
+REQUESTS: list[dict[str, Any]] = []
 
 
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
-def test_boto3_sends_it_as_it_is(session: boto3.Session, request_: dict[str, Any]) -> None:
-    assert senders.by_boto3(request_, session, "ours/titanlike") == "titanlike-run-20261122-101112"
-    assert [request_] == SENT
+def test_boto3_sends_the_request(session: boto3.Session, request_: dict[str, Any]) -> None:
+    assert submit.submit("boto3", request_, session, "ours/titanlike") == "titanlike-run-20261122-101112"
+    assert [request_] == REQUESTS
 
 
 @pytest.mark.skipif(not installed(SDKS["v3"]), reason="version 3 of the SageMaker SDK is not installed")
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
-def test_version_3_sends_it_with_its_own_way_in(session: boto3.Session, request_: dict[str, Any]) -> None:
-    assert senders.sender()[1] is senders.by_model_trainer
-    name = senders.by_model_trainer(request_, session, "ours/titanlike")
-    (sent,) = SENT
-    assert sent["TrainingJobName"] == name and name.startswith("titanlike-run-2")
-    # Its script stands before ours, in a channel of its own, and hands over to our entry with the same words.
-    channels = {channel["ChannelName"]: channel for channel in sent["InputDataConfig"]}
+def test_model_trainer_sends_the_request_with_its_own_script(session: boto3.Session, request_: dict[str, Any]) -> None:
+    assert submit.select_sender() == submit.select_sender("modeltrainer") == "modeltrainer"
+    name = submit.submit("modeltrainer", request_, session, "ours/titanlike")
+    (submitted,) = REQUESTS
+    assert submitted["TrainingJobName"] == name and name.startswith("titanlike-run-2")
+    # Its script, in an additional channel, executes our entry point with the same arguments.
+    channels = {channel["ChannelName"]: channel for channel in submitted["InputDataConfig"]}
     drivers = channels["sm_drivers"]["DataSource"]["S3DataSource"]["S3Uri"]
     key = drivers.removeprefix("s3://ours/").rstrip("/")
     assert key.startswith("titanlike/code/")
     script = session.client("s3").get_object(Bucket="ours", Key=f"{key}/sm_train.sh")["Body"].read().decode()
-    words = "recipe.toml --run.name=run '--sample.prompt=it'\"'\"'s a $HOME'"
-    assert f"exec python3 /opt/ml/input/data/code/sagemaker/entry.py {words}\n" in script
+    arguments = "recipe.toml --run.name=run '--sample.prompt=it'\"'\"'s a $HOME'"
+    assert f"exec python3 /opt/ml/input/data/code/sagemaker/entry.py {arguments}\n" in script
     expected = copy.deepcopy(request_)
-    for side in (sent, expected):
+    for side in (submitted, expected):
         side.pop("TrainingJobName")
         side["AlgorithmSpecification"].pop("ContainerEntrypoint")
         side["AlgorithmSpecification"].pop("ContainerArguments")
-    sent["InputDataConfig"] = [channel for channel in sent["InputDataConfig"] if channel["ChannelName"] != "sm_drivers"]
-    assert json.loads(json.dumps(sent)) == expected | ({"HyperParameters": {}} if "HyperParameters" in sent else {})
+    submitted["InputDataConfig"] = [
+        channel for channel in submitted["InputDataConfig"] if channel["ChannelName"] != "sm_drivers"
+    ]
+    assert json.loads(json.dumps(submitted)) == expected | (
+        {"HyperParameters": {}} if "HyperParameters" in submitted else {}
+    )
 
 
 @pytest.mark.skipif(not installed(SDKS["v2"]), reason="version 2 of the SageMaker SDK is not installed")
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
-def test_version_2_sends_it_with_words_that_nobody_reads(session: boto3.Session, request_: dict[str, Any]) -> None:
-    assert senders.sender()[1] is senders.by_estimator
-    assert senders.by_estimator(request_, session, "ours/titanlike") == request_["TrainingJobName"]
-    (sent,) = SENT
-    assert all(key.startswith("sagemaker_") for key in sent.pop("HyperParameters"))
-    assert sent.pop("ProfilerConfig") == {"DisableProfiler": True}
-    assert json.loads(json.dumps(sent)) == request_
+def test_estimator_sends_the_request_with_unused_hyperparameters(
+    session: boto3.Session, request_: dict[str, Any]
+) -> None:
+    assert submit.select_sender() == submit.select_sender("estimator") == "estimator"
+    assert submit.submit("estimator", request_, session, "ours/titanlike") == request_["TrainingJobName"]
+    (submitted,) = REQUESTS
+    assert all(key.startswith("sagemaker_") for key in submitted.pop("HyperParameters"))
+    assert submitted.pop("ProfilerConfig") == {"DisableProfiler": True}
+    assert json.loads(json.dumps(submitted)) == request_
 
 
-def test_without_an_sdk_boto3_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boto3_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert senders.sender() == ("boto3", senders.by_boto3)
+    assert submit.select_sender() == "boto3"

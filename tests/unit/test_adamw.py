@@ -1,4 +1,4 @@
-"""AdamW that takes less memory: what it computes, what it keeps, and how it rounds. One process."""
+"""Low-precision AdamW in a single process: updates, state size, stochastic rounding and quantization."""
 
 from typing import Any
 
@@ -7,11 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.sections import Optimizer
-from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _levels, _read, _scales, _update, _write
+from titanlike.optim.low_precision_adamw import (
+    BLOCK,
+    LowPrecisionAdamW,
+    _block_scales,
+    _codebook,
+    _dequantize,
+    _quantize,
+    _update,
+)
 from titanlike.optim.optimizer import build_optimizer
 
 
-class Learner(nn.Module):
+class TinyModel(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -22,9 +30,9 @@ class Learner(nn.Module):
         return self.last(self.norm(self.first(x)).tanh())
 
 
-def learn(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Learner, Any, float]:
-    """A model after some steps, its optimizer, and the loss."""
-    model = Learner(dtype)
+def train(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[TinyModel, Any, float]:
+    """Returns a trained model, its optimizer, and the last loss."""
+    model = TinyModel(dtype)
     optimizer: Any = build_optimizer(model, Optimizer(lr=1e-3, fused=False, **options))
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
     for _ in range(steps):
@@ -35,34 +43,34 @@ def learn(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tup
     return model, optimizer, loss.item()
 
 
-def kept(optimizer: Any) -> float:
-    """Bytes a parameter."""
+def state_bytes(optimizer: Any) -> float:
+    """Returns the bytes of optimizer state for each element of the parameters."""
     tensors = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
     numbers = sum(parameter.numel() for parameter in optimizer.state)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / numbers
 
 
-def test_with_full_averages_it_is_torchs_own() -> None:
-    ours = Learner(torch.float32)
+def test_full_precision_state_matches_torch_adamw() -> None:
+    model = TinyModel(torch.float32)
     optimizer = LowPrecisionAdamW(
-        [{"params": list(ours.parameters()), "weight_decay": 0.1}],
-        lr=1e-3, betas=(0.9, 0.95), eps=1e-8, state="full", seeds={},
+        [{"params": list(model.parameters()), "weight_decay": 0.1}],
+        lr=1e-3, betas=(0.9, 0.95), eps=1e-8, state_dtype="full", seeds={},
     )  # fmt: skip
-    theirs = Learner(torch.float32)
-    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    expected = TinyModel(torch.float32)
+    reference = torch.optim.AdamW(expected.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for step in range(5):
-        for model in (ours, theirs):
+        for each in (model, expected):
             generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
+            for parameter in each.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
         reference.step()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "most_bytes", "worse"),
+    ("options", "dtype", "max_bytes", "max_loss_ratio"),
     [
         (dict(state_dtype="bfloat16"), torch.float32, 4.0, 1.05),
         (dict(state_dtype="8bit"), torch.float32, 2.3, 1.2),
@@ -71,34 +79,34 @@ def test_with_full_averages_it_is_torchs_own() -> None:
     ],
     ids=str,
 )
-def test_less_is_kept_and_it_learns_all_the_same(
-    options: dict[str, Any], dtype: torch.dtype, most_bytes: float, worse: float
+def test_low_precision_state_is_small_and_trains(
+    options: dict[str, Any], dtype: torch.dtype, max_bytes: float, max_loss_ratio: float
 ) -> None:
-    _, usual, expected = learn(80)
-    assert kept(usual) == 8.0
-    _, optimizer, loss = learn(80, dtype, **options)
+    _, reference, expected = train(80)
+    assert state_bytes(reference) == 8.0
+    _, optimizer, loss = train(80, dtype, **options)
     assert isinstance(optimizer, LowPrecisionAdamW)
-    assert kept(optimizer) <= most_bytes
-    assert loss < worse * expected
+    assert state_bytes(optimizer) <= max_bytes
+    assert loss < max_loss_ratio * expected
 
 
-def test_pieces_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_update_matches_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = dict(state_dtype="8bit", stochastic_rounding=True)
-    expected, *_ = learn(3, torch.bfloat16, **options)
-    monkeypatch.setattr("titanlike.optim.low_precision_adamw.PIECE", 3 * BLOCK)
-    found, *_ = learn(3, torch.bfloat16, **options)
+    expected, *_ = train(3, torch.bfloat16, **options)
+    monkeypatch.setattr("titanlike.optim.low_precision_adamw.CHUNK", 3 * BLOCK)
+    found, *_ = train(3, torch.bfloat16, **options)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_steps_that_are_too_small_for_bfloat16_add_up() -> None:
-    """A hundred steps of a sixteenth of what bfloat16 can tell from 1: lost to the nearest, kept by chance."""
+def test_stochastic_rounding_accumulates_updates_below_bfloat16_resolution() -> None:
+    """Each of 100 updates is a sixteenth of bfloat16's spacing below 1: rounding to nearest loses all of them."""
     ends = []
     for seeds in (False, True):
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         optimizer = LowPrecisionAdamW(
             [{"params": [weight], "weight_decay": 0.0}],
-            lr=2**-12, betas=(0.9, 0.95), eps=1e-8, state="full", seeds={weight: 7} if seeds else {},
+            lr=2**-12, betas=(0.9, 0.95), eps=1e-8, state_dtype="full", seeds={weight: 7} if seeds else {},
         )  # fmt: skip
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
@@ -110,22 +118,22 @@ def test_steps_that_are_too_small_for_bfloat16_add_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_eight_bits_are_near(name: str) -> None:
+def test_8bit_quantization_error_is_small(name: str) -> None:
     value = torch.randn(256, BLOCK, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 2, 256)[:, None]
     value = value if name == "exp_avg" else value.square()
     state = {name: torch.zeros(256, BLOCK, dtype=torch.uint8), f"{name}_scale": torch.zeros(256, 1)}
-    levels = {name: _levels(name, torch.device("cpu"))}
-    _write(state, name, value, levels)
-    largest = value.abs().amax(-1, keepdim=True)
-    assert ((_read(state, name, levels) - value).abs() / largest).max() < 0.02
-    _write(state, name, torch.zeros(256, BLOCK), levels)
-    assert (_read(state, name, levels) == 0).all()
-    assert _scales(torch.zeros(4, 3 * BLOCK)).shape == (4, 3)
+    codebooks = {name: _codebook(name, torch.device("cpu"))}
+    _quantize(state, name, value, codebooks)
+    amax = value.abs().amax(-1, keepdim=True)
+    assert ((_dequantize(state, name, codebooks) - value).abs() / amax).max() < 0.02
+    _quantize(state, name, torch.zeros(256, BLOCK), codebooks)
+    assert (_dequantize(state, name, codebooks) == 0).all()
+    assert _block_scales(torch.zeros(4, 3 * BLOCK)).shape == (4, 3)
 
 
-def test_what_was_kept_is_taken_over_as_it_was() -> None:
-    """torch's own way would make everything of the weight's type, scales too."""
-    model, optimizer, _ = learn(3, torch.bfloat16, state_dtype="8bit", stochastic_rounding=True)
+def test_load_state_dict_keeps_dtypes() -> None:
+    """`torch.optim.Optimizer` would cast all state, including scales, to the weight's dtype."""
+    model, optimizer, _ = train(3, torch.bfloat16, state_dtype="8bit", stochastic_rounding=True)
     other = build_optimizer(model, Optimizer(state_dtype="8bit", stochastic_rounding=True))
     other.load_state_dict(optimizer.state_dict())
     for parameter, state in optimizer.state.items():
@@ -135,10 +143,10 @@ def test_what_was_kept_is_taken_over_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("state", ["full", "8bit"])
-def test_the_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with a back end that does not wait for code generation."""
+def test_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with a backend that generates no code."""
     torch._dynamo.reset()
-    expected, *_ = learn(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
+    expected, *_ = train(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -149,7 +157,7 @@ def test_the_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest
         "titanlike.optim.low_precision_adamw._update",
         torch.compile(_update, fullgraph=True, dynamic=True, backend=backend),
     )
-    found, *_ = learn(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
+    found, *_ = train(4, torch.bfloat16, state_dtype=state, stochastic_rounding=True)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert len(graphs) <= 4  # of six weights: what is quantized or not, of one row or of more
+    assert len(graphs) <= 4  # for six weights: quantized or not, one row or several

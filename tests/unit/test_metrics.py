@@ -1,4 +1,4 @@
-"""Rates are tokens over measured seconds; what is not known is not made up."""
+"""Throughput, MFU, console output, and metrics files."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from titanlike.metrics.hardware import peak_flops
 
 
 class Clock:
-    """A clock that the test turns."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,43 +25,43 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    turned = Clock()
-    monkeypatch.setattr(time, "perf_counter", turned)
-    return turned
+    fake = Clock()
+    monkeypatch.setattr(time, "perf_counter", fake)
+    return fake
 
 
-def monitor(folder: Path | None, **changed: Any) -> Monitor:
+def build_monitor(folder: Path | None, **overrides: Any) -> Monitor:
     options: dict[str, Any] = dict(
         folder=folder, device=torch.device("cpu"), num_devices=2, first_step=1, num_steps=5, tokens_per_step=1000,
         flops_per_token=10**9, interval=2, tensorboard=False,
     )  # fmt: skip
-    return Monitor(**options | changed)
+    return Monitor(**options | overrides)
 
 
-def step(watched: Monitor, number: int) -> None:
-    watched.step(number, loss=torch.tensor(2.5), grad_norm=torch.tensor(0.5), learning_rate=0.1)
+def step(monitor: Monitor, number: int) -> None:
+    monitor.step(number, loss=torch.tensor(2.5), grad_norm=torch.tensor(0.5), learning_rate=0.1)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_rates_count_data_wait_and_leave_out_validation_and_saving(tmp_path: Path, clock: Clock) -> None:
-    with monitor(tmp_path) as watched:
+def test_throughput_includes_data_wait_and_excludes_validation_and_checkpointing(tmp_path: Path, clock: Clock) -> None:
+    with build_monitor(tmp_path) as monitor:
         clock.now += 4.0
-        step(watched, 1)
-        with watched.exclude_from_throughput():
+        step(monitor, 1)
+        with monitor.exclude_from_throughput():
             clock.now += 50.0
-        with watched.data_wait():
+        with monitor.data_wait():
             clock.now += 0.5
         clock.now += 1.5
-        step(watched, 2)
+        step(monitor, 2)
         clock.now += 1.0
-        step(watched, 3)
+        step(monitor, 3)
         clock.now += 3.0
-        step(watched, 4)
+        step(monitor, 4)
         clock.now += 1.0
-        step(watched, 5)
+        step(monitor, 5)
     first, second, fourth, last = records(tmp_path)
     assert [record["step"] for record in (first, second, fourth, last)] == [1, 2, 4, 5]
     assert (first["tokens_per_second"], second["tokens_per_second"]) == (250.0, 500.0)
@@ -73,11 +73,11 @@ def test_rates_count_data_wait_and_leave_out_validation_and_saving(tmp_path: Pat
     assert fourth["memory_gib"] > 0.05
 
 
-def test_mfu_is_a_share_of_the_published_peak(tmp_path: Path, clock: Clock) -> None:
-    with monitor(tmp_path, num_steps=1) as watched:
-        watched.peak = 1e12
+def test_mfu_is_relative_to_the_published_peak(tmp_path: Path, clock: Clock) -> None:
+    with build_monitor(tmp_path, num_steps=1) as monitor:
+        monitor.peak_flops = 1e12
         clock.now += 1.0
-        step(watched, 1)
+        step(monitor, 1)
     assert records(tmp_path)[0]["mfu"] == pytest.approx(0.5)
 
 
@@ -96,33 +96,33 @@ def test_mfu_is_a_share_of_the_published_peak(tmp_path: Path, clock: Clock) -> N
         ("cpu", None),
     ],
 )
-def test_only_known_hardware_has_a_peak(name: str, peak: float | None) -> None:
+def test_the_peak_of_unknown_hardware_is_unknown(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
 
 
-def test_plain_lines_where_there_is_no_terminal(
-    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monitor(tmp_path) as watched:
+def test_plain_lines_without_a_terminal(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with build_monitor(tmp_path) as monitor:
         clock.now += 1.0
-        step(watched, 1)
-        watched.validation(1, 2.25)
-        watched.print("[a note] with brackets")
+        step(monitor, 1)
+        monitor.validation(1, 2.25)
+        monitor.print("[a note] with brackets")
     out = capsys.readouterr().out
-    assert "step      1/5  loss 2.5000  1000 tok/s  0:04 left  grad 0.50  lr 1.0e-01  0.5 TFLOP/s  MFU unknown" in out
+    assert (
+        "step      1/5  loss 2.5000  1000 tok/s  0:00:04 left  grad 0.50  lr 1.0e-01  0.5 TFLOP/s  MFU unknown" in out
+    )
     assert "step      1/5  val 2.2500" in out
     assert "[a note] with brackets" in out
     assert "\x1b" not in out
 
 
-def test_a_skipped_step_is_said_and_kept_in_json_that_anyone_can_read(
+def test_a_skipped_step_is_printed_and_recorded_in_valid_json(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with monitor(tmp_path, tensorboard=True) as watched:
+    with build_monitor(tmp_path, tensorboard=True) as monitor:
         clock.now += 1.0
-        watched.skipped(2, "the loss is nan on rank 1")
-        watched.step(2, loss=torch.tensor(float("nan")), grad_norm=torch.tensor(float("inf")), learning_rate=0.1)
-        watched.validation(2, float("nan"))
+        monitor.skipped(2, "the loss is nan on rank 1")
+        monitor.step(2, loss=torch.tensor(float("nan")), grad_norm=torch.tensor(float("inf")), learning_rate=0.1)
+        monitor.validation(2, float("nan"))
     skipped, taken, validation = (
         json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     )
@@ -141,19 +141,19 @@ def test_a_skipped_step_is_said_and_kept_in_json_that_anyone_can_read(
     assert not {"loss", "grad_norm", "validation_loss"} & set(events.Tags()["scalars"])
 
 
-def test_a_rank_without_a_folder_says_and_keeps_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with monitor(None, tensorboard=True) as watched:
-        step(watched, 2)
-        watched.validation(2, 1.0)
-        watched.skipped(2, "the loss is nan on rank 0")
-        watched.print("x")
+def test_a_rank_without_a_folder_prints_and_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with build_monitor(None, tensorboard=True) as monitor:
+        step(monitor, 2)
+        monitor.validation(2, 1.0)
+        monitor.skipped(2, "the loss is nan on rank 0")
+        monitor.print("x")
     assert capsys.readouterr().out == ""
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    with monitor(tmp_path, tensorboard=True) as watched:
-        step(watched, 2)
-        watched.validation(2, 1.25)
+def test_tensorboard_records_the_same_values(tmp_path: Path) -> None:
+    with build_monitor(tmp_path, tensorboard=True) as monitor:
+        step(monitor, 2)
+        monitor.validation(2, 1.25)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 2.5)]

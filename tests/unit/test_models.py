@@ -1,4 +1,4 @@
-"""The models against slow references written from the formulas, and the numbers that are told about them."""
+"""The models against slow reference implementations of their formulas, and their parameter and FLOP counts."""
 
 import math
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 from titanlike.models import build_model
 from titanlike.models.init import initialize
-from titanlike.models.layers import TiedHead
-from titanlike.models.llama import rotary_angles, stretch
+from titanlike.models.layers import TiedLMHead
+from titanlike.models.llama import rotary_angles, scale_rope_frequencies
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
-SHAPES = [TINY_LLAMA, TINY_GPT]
+CONFIGS = [TINY_LLAMA, TINY_GPT]
 
 
-def made(shape: LlamaConfig | GPTConfig, seed: int = 0) -> nn.Module:
+def build(config: LlamaConfig | GPTConfig, seed: int = 0) -> nn.Module:
     with torch.device("meta"):
-        model = build_model(shape)
+        model = build_model(config)
     initialize(model, torch.device("cpu"), seed)
     return model
 
 
-def scaled_up(model: nn.Module) -> nn.Module:
-    """Weights large enough that an error in positions or masks shows, in double precision."""
+def with_large_weights(model: nn.Module) -> nn.Module:
+    """Fills the parameters with large float64 values, so that an error in positions or masks shows."""
     model.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -39,57 +39,57 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def turn(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions of (T, E) by complex numbers: place t turns pair i by t * theta ** (-2i / E)."""
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """RoPE of (T, E) with complex numbers: position t rotates pair i by t * theta ** (-2i / E)."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[:, :half], x[:, half:])
     angles = torch.tensor([[t * theta ** (-2 * i / x.shape[-1]) for i in range(half)] for t in range(len(x))])
-    turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
-    return torch.cat((turned.real, turned.imag), -1)
+    rotated = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
+    return torch.cat((rotated.real, rotated.imag), -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One head of causal attention on (T, E), place by place."""
+    """One head of causal attention on (T, E), one position at a time."""
     rows = []
     for t in range(len(q)):
-        odds = (k[: t + 1] @ q[t] / math.sqrt(q.shape[-1])).softmax(0)
-        rows.append(odds @ v[: t + 1])
+        probs = (k[: t + 1] @ q[t] / math.sqrt(q.shape[-1])).softmax(0)
+        rows.append(probs @ v[: t + 1])
     return torch.stack(rows)
 
 
-def llama_reference(shape: LlamaConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def llama_reference(config: LlamaConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
     x = w["tok_embeddings.weight"][tokens]
-    group = shape.num_heads // shape.num_kv_heads
-    for i in range(shape.num_layers):
+    group = config.num_heads // config.num_kv_heads
+    for i in range(config.num_layers):
         b = {name.removeprefix(f"layers.{i}."): value for name, value in w.items()}
-        h = rms(x, b["attention_norm.weight"], shape.norm_eps)
+        h = rms(x, b["attention_norm.weight"], config.norm_eps)
         q, k, v = (h @ b[f"attention.w{p}.weight"].T for p in "qkv")
-        q, k, v = (part.split(shape.head_dim, -1) for part in (q, k, v))
+        q, k, v = (part.split(config.head_dim, -1) for part in (q, k, v))
         heads = [
-            attend(turn(q[j], shape.rope_theta), turn(k[j // group], shape.rope_theta), v[j // group])
-            for j in range(shape.num_heads)
+            attend(rotate(q[j], config.rope_theta), rotate(k[j // group], config.rope_theta), v[j // group])
+            for j in range(config.num_heads)
         ]
         x = x + torch.cat(heads, -1) @ b["attention.wo.weight"].T
-        h = rms(x, b["ffn_norm.weight"], shape.norm_eps)
+        h = rms(x, b["ffn_norm.weight"], config.norm_eps)
         gate = h @ b["feed_forward.w1.weight"].T
         x = x + (gate * gate.sigmoid() * (h @ b["feed_forward.w3.weight"].T)) @ b["feed_forward.w2.weight"].T
-    head = w["tok_embeddings.weight" if shape.tied_head else "output.weight"]
-    return rms(x, w["norm.weight"], shape.norm_eps) @ head.T
+    head = w["tok_embeddings.weight" if config.tied_head else "output.weight"]
+    return rms(x, w["norm.weight"], config.norm_eps) @ head.T
 
 
-def gpt_reference(shape: GPTConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def gpt_reference(config: GPTConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return rms(centred, w[f"{name}.weight"], shape.norm_eps) + w[f"{name}.bias"]
+        return rms(centred, w[f"{name}.weight"], config.norm_eps) + w[f"{name}.bias"]
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
     x = w["tok_embeddings.weight"][tokens] + w["pos_embeddings.weight"][: len(tokens)]
-    for i in range(shape.num_layers):
+    for i in range(config.num_layers):
         h = norm(x, f"layers.{i}.attention_norm")
-        q, k, v = (linear(h, f"layers.{i}.attention.w{p}").split(shape.head_dim, -1) for p in "qkv")
-        heads = [attend(q[j], k[j], v[j]) for j in range(shape.num_heads)]
+        q, k, v = (linear(h, f"layers.{i}.attention.w{p}").split(config.head_dim, -1) for p in "qkv")
+        heads = [attend(q[j], k[j], v[j]) for j in range(config.num_heads)]
         x = x + linear(torch.cat(heads, -1), f"layers.{i}.attention.wo")
         h = linear(norm(x, f"layers.{i}.ffn_norm"), f"layers.{i}.feed_forward.w1")
         h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
@@ -99,38 +99,38 @@ def gpt_reference(shape: GPTConfig, w: dict[str, Tensor], tokens: Tensor) -> Ten
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_llama_follows_its_formulas(num_kv_heads: int, tied: bool) -> None:
-    shape = LlamaConfig(
+def test_llama_matches_the_reference(num_kv_heads: int, tied: bool) -> None:
+    config = LlamaConfig(
         dim=32, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads, ffn_dim=48, vocab_size=37, max_seq_len=64,
         rope_theta=100.0, tied_head=tied,
     )  # fmt: skip
-    model = scaled_up(made(shape))
+    model = with_large_weights(build(config))
     tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
     for row, logits in zip(tokens, model(tokens), strict=True):
-        expected = llama_reference(shape, dict(model.named_parameters()), row)
-        # rotary angles and turns are float32 in the model, whatever the weights are
+        expected = llama_reference(config, dict(model.named_parameters()), row)
+        # RoPE is computed in float32, whatever the dtype of the weights
         torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_gpt_follows_its_formulas() -> None:
-    model = scaled_up(made(TINY_GPT))
+def test_gpt_matches_the_reference() -> None:
+    model = with_large_weights(build(TINY_GPT))
     tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
     for row, logits in zip(tokens, model(tokens), strict=True):
         torch.testing.assert_close(logits, gpt_reference(TINY_GPT, dict(model.named_parameters()), row))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_positions_may_be_given(shape: LlamaConfig | GPTConfig) -> None:
-    model = scaled_up(made(shape))
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_position_ids(config: LlamaConfig | GPTConfig) -> None:
+    model = with_large_weights(build(config))
     tokens = torch.arange(12).remainder(37)[None]
     positions = torch.arange(12)[None]
     torch.testing.assert_close(model(tokens, positions), model(tokens))
     assert not torch.allclose(model(tokens, positions * 3), model(tokens))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_token_does_not_see_the_next(shape: LlamaConfig | GPTConfig) -> None:
-    model = scaled_up(made(shape))
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_attention_is_causal(config: LlamaConfig | GPTConfig) -> None:
+    model = with_large_weights(build(config))
     tokens = torch.arange(12).remainder(37)[None]
     changed = tokens.clone()
     changed[0, 7] = 36
@@ -139,21 +139,21 @@ def test_a_token_does_not_see_the_next(shape: LlamaConfig | GPTConfig) -> None:
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_the_stretch_keeps_fast_frequencies_and_slows_slow_ones() -> None:
+def test_rope_scaling_keeps_high_and_divides_low_frequencies() -> None:
     original, factor = 8192, 8.0
     fast, slow = 2 * math.pi * 4.5 / original, 2 * math.pi * 0.9 / original
-    middle = 2 * math.pi * 2.5 / original  # half-way between one turn and four
-    stretched = stretch(torch.tensor([fast, slow, middle]), factor, original)
-    torch.testing.assert_close(stretched, torch.tensor([fast, slow / factor, middle * (0.5 + 0.5 / factor)]))
+    middle = 2 * math.pi * 2.5 / original  # between one and four rotations
+    scaled = scale_rope_frequencies(torch.tensor([fast, slow, middle]), factor, original)
+    torch.testing.assert_close(scaled, torch.tensor([fast, slow / factor, middle * (0.5 + 0.5 / factor)]))
 
 
-def test_the_stretch_is_off_at_1_and_reaches_the_angles_otherwise() -> None:
+def test_rope_scaling_of_1_is_off() -> None:
     def cosines(scaling: float) -> Tensor:
         return rotary_angles(
             LlamaConfig(size="3-8B", dim=4096, num_heads=32, rope_scaling=scaling), torch.arange(9000)[None]
         )[0][0, 0]
 
-    assert torch.equal(cosines(1.0)[:, 0], cosines(8.0)[:, 0])  # the fastest pair is kept
+    assert torch.equal(cosines(1.0)[:, 0], cosines(8.0)[:, 0])  # the highest frequency is kept
     assert not torch.allclose(cosines(1.0)[:, 63], cosines(8.0)[:, 63])
 
 
@@ -163,43 +163,43 @@ def test_the_stretch_is_off_at_1_and_reaches_the_angles_otherwise() -> None:
     + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
-def test_counts_told_without_torch_are_those_of_the_model(
+def test_parameter_counts_of_the_config_match_the_module(
     kind: Callable[..., LlamaConfig | GPTConfig], size: str, fields: dict[str, int]
 ) -> None:
-    shape = kind(size=size, **fields)
+    config = kind(size=size, **fields)
     with torch.device("meta"):
-        model = build_model(shape)
-    assert shape.num_parameters() == sum(p.numel() for p in model.parameters())
-    # every matrix multiplies each token; the embedding does only where it is the head as well
+        model = build_model(config)
+    assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+    # every matrix multiplies each token; the embedding only if it is tied to the LM head
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embeddings" not in name)
-    tied = isinstance(model.output, TiedHead)
-    assert shape.num_matmul_parameters() == matrices + (shape.vocab_size * shape.dim if tied else 0)
+    tied = isinstance(model.output, TiedLMHead)
+    assert config.num_matmul_parameters() == matrices + (config.vocab_size * config.dim if tied else 0)
 
 
-def test_flops_count_six_a_weight_and_attention_in_full() -> None:
-    attention = 2 * (2 * 32 * 16)  # scores and mix, two operations a multiply-add, for each of 16 places
+def test_flops_are_six_per_weight_plus_full_attention() -> None:
+    attention = 2 * (2 * 32 * 16)  # scores and weighted sum, two operations per multiply-add, for each of 16 positions
     expected = 6 * TINY_LLAMA.num_matmul_parameters() + 3 * TINY_LLAMA.num_layers * attention
     assert TINY_LLAMA.flops_per_token(seq_len=16) == expected
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_first_values_depend_on_the_seed_and_the_name_alone(shape: LlamaConfig | GPTConfig) -> None:
-    whole = dict(made(shape).named_parameters())
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_initialization_depends_on_seed_and_name_only(config: LlamaConfig | GPTConfig) -> None:
+    full = dict(build(config).named_parameters())
     with torch.device("meta"):
-        part = build_model(shape)
+        part = build_model(config)
     del part.layers["0"], part.tok_embeddings  # type: ignore[union-attr]
     initialize(part, torch.device("cpu"), 0)
     for name, value in part.named_parameters():
-        assert torch.equal(value, whole[name]), name
-    other = dict(made(shape, seed=1).named_parameters())
-    assert not torch.equal(whole["tok_embeddings.weight"], other["tok_embeddings.weight"])
-    wq, wk = whole["layers.0.attention.wq.weight"], whole["layers.1.attention.wq.weight"]
+        assert torch.equal(value, full[name]), name
+    other = dict(build(config, seed=1).named_parameters())
+    assert not torch.equal(full["tok_embeddings.weight"], other["tok_embeddings.weight"])
+    wq, wk = full["layers.0.attention.wq.weight"], full["layers.1.attention.wq.weight"]
     assert not torch.equal(wq, wk)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_first_values_have_the_spread_that_is_meant(shape: LlamaConfig | GPTConfig) -> None:
-    for name, value in made(shape).named_parameters():
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_initialization_has_the_documented_standard_deviation(config: LlamaConfig | GPTConfig) -> None:
+    for name, value in build(config).named_parameters():
         if name.endswith("bias"):
             assert not value.any()
         elif "norm" in name:
@@ -209,11 +209,11 @@ def test_first_values_have_the_spread_that_is_meant(shape: LlamaConfig | GPTConf
             assert value.std().item() == pytest.approx(expected, rel=0.1), name
 
 
-def test_a_parameter_that_the_model_forgets_is_found() -> None:
+def test_an_uninitialized_parameter_is_detected() -> None:
     with torch.device("meta"):
         model = build_model(TINY_LLAMA)
         model.extra = nn.Parameter(torch.empty(3))
     fill = model.init_parameter
     model.init_parameter = lambda name, value, generator: None if name == "extra" else fill(name, value, generator)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="left extra without values"):
+    with pytest.raises(ValueError, match="left extra uninitialized"):
         initialize(model, torch.device("cpu"), 0)

@@ -1,4 +1,4 @@
-"""The loss, the learning rate, the parameter groups, clipping, and the stop before a bad step or the way past it."""
+"""Loss, learning-rate schedule, parameter groups, gradient clipping and the non-finite guard."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from titanlike.optim.optimizer import AdamW, build_optimizer
 from titanlike.optim.schedule import learning_rate
 
 
-def test_the_loss_is_a_sum_over_valid_tokens() -> None:
+def test_loss_is_summed_over_valid_tokens() -> None:
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([[0, 1, IGNORE, 3, 4], [IGNORE, IGNORE, 6, 0, 1]])
     expected = -sum(
@@ -29,39 +29,39 @@ def test_the_loss_is_a_sum_over_valid_tokens() -> None:
 @pytest.mark.parametrize(
     ("decay", "decay_steps", "at"),
     [
-        # warm-up of 10 in 110 steps: half-way up, at the peak, half-way down, at the floor of 0.1
+        # 10 warm-up steps of 110: mid warm-up, peak, mid decay, minimum of 0.1
         ("linear", 0, {5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1}),
         ("cosine", 0, {5: 0.5, 10: 1.0, 35: 0.1 + 0.9 * (0.5 + 0.5**1.5), 60: 0.55, 110: 0.1}),
         ("sqrt", 0, {10: 1.0, 35: 0.55, 110: 0.1}),
         ("none", 0, {5: 0.5, 10: 1.0, 110: 1.0}),
-        # warm up, stay, decay over the last 20
+        # warm-up, stable phase, decay over the last 20 steps
         ("linear", 20, {10: 1.0, 60: 1.0, 90: 1.0, 100: 0.55, 110: 0.1}),
     ],
 )
-def test_the_learning_rate(decay: str, decay_steps: int, at: dict[int, float]) -> None:
+def test_learning_rate(decay: str, decay_steps: int, at: dict[int, float]) -> None:
     section = Schedule(warmup_steps=10, decay=decay, decay_steps=decay_steps, min_ratio=0.1)  # type: ignore[arg-type]
     for step, ratio in at.items():
         assert learning_rate(step, 110, 2.0, section) == pytest.approx(2.0 * ratio), step
 
 
-def test_the_learning_rate_of_runs_too_short_to_warm_up() -> None:
+def test_learning_rate_of_runs_shorter_than_the_warmup() -> None:
     assert learning_rate(1, 1, 2.0, Schedule(warmup_steps=0)) == pytest.approx(0.2)
     assert learning_rate(5, 5, 2.0, Schedule(warmup_steps=5)) == pytest.approx(2.0)
     assert learning_rate(3, 3, 2.0, Schedule(warmup_steps=6)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("shape", [LlamaConfig(num_layers=1), GPTConfig(num_layers=1)], ids=["llama", "gpt"])
-def test_norms_and_biases_are_not_decayed(shape: LlamaConfig | GPTConfig) -> None:
+def test_norms_and_biases_have_no_weight_decay(shape: LlamaConfig | GPTConfig) -> None:
     model = build_model(shape)
-    decayed, spared = build_optimizer(model, Optimizer(weight_decay=0.1)).param_groups
+    decayed, not_decayed = build_optimizer(model, Optimizer(weight_decay=0.1)).param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
-    assert all("norm" in names[p] or names[p].endswith("bias") for p in spared["params"])
+    assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)
+    assert all("norm" in names[p] or names[p].endswith("bias") for p in not_decayed["params"])
     assert not any("norm" in names[p] or names[p].endswith("bias") for p in decayed["params"])
-    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    assert len(decayed["params"]) + len(not_decayed["params"]) == len(names)
 
 
-def test_fused_and_plain_adamw_agree() -> None:
+def test_fused_and_unfused_adamw_match() -> None:
     def trained(fused: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
@@ -76,12 +76,12 @@ def test_fused_and_plain_adamw_agree() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_adamw_is_torchs_own_to_the_bit(fused: bool) -> None:
-    def trained(kind: type[torch.optim.AdamW]) -> dict[str, list[torch.Tensor]]:
+def test_adamw_is_bitwise_equal_to_torch(fused: bool) -> None:
+    def trained(optimizer_class: type[torch.optim.AdamW]) -> dict[str, list[torch.Tensor]]:
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
         groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
-        optimizer = kind(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+        optimizer = optimizer_class(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=fused)
         for step in range(5):
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
             model(torch.randn(2, 8)).square().sum().backward()
@@ -91,12 +91,12 @@ def test_adamw_is_torchs_own_to_the_bit(fused: bool) -> None:
         moments = {key: [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")}
         return moments | {"parameters": [p.detach() for p in model.parameters()]}
 
-    ours, theirs = trained(AdamW), trained(torch.optim.AdamW)
-    for key, values in theirs.items():
-        assert all(torch.equal(one, other) for one, other in zip(ours[key], values, strict=True)), key
+    found, expected = trained(AdamW), trained(torch.optim.AdamW)
+    for key, values in expected.items():
+        assert all(torch.equal(one, other) for one, other in zip(found[key], values, strict=True)), key
 
 
-def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
+def test_clipping_scales_gradients_down_and_never_up() -> None:
     model = nn.Linear(3, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 0.0, 4.0]])
     assert gradient_norms(model).total.item() == pytest.approx(5.0)
@@ -107,41 +107,41 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_bad_step_is_named_and_a_good_one_passes() -> None:
+def test_non_finite_step_raises_and_finite_step_passes() -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
     NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
-    with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. Nothing of it was saved"):
+    with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. The step was not saved"):
         NonFiniteGuard().should_step(3, bad, bad, gradient_norms(model))
     model[1].bias.grad = torch.tensor([float("inf")])
-    with pytest.raises(UserError, match=r"finite, but not the gradient of 1\.bias, in the part held by rank 0"):
+    with pytest.raises(UserError, match=r"finite, but not the gradient of 1\.bias, in the shard of rank 0"):
         NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
     model[1].bias.grad = torch.tensor([3e38])
-    with pytest.raises(UserError, match="the gradient norm is inf: they are too large to add up"):
+    with pytest.raises(UserError, match="the gradient norm overflows to inf"):
         NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
 
 
-NOTHING = Norms(torch.tensor(1.0), torch.tensor([1.0]), ["weight"])
+FINITE_NORMS = Norms(torch.tensor(1.0), torch.tensor([1.0]), ["weight"])
 
 
-def met(guard: NonFiniteGuard, step: int, *, bad: bool) -> bool:
-    loss = torch.tensor(float("nan") if bad else 1.0)
-    return guard.should_step(step, loss, loss, NOTHING)
+def should_step(guard: NonFiniteGuard, step: int, *, finite: bool) -> bool:
+    loss = torch.tensor(float("nan") if not finite else 1.0)
+    return guard.should_step(step, loss, loss, FINITE_NORMS)
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_bad_step_is_skipped_and_told() -> None:
-    told: list[tuple[int, str]] = []
-    guard = NonFiniteGuard("skip", tell=lambda step, cause: told.append((step, cause)))
-    assert [met(guard, step, bad=step == 2) for step in range(1, 5)] == [True, False, True, True]
+def test_non_finite_step_is_skipped_and_reported() -> None:
+    reported: list[tuple[int, str]] = []
+    guard = NonFiniteGuard("skip", on_skip=lambda step, cause: reported.append((step, cause)))
+    assert [should_step(guard, step, finite=step != 2) for step in range(1, 5)] == [True, False, True, True]
     infinite = Norms(torch.tensor(float("inf")), torch.tensor([1.0, float("inf")]), ["first", "second"])
     assert not guard.should_step(5, torch.tensor(1.0), torch.tensor(1.0), infinite)
     guard.flush()
     assert guard.skipped == [2, 5]
-    assert told[0] == (2, "the loss is nan on rank 0")
-    assert told[1] == (5, "the loss is finite, but not the gradient of second, in the part held by rank 0")
+    assert reported[0] == (2, "the loss is nan on rank 0")
+    assert reported[1] == (5, "the loss is finite, but not the gradient of second, in the shard of rank 0")
 
 
 @pytest.mark.usefixtures("alone")
@@ -150,39 +150,39 @@ def test_a_bad_step_is_skipped_and_told() -> None:
     [
         ([1, 2], None),
         ([1, 2, 3], 3),
-        ([1, 5, 10], 10),  # 10 steps: the first to the tenth
+        ([1, 5, 10], 10),  # a window of exactly 10 steps
         ([1, 5, 11], None),
         ([1, 5, 11, 14], 14),
         ([1, 5, 11, 15, 21], None),
     ],
 )
-def test_too_many_skipped_within_a_window_stop_the_run(steps: list[int], stops: int | None) -> None:
+def test_too_many_skips_within_a_window_stop_the_run(steps: list[int], stops: int | None) -> None:
     guard = NonFiniteGuard("skip", limit=2, window=10)
     stopped = None
     try:
         for step in range(1, 25):
-            assert met(guard, step, bad=step in steps) == (step not in steps)
+            assert should_step(guard, step, finite=step not in steps) == (step not in steps)
     except UserError as error:
         stopped = step
-        among = [old for old in steps if step - 10 < old <= step]
+        in_window = [old for old in steps if step - 10 < old <= step]
         assert str(error).startswith(
-            f"step {step}: the loss is nan on rank 0. It would be number 3 of the last 10 steps to be skipped (steps "
-            f"{among[0]}, {among[1]}, {among[2]}), more than training.skip_limit = 2. Nothing of it was saved; "
-            f"checkpoints from before step {among[0]} are sound. Lower optimizer.lr"
+            f"step {step}: the loss is nan on rank 0. It would be skip number 3 in the last 10 steps (steps "
+            f"{in_window[0]}, {in_window[1]}, {in_window[2]}), more than training.skip_limit = 2. The step was not saved; "
+            f"checkpoints from before step {in_window[0]} are valid. Lower optimizer.lr"
         )
     assert stopped == stops
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_resumed_run_remembers_what_it_skipped() -> None:
+def test_skipped_steps_are_restored_on_resume() -> None:
     before = NonFiniteGuard("skip", limit=2, window=10)
     for step in (4, 7):
-        met(before, step, bad=True)
+        should_step(before, step, finite=False)
     after = NonFiniteGuard("skip", limit=2, window=10, skipped=before.skipped)
-    assert met(after, 8, bad=False)
+    assert should_step(after, 8, finite=True)
     with pytest.raises(UserError, match=r"\(steps 4, 7, 9\)"):
-        met(after, 9, bad=True)
+        should_step(after, 9, finite=False)
     later = NonFiniteGuard("skip", limit=2, window=10, skipped=before.skipped)
-    assert not met(later, 14, bad=True)
-    assert later.skipped == [7, 14]  # what no window to come can hold is forgotten
+    assert not should_step(later, 14, finite=False)
+    assert later.skipped == [7, 14]  # steps outside of every later window are dropped
     assert before.skipped == [4, 7]

@@ -1,4 +1,4 @@
-"""The generators of a program of one's own: seeded, and put back to where they stood."""
+"""Seeding and restoring the global random generators."""
 
 import json
 import random
@@ -13,7 +13,7 @@ def draws() -> list[float]:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.rand(2).tolist()]
 
 
-def test_a_seed_is_a_beginning_for_all() -> None:
+def test_seed_applies_to_all_generators() -> None:
     seed_generators(5)
     first = draws()
     assert draws() != first
@@ -23,9 +23,9 @@ def test_a_seed_is_a_beginning_for_all() -> None:
     assert not set(draws()) & set(first)
 
 
-def test_all_go_on_from_where_they_stood() -> None:
+def test_restored_generators_repeat_their_numbers() -> None:
     seed_generators(1)
-    draws()  # both kinds of normal numbers are drawn in pairs, of which one is kept: it is a part of the state
+    draws()  # normal numbers are generated in pairs: the state includes the second one
     states = json.loads(json.dumps(generator_states()))
     expected = [draws(), draws()]
     seed_generators(2)

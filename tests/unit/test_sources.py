@@ -1,4 +1,4 @@
-"""Where a run's tokens come from: text made into shards once, shards and their splits, mixtures, streams; what is refused."""
+"""Data sources: text tokenized once, shards and their splits, mixtures, streams, and the errors of each."""
 
 import json
 import threading
@@ -34,11 +34,11 @@ def open_(validate: bool = False, seq_len: int = 4, **keys: Any) -> Sources:
     )
 
 
-def tokens_of(feed: Any) -> list[int]:
-    """All tokens of the first part of a feed, in the order of the data."""
-    assert isinstance(feed, ShuffledMixture)
-    row = feed.parts[0].tokens
-    return row.read(np.array([0]), row.num_tokens)[0].tolist()
+def tokens_of(source: Any) -> list[int]:
+    """Returns all tokens of the first dataset of a source, unshuffled."""
+    assert isinstance(source, ShuffledMixture)
+    array = source.datasets[0].tokens
+    return array.read(np.array([0]), array.num_tokens)[0].tolist()
 
 
 def texts(folder: Path, **files: str) -> Path:
@@ -48,16 +48,14 @@ def texts(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_text_files_are_documents_each_closed(tmp_path: Path) -> None:
+def test_each_text_file_is_a_document_with_an_eos(tmp_path: Path) -> None:
     folder = texts(tmp_path / "text", b="Bb", empty="")
     texts(folder / "sub", a="aa")
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"Bb", 256, *b"aa", 256]
     assert tokens_of(open_(source="text", path=str(folder / "**/a*"), seq_len=2).training) == [*b"aa", 256]
 
 
-def test_text_is_made_into_tokens_once_however_many_ask(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_processes_tokenize_text_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = texts(tmp_path / "text", a="some text")
     calls: list[Path] = []
 
@@ -75,21 +73,21 @@ def test_text_is_made_into_tokens_once_however_many_ask(
     assert len(calls) == 1
     assert len({one.fingerprint for one in found}) == 1
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [calls[0].name]
-    (folder / "a.txt").write_text("more text")  # the same size, at another time
+    (folder / "a.txt").write_text("more text")  # same size, new modification time
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"more text", 256]
     assert len(calls) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     folder = texts(tmp_path / "text", a="some text")
     (tmp_path / "file").touch()
     with pytest.raises(
-        UserError, match=r"file/tokens cannot hold the tokens of .*text: .*; set data\.cache to a folder"
+        UserError, match=r"file/tokens cannot store the tokens of .*text: .*; set data\.cache to a writable folder"
     ):
         open_(source="text", path=str(folder), cache=str(tmp_path / "file"))
 
 
-def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     folder = texts(tmp_path / "d [v1]", a="a a a")
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"a a a", 256]
     (folder / "bad.txt").write_bytes(b"abc\xff")
@@ -108,13 +106,13 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
         open_(source="text", path=str(tmp_path / "empty"))
 
 
-def test_a_text_shorter_than_a_sequence_is_told(tmp_path: Path) -> None:
+def test_a_text_shorter_than_a_sequence_is_an_error(tmp_path: Path) -> None:
     folder = texts(tmp_path / "text", a="ab")
     with pytest.raises(UserError, match=r"text has 3 tokens, too few for training sequences of training\.seq_len = 4"):
         open_(source="text", path=str(folder))
 
 
-def test_the_standard_library_is_there_and_synthetic_tokens_repeat() -> None:
+def test_python_stdlib_is_found_and_synthetic_tokens_are_deterministic() -> None:
     tokens = np.array(tokens_of(open_(source="python_stdlib").training))
     assert len(tokens) > 3_000_000
     assert b"class JSONEncoder" in bytes(tokens[tokens < 256].astype(np.uint8))
@@ -124,7 +122,7 @@ def test_the_standard_library_is_there_and_synthetic_tokens_repeat() -> None:
 
 
 def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys: str) -> str:
-    """Shards of lines."""
+    """Writes shards with one document per text."""
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps({"text": text, "prompt": "?" * len(text)}) + "\n" for text in texts))
     out = folder / name
@@ -133,35 +131,35 @@ def shards(folder: Path, name: str, texts: list[str], share: float = 0.0, **keys
     return str(out)
 
 
-def test_shards_are_read_with_their_own_split(tmp_path: Path) -> None:
-    place = shards(tmp_path, "split", [f"document {number}" for number in range(200)], share=0.2)
-    data = open_(True, source="shards", path=place, holdout_every=7)
+def test_shards_have_a_validation_split_or_an_error_names_the_remedy(tmp_path: Path) -> None:
+    path = shards(tmp_path, "split", [f"document {number}" for number in range(200)], share=0.2)
+    data = open_(True, source="shards", path=path, holdout_every=7)
     assert data.validation is not None
     everything = [f"document {number}" for number in range(200)]
     parts = [
-        bytes(t if t < 256 else 0 for t in tokens_of(feed)).decode().split("\0")[:-1]
-        for feed in (data.training, data.validation)
+        bytes(t if t < 256 else 0 for t in tokens_of(source)).decode().split("\0")[:-1]
+        for source in (data.training, data.validation)
     ]
     assert sorted(parts[0] + parts[1]) == sorted(everything)
     assert 20 < len(parts[1]) < 60
     with pytest.raises(UserError, match=r"has no validation split, and data\.holdout_every = 0; set that"):
-        open_(True, source="shards", path=shards(tmp_path, "whole", everything))
+        open_(True, source="shards", path=shards(tmp_path, "no_split", everything))
 
 
-def test_validation_may_be_named_apart_as_shards_or_text(tmp_path: Path) -> None:
-    place = shards(tmp_path, "train", ["what is learnt"] * 9)
-    apart = shards(tmp_path, "apart", ["what is held out"])
-    file = tmp_path / "apart.txt"
+def test_validation_path_names_shards_or_text(tmp_path: Path) -> None:
+    path = shards(tmp_path, "train", ["training text."] * 9)
+    held_out = shards(tmp_path, "held_out", ["what is held out"])
+    file = tmp_path / "held_out.txt"
     file.write_text("what is held out")
-    found = [open_(True, source="shards", path=place, validation_path=path) for path in (apart, str(file))]
+    found = [open_(True, source="shards", path=path, validation_path=path) for path in (held_out, str(file))]
     for data in found:
         assert tokens_of(data.validation) == [*b"what is held out", 256]
         assert len(tokens_of(data.training)) == 9 * 15
-    # What is validated does not decide what is trained.
-    assert len({data.fingerprint for data in found} | {open_(source="shards", path=place).fingerprint}) == 1
+    # Validation data does not change the fingerprint of the training data.
+    assert len({data.fingerprint for data in found} | {open_(source="shards", path=path).fingerprint}) == 1
 
 
-def test_a_mixture_is_known_by_its_parts_and_weights(tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_mixture_covers_datasets_and_weights(tmp_path: Path) -> None:
     one, other = (shards(tmp_path, name, [name * 9] * 9) for name in ("one", "other"))
     mixed = [
         open_(source="shards", mixture=parts, weights=weights).fingerprint
@@ -172,42 +170,42 @@ def test_a_mixture_is_known_by_its_parts_and_weights(tmp_path: Path) -> None:
     assert mixed[3] == open_(source="shards", path=one).fingerprint
 
 
-def test_prompts_are_read_and_not_learnt(tmp_path: Path) -> None:
-    place = shards(tmp_path, "prompts", ["answer" * n for n in range(1, 9)], prompt="prompt")
-    data = open_(source="shards", path=place)
+def test_prompts_are_masked(tmp_path: Path) -> None:
+    path = shards(tmp_path, "prompts", ["answer" * n for n in range(1, 9)], prompt="prompt")
+    data = open_(source="shards", path=path)
     for step in range(1, 20):
-        rows = data.training.rows(step, range(2))
-        assert rows.loss_mask is not None
-        assert (rows.loss_mask == (rows.tokens != ord("?"))).all()
+        batch = data.training.read(step, range(2))
+        assert batch.loss_mask is not None
+        assert (batch.loss_mask == (batch.tokens != ord("?"))).all()
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    place = shards(tmp_path, "other", ["text"] * 9)
+    path = shards(tmp_path, "other", ["text"] * 9)
     opened = build_tokenizer(Section(bos="<|endoftext|>", special="bos"))
     with pytest.raises(
         UserError,
         match=r"other was made with another tokenizer .*: tokenizer\.special = \"eos\", not \"bos\"; tokenizer\.bos",
     ):
-        open_sources(Data(source="shards", path=place), opened, seq_len=4, global_batch_size=2, seed=0, validate=False)
-    manifest = Path(place, "manifest.json")
+        open_sources(Data(source="shards", path=path), opened, seq_len=4, global_batch_size=2, seed=0, validate=False)
+    manifest = Path(path, "manifest.json")
     values = json.loads(manifest.read_text())
     values["tokenizer"]["fingerprint"] = "0" * 16
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="one of the same name; bring that file back, or prepare the data again"):
-        open_(source="shards", path=place)
+    with pytest.raises(UserError, match="its file has changed; restore that file, or prepare the data again"):
+        open_(source="shards", path=path)
 
 
-def test_a_stream_is_known_by_names_and_sizes(tmp_path: Path) -> None:
-    for folder in ("here", "there"):
+def test_the_fingerprint_of_a_stream_covers_file_names_and_sizes(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
         texts(tmp_path / folder / "sub", a="text a", b="text b")
-    here, there = (open_(source="stream", path=str(tmp_path / folder)) for folder in ("here", "there"))
-    assert isinstance(here.training, Stream)
-    assert here.fingerprint == there.fingerprint
-    (tmp_path / "there/sub/b.txt").write_text("longer text")
-    assert open_(source="stream", path=str(tmp_path / "there")).fingerprint != here.fingerprint
-    assert open_(source="stream", path=str(tmp_path / "here/sub/a.txt")).fingerprint != here.fingerprint
+    one, two = (open_(source="stream", path=str(tmp_path / folder)) for folder in ("one", "two"))
+    assert isinstance(one.training, Stream)
+    assert one.fingerprint == two.fingerprint
+    (tmp_path / "two/sub/b.txt").write_text("longer text")
+    assert open_(source="stream", path=str(tmp_path / "two")).fingerprint != one.fingerprint
+    assert open_(source="stream", path=str(tmp_path / "one/sub/a.txt")).fingerprint != one.fingerprint
     other = open_sources(
-        Data(source="stream", path=str(tmp_path / "here"), text_field="other"), BYTES, seq_len=4, global_batch_size=2,
+        Data(source="stream", path=str(tmp_path / "one"), text_field="other"), BYTES, seq_len=4, global_batch_size=2,
         seed=0, validate=False,
     )  # fmt: skip
-    assert other.fingerprint != here.fingerprint
+    assert other.fingerprint != one.fingerprint

@@ -1,4 +1,4 @@
-"""Saving a run and taking it up again."""
+"""Checkpoints: saving and resuming under any parallel layout."""
 
 from titanlike.checkpoint.loader import consolidate, read_whole
 from titanlike.checkpoint.saver import CheckpointManager, SaveResult

@@ -1,16 +1,19 @@
-"""Saving while training goes on, and taking up what was saved.
+"""The checkpoints of a run: saves during training, and loads.
 
-A save copies what this rank writes to the host, which training waits for, and leaves the rest to a thread: files, hashes,
-agreement with the other ranks, commit. One save is under way at most.
+A save copies the tensors that this rank writes to host memory, which blocks training. A thread does the rest: it writes and hashes
+the files, synchronizes with the other ranks, and commits. At most one save is in progress.
 """
 
+import concurrent.futures
 import functools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,268 +22,243 @@ from torch import nn
 from titanlike.checkpoint import format, loader, store
 from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, Reader, ShardSpec
 from titanlike.checkpoint.staging import Stage
-from titanlike.checkpoint.store import CheckpointMetadata, Store, file_of, name_of, open_store
+from titanlike.checkpoint.store import CheckpointMetadata, file_of, name_of, open_store
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint
 from titanlike.distributed import process_group
 from titanlike.utils.rng import generator_states, restore_generators
 
 T = TypeVar("T")
+CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for a save, whose thread may wait for a dead rank
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What came of a save."""
+    """The result of a save."""
 
     step: int
     size: int  # bytes, of all ranks
-    stall: float  # seconds that training stood still
-    seconds: float  # until it was committed, or given up
+    stall: float  # seconds that training was blocked
+    seconds: float  # from the start to the commit, or to the failure
     error: str = ""
-    remark: str = ""  # what went wrong after the commit
+    cleanup_error: str = ""  # a failure after the commit: the checkpoint is valid
 
 
-class CheckpointManager:
-    """The checkpoints of one run. All ranks call each method together."""
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
+    """Saves, finds and loads the checkpoints of one run, in a directory or at a URL. All ranks call its methods together."""
 
-    def __init__(self, place: str, section: Checkpoint, *, shutdown_timeout: float = 30.0) -> None:
-        self.store = open_store(place)
+    def __init__(self, location: str, section: Checkpoint, *, shutdown_timeout: float = 30.0) -> None:
+        self.store = open_store(location)
         self.section = section
         self.shutdown_timeout = shutdown_timeout
-        self.step = 0  # of the newest that is known to be whole
-        self.seconds = 0.0  # that the last save took
-        self._failures = 0  # saves in a row that failed
-        self._error = ""  # of the last of them
-        self._outcomes: list[SaveResult] = []  # that nobody has asked for
+        self.step = 0  # of the newest valid checkpoint known
+        self._last_seconds = 0.0  # duration of the last successful save
+        self._failures = 0  # consecutive
+        self._error = ""  # of the last save
+        self._results: list[SaveResult] = []  # not yet polled
         self._stage = Stage()
-        self._group: dist.ProcessGroup | None = None
-        self._under_way: _Save | None = None
+        # Created up front: this needs the launcher, and a save may be due to the launcher's death.
+        self._group = dist.new_group(backend="gloo") if process_group.world_size() > 1 else None
+        self._save: Future[SaveResult] | None = None  # in progress
 
     def find(self, step: int = 0) -> CheckpointMetadata | None:
-        """The newest checkpoint that is whole, or the one of this step; None if there is none at all. Every file is looked
-        at, by all ranks together, and one that is damaged is named."""
+        """Returns the newest valid checkpoint, or the one of `step`; None if there is no checkpoint. The ranks verify all files
+        together, and warn about each corrupt checkpoint that is passed over."""
         steps = process_group.broadcast_object(self.store.steps() if process_group.is_main() else [])
         if step and step not in steps:
-            there = f"has those of steps {', '.join(map(str, steps))}" if steps else "has none"
-            raise UserError(f"checkpoint.resume_from = {step}: there is no such checkpoint; {self.store} {there}")
-        problems: list[str] = []
-        for number in [step] if step else reversed(steps):
-            problem = self._problem(number)
-            if problem is None:
-                self.step = number
-                return process_group.broadcast_object(
-                    store.read_state(self.store, number) if process_group.is_main() else None
-                )
-            problems.append(problem)
-            if number != steps[0] and not step:
-                process_group.warn(f"{problem}; going back to the checkpoint before it")
-        if problems:
+            available = f"contains steps {', '.join(map(str, steps))}" if steps else "contains no checkpoints"
+            raise UserError(f"checkpoint.resume_from = {step}: no such checkpoint; {self.store} {available}")
+        problem = ""
+        for candidate in [step] if step else reversed(steps):
+            if problem:
+                process_group.warn(f"{problem}; falling back to the previous checkpoint")
+            problem, metadata = self._verify(candidate)
+            if metadata:
+                self.step = candidate
+                return metadata
+        if problem and step:
+            raise UserError(f"checkpoint.resume_from = {step}: {problem}; choose another step, or omit the key")
+        if problem:
             raise UserError(
-                f"{problems[-1]}, and there is no earlier checkpoint to go back to; bring the file back, or give --run.name "
-                "to start a new run"
-                if not step
-                else f"checkpoint.resume_from = {step}: {problems[-1]}; name another step, or none"
+                f"{problem}, and there is no earlier checkpoint; restore the file, or set --run.name to start a new run"
             )
         return None
 
-    def _problem(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, if anything is. Each rank looks at some of the files."""
-        world, rank, found = process_group.world_size(), dist.get_rank(), None
+    def _verify(self, step: int) -> tuple[str, CheckpointMetadata | None]:
+        """Verifies a checkpoint, each rank a part of its files. Returns the first problem, or an empty string and the metadata."""
+        rank, problem, metadata = dist.get_rank(), "", None
         try:
             files = store.read_manifest(self.store, step)
-            for name in sorted(files)[rank::world]:
-                content = self.section.verify == "content" or name == store.STATE  # which is small
-                path, where = self.store.fetch(step, name), f"{self.store}/{name_of(step)}/{name}"
-                format.check(path, files[name], content=content, name=where)
-            if rank == 0:
-                store.read_state(self.store, step)
-        except CheckpointCorrupt as damage:
-            found = str(damage)
+            for name in sorted(files)[rank :: process_group.world_size()]:
+                content = self.section.verify == "content" or name == store.STATE  # the latter is small
+                path, full_name = self.store.fetch(step, name), f"{self.store}/{name_of(step)}/{name}"
+                format.verify_file(path, files[name], content=content, name=full_name)
+            metadata = store.read_state(self.store, step)
+        except CheckpointCorrupt as error:
+            problem = str(error)
         except OSError as error:
-            found = f"{self.store}/{name_of(step)} cannot be read: {error}"
-        return next((problem for problem in process_group.all_gather_object(found) if problem), None)
+            problem = f"{self.store}/{name_of(step)} cannot be read: {error}"
+        problem = next(filter(None, process_group.all_gather_object(problem)), "")
+        return problem, None if problem else metadata
 
     def load(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: CheckpointMetadata, **others: nn.Module
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, metadata: CheckpointMetadata, **others: nn.Module
     ) -> None:
-        """Read this rank's share of a checkpoint into the model and the optimizer, and what else was saved, whatever layout
-        saved it. On as many ranks as saved it, each has its random generators back."""
-        files = sorted(name for name in store.read_manifest(self.store, saved.step) if name != store.STATE)
+        """Loads a checkpoint into the model, the optimizer and other modules, whatever layout saved it. Restores the random
+        generators of each rank if the number of ranks is the same."""
+        names = sorted(name for name in store.read_manifest(self.store, metadata.step) if name != store.STATE)
         rank = dist.get_rank()
-        # This rank's own first: under the same layout it has all that is wanted.
-        ordered = files[rank:] + files[:rank]
-        reader = Reader([functools.partial(self.store.fetch, saved.step, name) for name in ordered])
-        loader.fill(model, optimizer, others, reader)
-        if len(files) == process_group.world_size():
+        names_own_first = names[rank:] + names[:rank]  # under the same layout, a rank needs only its own file
+        reader = Reader(self.store.fetch(metadata.step, name) for name in names_own_first)
+        loader.load_tensors(model, optimizer, others, reader)
+        if len(names) == process_group.world_size():
             restore_generators(next(reader.headers()).notes["generators"])
 
     def archive_after(self, step: int) -> None:
-        """Later checkpoints than the one that the run goes on from are no more part of it: put them aside."""
+        """Archives the checkpoints later than `step`, from which the run resumes: they are no longer part of it."""
         if process_group.is_main():
             for later in self.store.steps():
                 if later > step:
                     self.store.archive(later)
-                    process_group.warn(f"the checkpoint of step {later} is put aside as {name_of(later)}.aside")
+                    process_group.warn(f"archived the checkpoint of step {later} as {name_of(later)}.archived")
             if step:
-                self.store.update_latest(step)  # a run that was killed, or has lost its last, may have named another
+                self.store.update_latest(step)  # an interrupted run, or the archived steps, may have left another name
 
     def save(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        saved: CheckpointMetadata,
+        metadata: CheckpointMetadata,
         *,
         wait: bool = False,
         **others: nn.Module,
     ) -> None:
-        """Save all ranks' weights and optimizer state, and other modules by names of their own, such as an average of the
-        weights. With `mode = "sync"`, or `wait`, it is there when this returns."""
-        if wait and self.seconds > self.shutdown_timeout:
+        """Saves the model, the optimizer and other modules, such as an average of the weights. With `wait`, or
+        `checkpoint.mode = "sync"`, returns after the commit; else after the copy to host memory."""
+        if wait and self._last_seconds > self.shutdown_timeout:
             process_group.warn(
-                f"the last save took {self.seconds:.0f} s, but run.shutdown_timeout = {self.shutdown_timeout}: if this one is "
-                f"cut short, the run goes on from step {self.step}"
+                f"the last save took {self._last_seconds:.0f} s, but run.shutdown_timeout = {self.shutdown_timeout}: if this "
+                f"save is interrupted, the run resumes from step {self.step}"
             )
         started = time.perf_counter()
         self.wait()
-        self._join_group()
-        pieces, size = self._stage.take(loader.tensors(model, optimizer, others), optimizer)
-        notes = {"step": saved.step, "generators": generator_states()}
-        self._under_way = _Save(self.store, self.section, self._group, saved, pieces, notes, size)
-        self._under_way.begin(self._stage.arrival, started)
+        shards = self._stage.copy(loader.named_tensors(model, optimizer, others), optimizer)
+        run = functools.partial(self._run_save, metadata, shards, {"generators": generator_states()}, started)
+        self._save = _start_thread(f"save of step {metadata.step}", run)
         if wait or self.section.mode == "sync":
             self.wait()
 
     def poll(self) -> list[SaveResult]:
-        """What came of saves that were under way and are no more. Never waits."""
-        if self._under_way and not self._under_way.is_alive():
-            self._take_outcome()
-        told, self._outcomes = self._outcomes, []
-        return told
+        """Returns the results of saves that ended since the last call. Does not block."""
+        if self._save and self._save.done():
+            self._collect()
+        results, self._results = self._results, []
+        return results
 
     @property
     def has_failed(self) -> bool:
-        """Whether as many saves in a row have failed as may. What this rank knows, others may not know yet."""
+        """Whether `checkpoint.max_failures` consecutive saves have failed. May differ between ranks until they synchronize."""
         return self._failures >= self.section.max_failures
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait for the save under way, and stop the run if as many have failed as may: if this was the `last`, one."""
-        if self._under_way:
-            self._take_outcome()
+        """Waits for the save in progress. Raises if too many consecutive saves failed, or if the `last` one of the run did."""
+        if self._save:
+            self._collect()
         if self.has_failed or (last and self._failures):
-            kept = f"the last whole checkpoint is that of step {self.step}" if self.step else "there is none yet"
-            often = f"{self._failures} saves in a row have failed" if self._failures > 1 else "the save failed"
-            raise UserError(f"{often}: {self._error}; {kept}")
+            kept = f"the last valid checkpoint is that of step {self.step}" if self.step else "there is no checkpoint"
+            failed = f"{self._failures} consecutive saves failed" if self._failures > 1 else "the save failed"
+            raise UserError(f"{failed}: {self._error}; {kept}")
 
     def write_weights(self, file: Path, dtype: str) -> None:
-        """Write the weights of the newest checkpoint, whole, into one file. Rank 0 alone."""
-        assert isinstance(self.store, store.Folder)
+        """Writes the full weights of the newest checkpoint into one file. Called by rank 0 only."""
+        assert isinstance(self.store, store.LocalStore)
         loader.consolidate(self.store.path / name_of(self.step), file, getattr(torch, dtype))
 
     def close(self, *, wait: bool = True) -> None:
-        """Let the save under way end, unless it is not to be waited for, and leave the group."""
-        if self._under_way and wait:
-            self._under_way.join(timeout=60)  # it may wait for a rank that is gone
-        if self._group is not None and not (self._under_way and self._under_way.is_alive()):
+        """Waits for the save in progress, unless `wait` is False, and destroys the process group of the saves."""
+        if self._save and wait:
+            concurrent.futures.wait([self._save], timeout=CLOSE_TIMEOUT)
+        if self._group is not None and (self._save is None or self._save.done()):
             dist.destroy_process_group(self._group)
             self._group = None
-
-    def _join_group(self) -> None:
-        if self._group is None and process_group.world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
-
-    def __enter__(self) -> "CheckpointManager":
-        self._join_group()  # now: it takes the launcher, and the launcher's death is a reason to save
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(wait=kind is not KeyboardInterrupt)
 
-    def _take_outcome(self) -> None:
-        assert self._under_way
-        save, self._under_way = self._under_way, None
-        save.join()
-        if save.crash:
-            raise save.crash
-        outcome = save.outcome
-        assert outcome
-        self._outcomes.append(outcome)
-        self._error = outcome.error
-        self._failures = self._failures + 1 if outcome.error else 0
-        if not outcome.error:
-            self.step, self.seconds = outcome.step, outcome.seconds
+    def _collect(self) -> None:
+        """Waits for the save in progress and records its result. Raises what ended its thread, such as a dead rank."""
+        assert self._save
+        save, self._save = self._save, None
+        result = save.result()
+        self._results.append(result)
+        self._error = result.error
+        self._failures = self._failures + 1 if result.error else 0
+        if not result.error:
+            self.step, self._last_seconds = result.step, result.seconds
 
-
-class _Save(threading.Thread):
-    """All of a save but the copying. It talks to the same thread of the other ranks in a group that nobody else uses."""
-
-    def __init__(
-        self,
-        kept: Store,
-        section: Checkpoint,
-        group: dist.ProcessGroup | None,
-        saved: CheckpointMetadata,
-        pieces: list[ShardSpec],
-        notes: dict[str, Any],
-        size: int,
-    ) -> None:
-        super().__init__(name=f"save of step {saved.step}", daemon=True)
-        self.kept, self.section, self.group = kept, section, group
-        self.saved, self.pieces, self.notes, self.size = saved, pieces, notes, size
-        self.outcome: SaveResult | None = None
-        self.crash: BaseException | None = None
-
-    def begin(self, arrival: torch.cuda.Event | None, started: float) -> None:
-        """Go on beside the training, which stood still since `started`."""
-        self.arrival, self.started = arrival, started
-        self.stall = time.perf_counter() - started
-        self.start()
-
-    def run(self) -> None:
-        """Save, and keep what came of it for the thread that trains."""
+    def _run_save(
+        self, metadata: CheckpointMetadata, shards: list[ShardSpec], notes: dict[str, Any], started: float
+    ) -> SaveResult:
+        """Does all of a save but the copy to host memory, in a thread."""
+        size, stall = self._stage.size, time.perf_counter() - started
+        error = cleanup_error = ""
         try:
-            error, remark = self._save()
-            seconds = time.perf_counter() - self.started
-            self.outcome = SaveResult(self.saved.step, self.size, self.stall, seconds, error, remark)
-        except BaseException as crash:  # noqa: BLE001  another rank is gone, say: the training thread raises it
-            self.crash = crash
+            self._on_all_ranks(lambda: self.store.begin(metadata.step, size), main_only=True)
+            digests = self._on_all_ranks(lambda: self._write(metadata.step, shards, notes))
+            cleanup_error = self._on_all_ranks(lambda: self._commit(metadata, digests), main_only=True)[0]
+        except _SaveError as failure:
+            error = str(failure)
+        return SaveResult(metadata.step, size, stall, time.perf_counter() - started, error, cleanup_error)
 
-    def _save(self) -> tuple[str, str]:
-        step = self.saved.step
-        main = process_group.is_main()
-        error, _ = _attempt(lambda: self.kept.begin(step, self.size)) if main else ("", None)
-        if error := self._first_error(error):
-            return error, ""
-        error, written = _attempt(self._write)
-        everyone = self._gather((error, written))
-        if error := next((f"rank {rank}: {error}" for rank, (error, _) in enumerate(everyone) if error), ""):
-            return error, ""
-        remark = ""
-        if main:
-            files = {file_of(rank): written for rank, (_, written) in enumerate(everyone) if written}
-            error, _ = _attempt(lambda: store.commit(self.kept, self.saved, files))
-            if not error:
-                keep = self.section.keep
-                remark, _ = _attempt(
-                    lambda: store.prune(self.kept, step, keep=keep, keep_every=self.section.keep_every)
-                )
-        return self._first_error(error), remark
+    def _write(self, step: int, shards: list[ShardSpec], notes: dict[str, Any]) -> FileDigest:
+        if self._stage.arrival is not None:
+            self._stage.arrival.synchronize()
+        with self.store.create(step, file_of(dist.get_rank())) as stream:
+            return format.write(stream, shards, notes)
 
-    def _write(self) -> FileDigest:
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        with self.kept.create(self.saved.step, file_of(dist.get_rank())) as stream:
-            return format.write(stream, self.pieces, self.notes)
+    def _commit(self, metadata: CheckpointMetadata, digests: list[FileDigest]) -> str:
+        """Commits, then deletes old checkpoints. Returns the error of the latter: the checkpoint is valid all the same."""
+        store.commit(self.store, metadata, {file_of(rank): digest for rank, digest in enumerate(digests)})
+        try:
+            store.prune(self.store, metadata.step, keep=self.section.keep, keep_every=self.section.keep_every)
+        except Exception as error:  # noqa: BLE001  as below
+            return _message(error)
+        return ""
 
-    def _first_error(self, error: str) -> str:
-        return next((one for one in self._gather(error) if one), "")
-
-    def _gather(self, value: T) -> list[T]:
-        return [value] if self.group is None else process_group.all_gather_object(value, self.group)
+    def _on_all_ranks(self, function: Callable[[], T], *, main_only: bool = False) -> list[T]:
+        """Calls a function on all ranks, or on rank 0. Returns the results of all ranks, or raises the first error on all ranks."""
+        error, result = "", None
+        if not main_only or process_group.is_main():
+            try:
+                result = function()
+            except Exception as failure:  # noqa: BLE001  file systems raise anything: the run continues without this save
+                error = _message(failure)
+        results = [(error, result)]
+        if self._group is not None:
+            results = process_group.all_gather_object((error, result), self._group)
+        for rank, (error, _) in enumerate(results):
+            if error:
+                raise _SaveError(f"rank {rank}: {error}")
+        return [cast(T, result) for _, result in results]
 
 
-def _attempt(do: Callable[[], T]) -> tuple[str, T | None]:
-    """What is wrong, if anything is, and what came of it."""
-    try:
-        return "", do()
-    except Exception as error:  # noqa: BLE001  whatever a file system or a remote store may raise: the run goes on without
-        return f"{type(error).__name__}: {error}" if not isinstance(error, OSError | UserError) else str(error), None
+class _SaveError(Exception):
+    """A save failed on one of the ranks."""
+
+
+def _start_thread(name: str, function: Callable[[], T]) -> Future[T]:
+    """Calls a function in a daemon thread: the process must be able to exit while the thread waits for a dead rank."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  raised in the training thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError | UserError) else f"{type(error).__name__}: {error}"

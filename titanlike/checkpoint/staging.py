@@ -1,98 +1,97 @@
-"""Copying what is to be saved to the host's memory, and agreeing on who writes what."""
+"""Staging: the copy of a checkpoint's tensors to host memory, and the assignment of shards to ranks."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titanlike.checkpoint.format import ShardRange, ShardSpec
-from titanlike.checkpoint.loader import place_of
+from titanlike.checkpoint.loader import shard_range_of
 from titanlike.distributed import process_group
 from titanlike.utils.dtensor import local_tensor
 
 
 class Stage:
-    """What this rank writes, in the host's memory, which is kept from one save to the next."""
+    """Host buffers for the shards that this rank writes, reused from save to save."""
 
     def __init__(self) -> None:
-        self.arrival: torch.cuda.Event | None = None  # of the last copy, where they come from a GPU
-        self._known: dict[str, ShardRange] | None = None  # all that this rank has
-        self._mine: dict[str, Tensor] = {}  # what it writes of that
-        self._size = 0  # bytes that all ranks write
+        self.arrival: torch.cuda.Event | None = None  # of the last copy from a GPU
+        self.size = 0  # bytes that all ranks write
+        self._ranges: dict[str, ShardRange] | None = None  # of all shards on this rank
+        self._buffers: dict[str, Tensor] = {}  # of the shards that this rank writes
         self._stream: torch.cuda.Stream | None = None
 
-    def take(
-        self, named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
-    ) -> tuple[list[ShardSpec], int]:
-        """Copy what this rank writes. Returns that, and the number of bytes that all ranks write."""
-        found = dict(named)
-        parts = {name: local_tensor(tensor).detach() for name, tensor in found.items()}
-        parts = {name: part for name, part in parts.items() if part.numel()}
-        places = {name: place_of(found[name]) for name in parts}
-        if self._known is None:
-            self._known = places
-            mine, self._size = _share(places, {name: part.nbytes for name, part in parts.items()})
-            self._mine = {name: _host_memory(parts[name]) for name in mine}
-        elif places != self._known:
-            self._follow(parts, places)
+    def copy(self, tensors: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> list[ShardSpec]:
+        """Copies the shards that this rank writes to host memory, from a GPU asynchronously."""
+        parts: dict[str, Tensor] = {}
+        ranges: dict[str, ShardRange] = {}
+        for name, tensor in tensors:
+            part = local_tensor(tensor).detach()
+            if part.numel():
+                parts[name], ranges[name] = part, shard_range_of(tensor)
+        if self._ranges is None:
+            names, self.size = _assign(ranges, parts)
+            self._buffers = {name: _host_buffer(parts[name]) for name in names}
+        elif ranges != self._ranges:
+            self._update(parts, ranges)
+        self._ranges = ranges
         if any(part.is_cuda for part in parts.values()):
-            self._copy_beside(parts, optimizer)
+            self._copy_async(parts, optimizer)
         else:
-            for name, memory in self._mine.items():
-                memory.copy_(parts[name])
-        return [ShardSpec(name, places[name], memory) for name, memory in self._mine.items()], self._size
+            for name, buffer in self._buffers.items():
+                buffer.copy_(parts[name])
+        return [ShardSpec(name, ranges[name], buffer) for name, buffer in self._buffers.items()]
 
-    def _follow(self, parts: Mapping[str, Tensor], places: dict[str, ShardRange]) -> None:
-        """What is new since the ranks agreed is written by all that have it: they need not agree, and wait, at each save."""
-        assert self._known is not None
-        new = [name for name, place in places.items() if self._known.get(name) != place]
-        self._mine |= {name: _host_memory(parts[name]) for name in new}
-        self._mine = {name: memory for name, memory in self._mine.items() if name in parts}
-        self._size += sum(parts[name].nbytes for name in new)
-        self._known = places
+    def _update(self, parts: Mapping[str, Tensor], ranges: Mapping[str, ShardRange]) -> None:
+        """Has shards that are new since the assignment written by every rank that holds them: needs no communication."""
+        assert self._ranges is not None
+        new = [name for name, shard_range in ranges.items() if self._ranges.get(name) != shard_range]
+        self._buffers |= {name: _host_buffer(parts[name]) for name in new}
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in parts}
+        self.size += sum(parts[name].nbytes for name in new)
 
-    def _copy_beside(self, parts: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """On a stream of its own: the next forward and backward pass run meanwhile, and the step that changes weights waits."""
+    def _copy_async(self, parts: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """Copies on a side stream. The next forward and backward pass overlap it; the optimizer step waits for it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-            optimizer.register_step_pre_hook(self._let_finish)
+            optimizer.register_step_pre_hook(self._wait_for_copies)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for name, memory in self._mine.items():
-                memory.copy_(parts[name], non_blocking=True)
+            for name, buffer in self._buffers.items():
+                buffer.copy_(parts[name], non_blocking=True)
             self.arrival = torch.cuda.Event()
             self.arrival.record()
 
-    def _let_finish(self, *_: object) -> None:
+    def _wait_for_copies(self, *_: object) -> None:
         if self.arrival is not None:
             torch.cuda.current_stream().wait_event(self.arrival)
 
 
-def _host_memory(part: Tensor) -> Tensor:
+def _host_buffer(part: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
 
 
-def _share(places: Mapping[str, ShardRange], sizes: Mapping[str, int]) -> tuple[list[str], int]:
-    """Who writes what: of the ranks that hold the same piece, the one that has least to write. Returns what this rank writes,
-    and the bytes of all."""
-    keys = {name: _key(name, place.offset) for name, place in places.items()}
+def _assign(ranges: Mapping[str, ShardRange], parts: Mapping[str, Tensor]) -> tuple[list[str], int]:
+    """Assigns each shard to the rank with the fewest bytes to write, of those that hold it. Returns the names of the shards that
+    this rank writes, and the number of bytes that all ranks write."""
+    keys = {name: _key(f"{name} {shard_range.offset}") for name, shard_range in ranges.items()}
     holders: dict[int, list[int]] = {}
-    bytes_of: dict[int, int] = {}
-    for rank, said in enumerate(process_group.all_gather_object({keys[name]: sizes[name] for name in places})):
-        for key, size in said.items():
+    sizes: dict[int, int] = {}
+    for rank, held in enumerate(process_group.all_gather_object({keys[name]: parts[name].nbytes for name in ranges})):
+        for key, size in held.items():
             holders.setdefault(key, []).append(rank)
-            bytes_of[key] = size
-    written = [0] * process_group.world_size()
-    writer: dict[int, int] = {}
-    for key in sorted(holders, key=lambda key: (-bytes_of[key], key)):
-        rank = min(holders[key], key=lambda rank: written[rank])
-        writer[key] = rank
-        written[rank] += bytes_of[key]
-    mine = dist.get_rank()
-    return [name for name, key in keys.items() if writer[key] == mine], sum(written)
+            sizes[key] = size
+    load = [0] * process_group.world_size()
+    writers: dict[int, int] = {}
+    for key in sorted(holders, key=lambda key: (-sizes[key], key)):
+        rank = min(holders[key], key=lambda rank: load[rank])
+        writers[key] = rank
+        load[rank] += sizes[key]
+    return [name for name, key in keys.items() if writers[key] == dist.get_rank()], sum(load)
 
 
-def _key(name: str, offset: Sequence[int]) -> int:
-    return int.from_bytes(hashlib.sha256(f"{name} {offset}".encode()).digest()[:8], "little")
+def _key(text: str) -> int:
+    """Returns 64 bits that identify a shard, shorter than its name in the messages between ranks."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

@@ -1,8 +1,8 @@
-"""The checkpoints of one run, where they are kept: a folder a step, which is either whole or not there.
+"""Checkpoint storage: one directory per step, published atomically.
 
-Files are written into a folder of another name; when all are on the disk, the manifest with their sizes and hashes joins
-them, and the folder gets its own name. Until then nothing of what was saved before is touched. On a remote store, which
-cannot rename folders, one is a checkpoint as soon as it has its manifest, which gets its name last.
+Files are written into `step-XXXXXXXX.partial`. Once all of them are on the disk, the manifest with their sizes and hashes is
+written, and the directory is renamed. Remote stores cannot rename directories: there, a directory is a checkpoint once it contains
+its manifest, which is renamed last.
 """
 
 import hashlib
@@ -15,145 +15,47 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, write_all
+from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, corrupt_unless_read
 from titanlike.config import UserError
+from titanlike.utils.atomic_io import atomic_write_text, fsync_directory, write_all
 
 STEP = re.compile(r"step-(\d{8,})")
 FILE = re.compile(r"rank-\d{5,}\.safetensors|state\.json")
 MANIFEST = "manifest.json"
 STATE = "state.json"
-UNNAMED, ASIDE = f"{MANIFEST}.new", f"{MANIFEST}.aside"  # where folders cannot be renamed
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a checkpoint says of itself."""
+    """Metadata of a checkpoint."""
 
     step: int
     recipe: dict[str, Any]
     data: str  # fingerprint of the tokens
     layout: dict[str, int]
-    machine: dict[str, str]  # what decides how results are rounded: kind of device, version of torch
+    machine: dict[str, str]  # determines rounding: device type and torch version
     tokenizer: str = ""  # fingerprint
-    tokens: int = 0  # seen so far
-    position: list[Any] | None = None  # where the data is that is read in order; all other is a function of the step
-    skipped: list[int] = field(default_factory=list)  # steps of late that were left out
+    tokens: int = 0  # trained on so far
+    position: list[Any] | None = None  # of a data stream; the position in all other data is a function of the step
+    skipped: list[int] = field(default_factory=list)  # recent steps whose update was skipped
     versions: dict[str, str] = field(default_factory=dict)  # of libraries
 
 
 def name_of(step: int) -> str:
-    """The folder of a step."""
+    """Returns the directory name of a step."""
     return f"step-{step:08d}"
 
 
 def file_of(rank: int) -> str:
-    """The file that a rank writes."""
+    """Returns the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
-class Store(Protocol):
-    """Where checkpoints are kept. Rank 0 alone calls what changes more than one file."""
-
-    def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, in order."""
-
-    def begin(self, step: int, size: int) -> None:
-        """Make room for a checkpoint of so many bytes, which is not there until it is committed."""
-
-    def create(self, step: int, file: str) -> Any:
-        """A context in which one file of a checkpoint that was begun is written; what was written lasts when it ends."""
-
-    def commit(self, step: int) -> None:
-        """Let it be there."""
-
-    def update_latest(self, step: int) -> None:
-        """Say in the file `latest` which one is."""
-
-    def read(self, step: int, file: str) -> bytes:
-        """The content of a small file."""
-
-    def fetch(self, step: int, file: str) -> Path:
-        """A file as one of this machine."""
-
-    def remove(self, step: int) -> None:
-        """Let a checkpoint be no more there, and delete it."""
-
-    def archive(self, step: int) -> None:
-        """Let a checkpoint be no more there under its name, without deleting it."""
-
-
-def open_store(place: str) -> "Store":
-    """The checkpoints in a folder, or at an address such as s3://bucket/folder."""
-    return Remote(place) if "://" in place else Folder(Path(place))
-
-
-def commit(store: Store, saved: CheckpointMetadata, files: Mapping[str, FileDigest]) -> None:
-    """Add to all ranks' files what the checkpoint says of itself, and its manifest, and let it be there."""
-    content = json.dumps({"format": FORMAT, **asdict(saved)}, indent=1).encode()
-    with store.create(saved.step, STATE) as stream:
-        write_all(stream, memoryview(content))
-    sums = {**files, STATE: FileDigest(len(content), hashlib.sha256(content).hexdigest())}
-    manifest = {"format": FORMAT, "step": saved.step, "files": {name: asdict(found) for name, found in sums.items()}}
-    with store.create(saved.step, MANIFEST) as stream:
-        write_all(stream, memoryview(json.dumps({**manifest, "sha256": _own_hash(manifest)}, indent=1).encode()))
-    store.commit(saved.step)
-
-
-def prune(store: Store, step: int, *, keep: int, keep_every: int) -> None:
-    """After a commit: name it as the latest, and delete all but the newest few and those of every so many steps."""
-    store.update_latest(step)
-    for step in store.steps()[:-keep]:
-        if not keep_every or step % keep_every:
-            store.remove(step)
-
-
-def read_manifest(store: Store, step: int) -> dict[str, FileDigest]:
-    """The files of a checkpoint and what they are recognised by."""
-    where = f"{store}/{name_of(step)}"
-    try:
-        found = json.loads(store.read(step, MANIFEST))
-        claimed = found.pop("sha256")
-        if claimed != _own_hash(found) or found["step"] != step:
-            raise ValueError("its hash is not that of its content")
-        if found["format"] == FORMAT:  # another one is no damage: what follows is for those who know it
-            files = {name: FileDigest(**said) for name, said in found["files"].items()}
-            if not all(FILE.fullmatch(name) for name in files):
-                raise ValueError("it names files that no checkpoint has")
-            if not {STATE, file_of(0)} <= files.keys():
-                raise ValueError(f"it lacks {STATE} or {file_of(0)}")
-    except FileNotFoundError:
-        raise CheckpointCorrupt(f"{where} has no {MANIFEST}") from None
-    except OSError as error:
-        raise CheckpointCorrupt(f"{where}/{MANIFEST} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{where}/{MANIFEST} is damaged: {error}") from None
-    if found["format"] != FORMAT:
-        raise UserError(f"{where} is of format {found['format']}; this version of titanlike reads format {FORMAT}")
-    return files
-
-
-def read_state(store: Store, step: int) -> CheckpointMetadata:
-    """What a checkpoint says of itself. Its manifest is read, and this file compared with it, before."""
-    try:
-        found = json.loads(store.read(step, STATE))
-        found.pop("format")
-        saved = CheckpointMetadata(**found)
-        if saved.step != step:
-            raise ValueError(f"it is of step {saved.step}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{store}/{name_of(step)}/{STATE} is damaged: {error}") from None
-    return saved
-
-
-def _own_hash(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-class Folder:
-    """Checkpoints in a folder of a file system."""
+class LocalStore:
+    """Checkpoints in a directory of a file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,148 +64,191 @@ class Folder:
         return str(self.path)
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, in order."""
-        return sorted(int(found[1]) for entry in self.path.glob("step-*") if (found := STEP.fullmatch(entry.name)))
+        """Returns the steps of all checkpoints, in ascending order."""
+        return sorted(int(match[1]) for entry in self.path.glob("step-*") if (match := STEP.fullmatch(entry.name)))
 
     def begin(self, step: int, size: int) -> None:
-        """Clear what interrupted saves have left, look for room, and make the folder to write into."""
+        """Begins a checkpoint of `size` bytes: deletes what interrupted saves left, and checks the free space."""
         if not self.path.is_dir():
-            raise UserError(f"{self.path} is gone: the run's folder was moved or deleted while it trained")
-        for leftover in self.path.glob("*.partial"):
+            raise UserError(f"{self.path} does not exist: the run directory was moved or deleted during training")
+        for leftover in self.path.glob("step-*.partial"):
             shutil.rmtree(leftover)
         free = shutil.disk_usage(self.path).free
         if free < size:
-            raise OSError(f"{self.path} has {free:,} bytes left, and a checkpoint takes {size:,}")
+            raise OSError(f"{self.path} has {free:,} bytes free, but a checkpoint takes {size:,}")
         self._partial(step).mkdir()
 
     @contextmanager
     def create(self, step: int, file: str) -> Iterator[BinaryIO]:
-        """Write one file; it is on the disk when this ends."""
-        if not self._partial(step).is_dir():
-            raise UserError(
-                f"{self._partial(step)} is not there on this machine: the machines of a job share this folder"
-            )
-        with (self._partial(step) / file).open("xb", buffering=0) as stream:
+        """Opens a file of a begun checkpoint for writing. It is durable when the block ends."""
+        directory = self._partial(step)
+        if not directory.is_dir():
+            raise UserError(f"{directory} does not exist on this machine: all machines of a job must share {self.path}")
+        with (directory / file).open("xb", buffering=0) as stream:
             yield stream
             os.fsync(stream.fileno())
 
     def commit(self, step: int) -> None:
-        """Give the folder its name, and have that reach the disk."""
-        _sync(self._partial(step))
-        if (self.path / name_of(step)).exists():  # this very step was saved before, and trained again since
+        """Publishes a checkpoint, and makes that durable. Replaces an earlier checkpoint of the same step."""
+        fsync_directory(self._partial(step))
+        if (self.path / name_of(step)).exists():
             self.remove(step)
         self._partial(step).rename(self.path / name_of(step))
-        _sync(self.path)
+        fsync_directory(self.path)
 
     def update_latest(self, step: int) -> None:
-        """Say in the file `latest` which one is."""
-        latest = self.path / "latest"
-        latest.with_suffix(".new").write_text(f"{name_of(step)}\n")
-        latest.with_suffix(".new").replace(latest)
-
-    def read(self, step: int, file: str) -> bytes:
-        """The content of a small file."""
-        return self.fetch(step, file).read_bytes()
+        """Writes the name of a checkpoint to the file `latest`, for the user. Resuming does not read it."""
+        atomic_write_text(self.path / "latest", f"{name_of(step)}\n", durable=False)
 
     def fetch(self, step: int, file: str) -> Path:
-        """The file."""
+        """Returns the local path of a file."""
         return self.path / name_of(step) / file
 
     def remove(self, step: int) -> None:
-        """Delete it under another name: half of it would not be a checkpoint."""
-        leaving = self.path / f"{name_of(step)}.removed.partial"
-        (self.path / name_of(step)).rename(leaving)
-        shutil.rmtree(leaving)
+        """Unpublishes a checkpoint atomically, then deletes it."""
+        removed = self.path / f"{name_of(step)}.removed.partial"
+        (self.path / name_of(step)).rename(removed)
+        shutil.rmtree(removed)
 
     def archive(self, step: int) -> None:
-        """Give it a name that no checkpoint has."""
-        aside = self.path / f"{name_of(step)}.aside"
-        if aside.exists():
-            shutil.rmtree(aside)
-        (self.path / name_of(step)).rename(aside)
+        """Unpublishes a checkpoint without deleting it."""
+        archived = self.path / f"{name_of(step)}.archived"
+        if archived.exists():
+            shutil.rmtree(archived)
+        (self.path / name_of(step)).rename(archived)
 
     def _partial(self, step: int) -> Path:
         return self.path / f"{name_of(step)}.partial"
 
 
-class Remote:
-    """Checkpoints on a store that fsspec knows, such as s3://bucket/runs. What is read is fetched to this machine."""
+class RemoteStore:
+    """Checkpoints on a file system that fsspec supports, such as s3://bucket/runs. The methods are those of `LocalStore`."""
 
     def __init__(self, url: str) -> None:
-        import fsspec  # type: ignore[import-untyped]  # only here: it is slow to import, and most runs do without
+        import fsspec  # type: ignore[import-untyped]  # slow to import, and unused by most runs
 
         try:
             self.files, self.root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise UserError(f"checkpoint.dir = {url!r}: {error}") from None
         self.url = url.rstrip("/")
-        self.fetched = tempfile.TemporaryDirectory(prefix="titanlike-")
+        self._downloads = tempfile.TemporaryDirectory(prefix="titanlike-")
 
     def __str__(self) -> str:
         return self.url
 
     def steps(self) -> list[int]:
-        """Steps whose folder has a manifest."""
         self.files.invalidate_cache()
-        found = [STEP.search(path) for path in self.files.glob(f"{self.root}/step-*/{MANIFEST}")]
-        return sorted(int(match[1]) for match in found if match)
+        manifests = self.files.glob(f"{self.root}/step-*/{MANIFEST}")
+        return sorted(int(match[1]) for path in manifests if (match := STEP.search(path)))
 
     def begin(self, step: int, size: int) -> None:
-        """Clear what interrupted saves and deletions have left, and this very step, trained again since."""
+        """Deletes what interrupted saves and deletions left, and an earlier checkpoint of the same step."""
         self.files.invalidate_cache()
-        for folder in self.files.glob(f"{self.root}/step-*"):
-            names = {path.rpartition("/")[2] for path in self.files.ls(folder, detail=False)}
-            if not names & {MANIFEST, ASIDE}:
-                self.files.rm(folder, recursive=True)
+        for directory in self.files.glob(f"{self.root}/step-*"):
+            names = {path.rpartition("/")[2] for path in self.files.ls(directory, detail=False)}
+            if not names & {MANIFEST, f"{MANIFEST}.archived"}:
+                self.files.rm(directory, recursive=True)
         self.remove(step)
         self.files.makedirs(self._path(step), exist_ok=True)
 
-    @contextmanager
-    def create(self, step: int, file: str) -> Iterator[BinaryIO]:
-        """Write one file; it is there when this ends. Not the manifest: half of it would make a damaged checkpoint."""
-        with self.files.open(self._path(step, UNNAMED if file == MANIFEST else file), "wb") as stream:
-            yield stream
+    def create(self, step: int, file: str) -> Any:
+        return self.files.open(self._path(step, f"{MANIFEST}.partial" if file == MANIFEST else file), "wb")
 
     def commit(self, step: int) -> None:
-        """Give the manifest its name, which makes it one."""
-        self.files.mv(self._path(step, UNNAMED), self._path(step, MANIFEST))
+        self.files.mv(self._path(step, f"{MANIFEST}.partial"), self._path(step, MANIFEST))
 
     def update_latest(self, step: int) -> None:
-        """Say in the file `latest` which one is."""
         self.files.pipe_file(f"{self.root}/latest", f"{name_of(step)}\n".encode())
 
-    def read(self, step: int, file: str) -> bytes:
-        """The content of a small file."""
-        return self.files.cat_file(self._path(step, file))
-
     def fetch(self, step: int, file: str) -> Path:
-        """The file, brought here once."""
-        local = Path(self.fetched.name, name_of(step), file)
+        """Returns the local path of a file, which is downloaded once."""
+        local = Path(self._downloads.name, name_of(step), file)
         if not local.exists():
             local.parent.mkdir(exist_ok=True)
-            self.files.get_file(self._path(step, file), str(local.with_suffix(".part")))
-            local.with_suffix(".part").rename(local)
+            self.files.get_file(self._path(step, file), str(local.with_suffix(".partial")))
+            local.with_suffix(".partial").rename(local)
         return local
 
     def remove(self, step: int) -> None:
-        """Its manifest first: without one it is none."""
+        """Deletes a checkpoint, the manifest first."""
         if self.files.exists(self._path(step, MANIFEST)):
             self.files.rm_file(self._path(step, MANIFEST))
         if self.files.exists(self._path(step)):
             self.files.rm(self._path(step), recursive=True)
 
     def archive(self, step: int) -> None:
-        """Without its manifest it is none; that is kept under another name."""
-        self.files.mv(self._path(step, MANIFEST), self._path(step, ASIDE))
+        """Unpublishes a checkpoint by renaming its manifest."""
+        self.files.mv(self._path(step, MANIFEST), self._path(step, f"{MANIFEST}.archived"))
 
     def _path(self, step: int, file: str = "") -> str:
         return f"{self.root}/{name_of(step)}" + (f"/{file}" if file else "")
 
 
-def _sync(folder: Path) -> None:
-    """Have the names in a folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+Store = LocalStore | RemoteStore
+
+
+def open_store(location: str) -> Store:
+    """Opens the store in a directory or at a URL such as s3://bucket/runs."""
+    return RemoteStore(location) if "://" in location else LocalStore(Path(location))
+
+
+def commit(store: Store, metadata: CheckpointMetadata, digests: Mapping[str, FileDigest]) -> None:
+    """Adds the metadata and the manifest to the files of all ranks, and publishes the checkpoint. Rank 0 only."""
+    state = json.dumps({"format": FORMAT, **asdict(metadata)}, indent=1).encode()
+    digests = {**digests, STATE: FileDigest(len(state), hashlib.sha256(state).hexdigest())}
+    files = {name: asdict(digest) for name, digest in digests.items()}
+    manifest = {"format": FORMAT, "step": metadata.step, "files": files}
+    with store.create(metadata.step, STATE) as stream:
+        write_all(stream, state)
+    with store.create(metadata.step, MANIFEST) as stream:
+        write_all(stream, json.dumps({**manifest, "sha256": manifest_hash(manifest)}, indent=1).encode())
+    store.commit(metadata.step)
+
+
+def prune(store: Store, step: int, *, keep: int, keep_every: int) -> None:
+    """After a commit, updates `latest`, and deletes all but the newest `keep` and every `keep_every`-th step."""
+    store.update_latest(step)
+    for step in store.steps()[:-keep]:
+        if not keep_every or step % keep_every:
+            store.remove(step)
+
+
+def read_manifest(store: Store, step: int) -> dict[str, FileDigest]:
+    """Reads and validates a manifest. Returns the files of the checkpoint."""
+    directory = f"{store}/{name_of(step)}"
+    with corrupt_unless_read(f"{directory}/{MANIFEST}"):
+        try:
+            manifest = json.loads(store.fetch(step, MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise CheckpointCorrupt(f"{directory} has no {MANIFEST}") from None
+        if manifest.pop("sha256") != manifest_hash(manifest):
+            raise ValueError("SHA-256 mismatch")
+        if manifest["step"] != step:
+            raise ValueError(f"it belongs to step {manifest['step']}")
+        if manifest["format"] != FORMAT:
+            raise UserError(
+                f"{directory} has format {manifest['format']}; this version of titanlike reads format {FORMAT}"
+            )
+        files = {name: FileDigest(**digest) for name, digest in manifest["files"].items()}
+        if not all(FILE.fullmatch(name) for name in files):
+            raise ValueError("unknown file names")
+        if not {STATE, file_of(0)} <= files.keys():
+            raise ValueError(f"{STATE} or {file_of(0)} is missing")
+    return files
+
+
+def read_state(store: Store, step: int) -> CheckpointMetadata:
+    """Reads the metadata of a checkpoint. The caller verifies the file against the manifest."""
+    with corrupt_unless_read(f"{store}/{name_of(step)}/{STATE}"):
+        state = json.loads(store.fetch(step, STATE).read_bytes())
+        state.pop("format")
+        metadata = CheckpointMetadata(**state)
+        if metadata.step != step:
+            raise ValueError(f"it belongs to step {metadata.step}")
+    return metadata
+
+
+def manifest_hash(manifest: Mapping[str, Any]) -> str:
+    """Returns the hash of a manifest's content, without the field `sha256`."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,1 +1,1 @@
-"""The commands. None imports torch before it has something to do."""
+"""Command-line programs. None imports torch before its arguments are checked."""

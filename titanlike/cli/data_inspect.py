@@ -1,16 +1,16 @@
-"""`titanlike data inspect`: what a rank will read, or what a folder of shards has. No torch."""
+"""`titanlike data inspect`: prints the sequences that a rank reads, or the contents of token shards."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.distributed import environment
+from titanlike.run.start import Arguments
 
-INSPECT = """\
-Shows the text that a data rank reads in a step: documents in turning colours, their ends marked, what is given and not learnt
-dim. Of a folder of token shards: what is in it.
+DESCRIPTION = """\
+Prints the text that a data rank reads in a step: documents in alternating colors, separators highlighted, prompts dim. For a
+folder of token shards: its splits, shards and document lengths.
 
   titanlike data inspect train_configs/debug.toml --step 3 --rank 1 --ranks 4
   titanlike data inspect train_configs/gpt2_124m.toml --data.path=data/corpus --validation
@@ -18,24 +18,26 @@ dim. Of a folder of token shards: what is in it.
 
 
 def add(commands: Any) -> None:
-    """Add `inspect` to the commands of `titanlike data`."""
-    look = commands.add_parser(
+    """Adds `inspect` to the subcommands of `titanlike data`."""
+    parser = commands.add_parser(
         "inspect",
-        help="show what a rank will read, or what a folder of shards has",
-        description=INSPECT,
+        help="print the sequences that a rank reads, or the contents of token shards",
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    look.add_argument("what", metavar="RECIPE.toml|FOLDER", help="a recipe (--section.key=value changes it), or shards")
-    look.add_argument("--step", type=int, default=1, metavar="N", help="the step whose batch is shown (1)")
-    look.add_argument("--rank", type=int, default=0, metavar="N", help="the data rank, from 0 (0)")
-    look.add_argument("--ranks", type=int, default=1, metavar="N", help="how many data ranks share a batch (1)")
-    look.add_argument("--sequences", type=int, default=2, metavar="N", help="sequences, or shards, shown at most (2)")
-    look.add_argument("--validation", action="store_true", help="what is held out, in place of what is learnt")
-    look.add_argument("--verify", action="store_true", help="of shards: read every file and compare its hash")
+    parser.add_argument(
+        "path", metavar="RECIPE.toml|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
+    )
+    parser.add_argument("--step", type=int, default=1, metavar="N", help="training step, from 1 (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="data rank, from 0 (default: 0)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of data ranks (default: 1)")
+    parser.add_argument("--sequences", type=int, default=2, metavar="N", help="most sequences or shards (default: 2)")
+    parser.add_argument("--validation", action="store_true", help="print validation sequences, not training sequences")
+    parser.add_argument("--verify", action="store_true", help="token shards: check the hash of every file")
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Show it, or say what is wrong."""
+    """Runs the command, or exits with the user's error."""
     from rich.console import Console
 
     from titanlike.data.inspection import inspect_recipe, inspect_shards
@@ -44,24 +46,19 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     try:
         for name, least in (("step", 1), ("rank", 0), ("ranks", 1), ("sequences", 1)):
             if getattr(arguments, name) < least:
-                raise UserError(f"--{name} {getattr(arguments, name)}: give a whole number from {least} on")
-        if not arguments.what.endswith(".toml"):
+                raise UserError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
+        if not arguments.path.endswith(".toml"):
             if overrides:
-                raise UserError(f"{' '.join(overrides)}: shards take no keys of a recipe")
-            inspect_shards(arguments.what, verify=arguments.verify, most=arguments.sequences, console=console)
+                raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")
+            inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
             return
-        keys = {}
-        for word in overrides:
-            name, equals, value = word.removeprefix("--").partition("=")
-            if not word.startswith("--") or not equals:
-                raise UserError(f"{word}: a key of the recipe is changed with --section.key=value")
-            keys[name] = value
+        command_line = Arguments([arguments.path, *overrides])
         inspect_recipe(
-            load(PretrainRecipe, Path(arguments.what), keys),
+            load(PretrainRecipe, command_line.recipe, command_line.overrides),
             step=arguments.step,
             rank=arguments.rank,
             ranks=arguments.ranks,
-            most=arguments.sequences,
+            limit=arguments.sequences,
             validation=arguments.validation,
             console=console,
         )

@@ -1,4 +1,4 @@
-"""What `run_train.sh` runs: find the recipe's program, check the recipe, and run the program here or in many processes."""
+"""The program behind `run_train.sh`: checks the recipe, then runs its program in this process or in several."""
 
 import importlib.util
 import signal
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Before the first import that takes a moment: Ctrl-C ends what has not begun without a stack trace.
+    # Before the first slow import: Ctrl-C ends the process without a stack trace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     missing = [name for name in ("torch", "pydantic", "tiktoken", "tomli") if importlib.util.find_spec(name) is None]
     if missing:
@@ -22,45 +22,47 @@ from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.run.start import Arguments, program_of, shutdown_timeout_of
 from titanlike.utils import system
+from titanlike.utils.live_line import LiveLine
 
 
 def main() -> NoReturn:
-    """Be the training program, or the launcher of several."""
-    words = sys.argv[1:]
+    """Runs the training program, or launches several processes that do."""
+    argv = sys.argv[1:]
     try:
-        arguments = Arguments(words)
+        arguments = Arguments(argv)
         program = program_of(arguments.recipe, arguments.overrides.get("recipe"))
         if arguments.help or arguments.check or arguments.resolved or environment.has_rank_variables():
-            _run_here(program, words)
-        slurm = environment.rank_variables_from_slurm()
-        if slurm is not None:
-            system.set_variables(slurm)
-            _run_here(program, words)
-        job = environment.job()
-        if job.world_size == 1 and not job.max_restarts:
-            _run_here(program, words)
-        preflight = [sys.executable, str(program), *words, f"--preflight={job.world_size}"]
-        checked = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False)
-        if checked.returncode:
-            sys.exit(checked.returncode)
-        if job.num_nodes > 1 and job.node_rank == 0 and not system.port_is_free(job.master_port):
+            _run_in_process(program, argv)
+        slurm_variables = environment.rank_variables_from_slurm()
+        if slurm_variables is not None:
+            system.set_variables(slurm_variables)
+            _run_in_process(program, argv)
+        config = environment.launch_config()
+        if config.world_size == 1 and not config.max_restarts:
+            _run_in_process(program, argv)
+        preflight = [sys.executable, str(program), *argv, f"--preflight={config.world_size}"]
+        code = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False).returncode
+        if code:
+            sys.exit(code)
+        if config.num_nodes > 1 and config.node_rank == 0 and not system.port_is_free(config.master_port):
             raise UserError(
-                f"MASTER_PORT={job.master_port} is in use on this machine, perhaps by an earlier job; end that one, or set "
-                "MASTER_PORT to a free port on all machines"
+                f"MASTER_PORT={config.master_port} is in use on this machine, perhaps by an earlier job; end that job, or set "
+                "MASTER_PORT to a free port on all nodes"
             )
     except UserError as error:
         environment.fail(error)
-    system.set_variables(system.share_cores(job.processes))
+    processes = config.processes_per_node
+    system.set_variables(system.share_cores(processes))
     environment.set_launch_id()
-    print(f"launch  {job.processes} process{'es' if job.processes > 1 else ''}", flush=True)  # while torch is imported
-    from titanlike.cli.torchrun import torchrun  # imports torch
+    LiveLine().print(f"launch  {processes} process{'es' if processes > 1 else ''}")  # before the slow import of torch
+    from titanlike.cli.torchrun import torchrun
 
-    sys.exit(torchrun(job, [str(program), *words], shutdown_timeout_of(arguments)))
+    sys.exit(torchrun(config, [str(program), *argv], shutdown_timeout_of(arguments)))
 
 
-def _run_here(program: Path, words: list[str]) -> NoReturn:
-    """Run the program in this process, as `python program.py words` would."""
-    sys.argv = [str(program), *words]
+def _run_in_process(program: Path, argv: list[str]) -> NoReturn:
+    """Runs the program in this process, as `python program.py ...` would."""
+    sys.argv = [str(program), *argv]
     sys.path[0] = str(program.parent)
     runpy.run_path(str(program), run_name="__main__")
     sys.exit(0)

@@ -1,4 +1,4 @@
-"""`titanlike COMMAND`: the commands that are not training itself."""
+"""`titanlike COMMAND`: all commands except training."""
 
 import argparse
 import json
@@ -9,50 +9,53 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.schema import editor_schema, markdown
 from titanlike.distributed import environment
 from titanlike.utils import system
+from titanlike.utils.arguments import positive_int
 from titanlike.verify import verify
 
 VERIFY = """\
-Runs the recipe's own program twice, its model made small: in one process, and under the layout. Prints losses, gradient norms
-and the largest difference of any weight side by side. Ends with 0 if they are the same but for rounding, with 1 if not.
+Trains a reduced model with the recipe's program twice, in one process and under the layout. Prints losses, gradient norms and the
+largest difference of any weight. Exits with code 0 if they agree up to rounding, otherwise with code 1.
 
   titanlike verify train_configs/llama3_8b.toml --layout tensor=2,pipeline=2
   titanlike verify mine/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and what they take."""
-    parser = argparse.ArgumentParser(prog="titanlike", description="Training itself is started by ./run_train.sh.")
+    """Returns the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="titanlike", description="Tools for recipes, data and checkpoints. ./run_train.sh trains."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
     schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
-    check = commands.add_parser(
+    command = commands.add_parser(
         "verify",
-        help="hold a layout against one process, numerically, here",
+        help="compare a layout with a single process numerically, on this machine",
         description=VERIFY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check.add_argument("recipe", type=Path, help="the recipe; --section.key=value changes it as with ./run_train.sh")
-    check.add_argument("--layout", required=True, help="keys of [parallelism]; a dimension that is not named is 1")
-    check.add_argument("--steps", type=_count, default=5, help="optimizer steps (5)")
-    whole = commands.add_parser(
+    command.add_argument("recipe", type=Path, help="recipe; override its keys with --section.key=value")
+    command.add_argument("--layout", required=True, help="keys of [parallelism]; dimensions that are not named are 1")
+    command.add_argument("--steps", type=positive_int, default=5, help="optimizer steps (default: 5)")
+    command = commands.add_parser(
         "consolidate",
-        help="make one file of a checkpoint's weights",
-        description="Writes the weights of a checkpoint, whole and without the optimizer, into one safetensors file.",
+        help="write the weights of a checkpoint to one file",
+        description="Writes the unsharded weights of a checkpoint, without optimizer state, to one safetensors file.",
     )
-    whole.add_argument("checkpoint", type=Path, help="a folder such as runs/NAME/checkpoints/step-00001000")
-    whole.add_argument("file", type=Path, help="the file to write, such as weights.safetensors")
-    whole.add_argument("--dtype", choices=["float32", "bfloat16"], help="convert to this precision")
+    command.add_argument("checkpoint", type=Path, help="directory such as runs/NAME/checkpoints/step-00001000")
+    command.add_argument("file", type=Path, help="output file, such as weights.safetensors")
+    command.add_argument("--dtype", choices=["float32", "bfloat16"], help="convert to this precision")
     data.add(commands)
     return parser
 
 
 def main() -> None:
-    """Run the command of this command line."""
+    """Runs the command named on the command line."""
     system.exit_on_interrupt()
     parser = build_parser()
     arguments, overrides = parser.parse_known_args()
-    takes_keys = arguments.command == "verify" or getattr(arguments, "data_command", "") == "inspect"
-    if overrides and not takes_keys:
+    accepts_overrides = arguments.command == "verify" or getattr(arguments, "data_command", "") == "inspect"
+    if overrides and not accepts_overrides:
         parser.error(f"{arguments.command} takes no {' '.join(overrides)}")
     if arguments.command == "schema":
         if arguments.markdown:
@@ -68,7 +71,7 @@ def main() -> None:
 
 
 def _consolidate(checkpoint: Path, file: Path, dtype: str | None) -> None:
-    import torch  # only here: `--help` and `schema` need not wait for it
+    import torch  # slow, and not needed by `--help` and `schema`
 
     from titanlike.checkpoint import consolidate
 
@@ -79,12 +82,6 @@ def _consolidate(checkpoint: Path, file: Path, dtype: str | None) -> None:
     except UserError as error:
         environment.fail(error)
     print(f"{file}: {written.size:,} bytes, sha256 {written.sha256}")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of steps")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""This machine's share of a job under torchrun: starting it again when it dies, stopping it, and saying what became of it."""
+"""Runs this node's processes under torchrun: restarts, shutdown, and a report of the process that failed first."""
 
 import logging
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed.launcher.api
@@ -13,80 +13,83 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from titanlike.distributed.environment import EXIT_RANK_MISSING, Job
+from titanlike.distributed.environment import EXIT_RANK_MISSING, LaunchConfig
 
-MISTAKE = 2  # said in one sentence by the process itself, and the same after a restart
-STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]  # as it was told
-# torchrun's own, and the one that Slurm's --signal=USR1@120 sends ahead of the end.
+USER_ERROR = 2  # the process has printed it, and a restart would meet it again
+STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]
+# torchrun's own signals, and the one that Slurm's --signal=USR1@120 sends before the time limit.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-def torchrun(job: Job, program: list[str], grace: int) -> int:
-    """Start the processes and wait for them. The exit code of what failed first, or 128 + the signal to stop."""
-    # What went wrong is said here, in one line; torchrun's own would stand between the user and the program's message.
+def torchrun(config: LaunchConfig, program: list[str], shutdown_timeout: int) -> int:
+    """Runs the processes. Returns the exit code of the first failure, or 128 + the signal that stopped the launcher."""
+    # Failures are reported here in one line. torchrun's own report would follow the program's error message and hide it.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    torch.distributed.launcher.api.LocalElasticAgent = _agent(grace)  # type: ignore[misc]
-    if job.num_nodes == 1:
-        rendezvous = ["--standalone"]
-    else:
-        rendezvous = [
-            f"--nnodes={job.num_nodes}",
-            f"--node-rank={job.node_rank}",
-            f"--master-addr={job.master_address}",
-            f"--master-port={job.master_port}",
-        ]
+    torch.distributed.launcher.api.LocalElasticAgent = _agent_type(shutdown_timeout)  # type: ignore[misc]
     options = [
-        f"--nproc-per-node={job.processes}",
-        f"--max-restarts={job.max_restarts}",
+        f"--nproc-per-node={config.processes_per_node}",
+        f"--max-restarts={config.max_restarts}",
         f"--signals-to-handle={SIGNALS}",
     ]
+    if config.num_nodes == 1:
+        options.append("--standalone")
+    else:
+        options += [
+            f"--nnodes={config.num_nodes}",
+            f"--node-rank={config.node_rank}",
+            f"--master-addr={config.master_address}",
+            f"--master-port={config.master_port}",
+        ]
     try:
-        run(parse_args([*rendezvous, *options, *program]))
+        run(parse_args([*options, *program]))
     except ChildFailedError as error:
-        failure = _cause(error.failures.values())
-        rank = next(rank for rank, other in error.failures.items() if other is failure)
-        _say_how_it_ended(rank, failure.exitcode, job.max_restarts)
+        rank, failure = _first_failure(error.failures)
+        used_up = [f"all of MAX_RESTARTS={config.max_restarts} are used up"] if config.max_restarts else []
+        if failure.exitcode == EXIT_RANK_MISSING:  # reported by the watchdog
+            problems = used_up
+        elif failure.exitcode == USER_ERROR or failure.exitcode in STOPPED:
+            problems = []
+        else:
+            problems = [_describe(rank, failure.exitcode), *used_up]
+        if problems:
+            print(f"error: {'; '.join(problems)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as stopped:
         return 128 + stopped.sigval
     return 0
 
 
-def _agent(grace: int) -> type[LocalElasticAgent]:
-    """torchrun's overseer of the processes, which besides waits for a last save and knows when a restart is no help."""
+def _agent_type(shutdown_timeout: int) -> type[LocalElasticAgent]:
+    """Returns torchrun's agent, with a time limit for the shutdown and without useless restarts."""
 
     class Agent(LocalElasticAgent):
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.is_failed() and self._remaining_restarts:
-                failure = _cause(result.failures.values())
-                if failure.exitcode == MISTAKE or failure.exitcode in STOPPED:
+                rank, failure = _first_failure(result.failures)
+                if failure.exitcode == USER_ERROR or failure.exitcode in STOPPED:
                     self._remaining_restarts = 0
                 else:
-                    rank = next(rank for rank, other in result.failures.items() if other is failure)
                     limit = worker_group.spec.max_restarts
-                    count = limit - self._remaining_restarts + 1
-                    print(
-                        f"warning: {_how(rank, failure.exitcode)}; starting again (restart {count} of {limit})",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    restarting = f"restarting ({limit - self._remaining_restarts + 1} of {limit})"
+                    print(f"warning: {_describe(rank, failure.exitcode)}; {restarting}", file=sys.stderr, flush=True)
             return result
 
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = grace) -> None:
-            # Here and not by torchrun's option: 2.11 has none.
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = shutdown_timeout) -> None:
+            # Not torchrun's option for this timeout: torch 2.11 has none.
             if self._pcontext:
-                begun = time.monotonic()
+                start = time.monotonic()
                 try:
-                    self._pcontext.close(death_sig, grace)
-                except SignalException as again:  # a second Ctrl-C, say, at which they leave at once
-                    death_sig = again.sigval
-                    self._pcontext.close(death_sig, grace)
-                if time.monotonic() - begun >= grace:
+                    self._pcontext.close(death_sig, shutdown_timeout)
+                except SignalException as second:  # such as a second Ctrl-C, at which the processes exit at once
+                    death_sig = second.sigval
+                    self._pcontext.close(death_sig, shutdown_timeout)
+                if time.monotonic() - start >= shutdown_timeout:
                     print(
-                        f"error: the processes had not ended {grace} seconds after {death_sig.name} and were killed; what "
-                        "they were saving is lost, the checkpoints before it are not; run.shutdown_timeout gives more time",
+                        f"error: the processes did not exit within {shutdown_timeout} s of {death_sig.name} and were killed; a "
+                        "checkpoint that they were saving is lost, earlier ones are kept; increase run.shutdown_timeout to allow "
+                        "more time",
                         file=sys.stderr,
                     )
             super()._shutdown(death_sig)
@@ -94,28 +97,20 @@ def _agent(grace: int) -> type[LocalElasticAgent]:
     return Agent
 
 
-def _cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
-    """The failure that the others followed from: a process that has reported its cause, else one that was killed (the others
-    fail because they lose the connection to it, and may be seen to have ended first), else the first."""
-    ordered = sorted(failures, key=lambda failure: failure.timestamp)
-    reported = [failure for failure in ordered if failure.exitcode in (MISTAKE, EXIT_RANK_MISSING)]
-    killed = [failure for failure in ordered if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
+def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Returns the rank and the failure that caused the others.
+
+    This is a process that reported its error, otherwise one that was killed (its peers then lose the connection to it, and may
+    appear to fail first), otherwise the earliest.
+    """
+    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    reported = [item for item in ordered if item[1].exitcode in (USER_ERROR, EXIT_RANK_MISSING)]
+    killed = [item for item in ordered if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
     return (reported or killed or ordered)[0]
 
 
-def _how(rank: int, code: int) -> str:
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"process {rank} was ended by {names.get(-code, f'signal {-code}')}"
-    return f"process {rank} ended with exit code {code}; its own words are above"
-
-
-def _say_how_it_ended(rank: int, code: int, max_restarts: int) -> None:
-    """One line at the end, where the process has not said it all itself."""
-    if code == MISTAKE or code in STOPPED:
-        return
-    used_up = f"all of MAX_RESTARTS={max_restarts} are used up" if max_restarts else ""
-    if code != EXIT_RANK_MISSING:
-        print("error: " + "; ".join(filter(None, (_how(rank, code), used_up))), file=sys.stderr)
-    elif used_up:
-        print(f"error: {used_up}", file=sys.stderr)
+def _describe(rank: int, code: int) -> str:
+    if code >= 0:
+        return f"process {rank} exited with code {code}; see its output above"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"process {rank} was terminated by {names.get(-code, f'signal {-code}')}"

@@ -12,9 +12,6 @@ from titanlike.config.base import UserError, one_of
 # Dimensions of the device mesh, outermost first. The innermost ones communicate most, so their ranks share a node.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
-# Weights that tensor parallelism shards by input features (rowwise). All others are sharded by output features (colwise).
-SPLIT_BY_INPUTS = ("attention.wo", "feed_forward.w2")
-
 # Block size of the quantized optimizer states. A shard boundary must not fall inside a block.
 BLOCK = 64
 

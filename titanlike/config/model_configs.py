@@ -1,14 +1,13 @@
-"""The shapes of the models as data: their fields, their published sizes, and what they cost.
+"""Configs of the model architectures: fields, published sizes, parameter and FLOP counts. Does not import torch.
 
-No torch here: a recipe is checked, priced and refused from these numbers alone. A section of the recipe names a
-`size`; every field it also gives wins over that size.
+`size` names a published variant; fields that the recipe gives take precedence over it.
 """
 
 from typing import Any, ClassVar, Literal
 
-from titanlike.config.base import Positive, PositiveFloat, Share, section
+from titanlike.config.base import Positive, PositiveFloat, Share, one_of, section
 
-# What each size changes from the defaults below.
+# The fields of each published size that differ from the defaults below.
 LLAMA_SIZES: dict[str, dict[str, Any]] = {
     "debug": {},
     "3-8B": dict(
@@ -26,7 +25,8 @@ LLAMA_SIZES["3.2-1B"] = LLAMA_SIZES["3.1-8B"] | dict(
 )
 LLAMA_SIZES["3.2-3B"] = LLAMA_SIZES["3.2-1B"] | dict(dim=3072, num_layers=28, num_heads=24)
 
-# GPT-2's four, then GPT-3's by their published width and depth (1.3B with 16 heads: the printed 24 do not divide 2048).
+# The four sizes of GPT-2, then those of GPT-3 with the published width and depth. The published head count of 1.3B, 24, does not
+# divide its width of 2048; it has 16 here.
 GPT_SIZES: dict[str, dict[str, Any]] = {
     "debug": {},
     "124M": dict(dim=768, num_layers=12, num_heads=12, vocab_size=50257, max_seq_len=1024),
@@ -41,82 +41,106 @@ GPT_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class _Transformer:
-    """What both shapes can be asked."""
+class TransformerConfig:
+    """Base of model configs: what recipe checks, FLOP counts and the planner need to know of an architecture.
 
+    A subclass is a `@section` with the annotated fields, a `name` of type `Literal`, and optionally `size` and `sizes`.
+    """
+
+    name: str
+    size: str = ""
     dim: int
     num_layers: int
     num_heads: int
     vocab_size: int
+    max_seq_len: int
+    tied_head: bool = False
+    dropout: float = 0.0
+
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+    rowwise_matrices: ClassVar[tuple[str, ...]] = ("attention.wo", "feed_forward.w2")
+    """Matrices of a block of which a tensor-parallel rank holds some inputs; of all others it holds some outputs."""
 
     @property
     def head_dim(self) -> int:
+        """The dimension of an attention head."""
         return self.dim // self.num_heads
 
     def block_matrices(self) -> dict[str, tuple[int, int]]:
-        """The matrices of a block by name, each as (outputs, inputs)."""
+        """Returns the matrices of a block by name, each as (outputs, inputs)."""
+        raise NotImplementedError
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters; an embedding tied to the LM head counts once."""
         raise NotImplementedError
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """All that multiplies every token, by name in the whole model: the blocks' matrices, and the head even when it is
-        the embedding's table."""
-        blocks = self.block_matrices().items()
-        found = {f"layers.{layer}.{name}": size for layer in range(self.num_layers) for name, size in blocks}
-        return found | {"output": (self.vocab_size, self.dim)}
-
-    def num_parameters(self) -> int:
-        """Parameters, the embedding counted once when the head is tied to it."""
-        raise NotImplementedError
+        """Returns all matrices that multiply every token, by full name, including the LM head even if it is tied."""
+        block = self.block_matrices().items()
+        matrices = {f"layers.{layer}.{name}": size for layer in range(self.num_layers) for name, size in block}
+        return matrices | {"output": (self.vocab_size, self.dim)}
 
     def num_matmul_parameters(self) -> int:
-        """Parameters that multiply every token: all but the look-up tables, and the head even when it is tied."""
+        """Returns the number of parameters that multiply every token: all but lookup tables, norms and biases."""
         return sum(outputs * inputs for outputs, inputs in self.matrices().values())
 
-    def head_in_blocks(self) -> float:
-        """What the head costs, measured in blocks."""
+    def lm_head_cost(self) -> float:
+        """Returns the cost of the LM head relative to that of one block."""
         head = self.vocab_size * self.dim
         return head * self.num_layers / (self.num_matmul_parameters() - head)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, two operations a multiply-add, attention counted in full as published figures do."""
+        """Returns FLOPs of the forward and backward pass, without recomputation, with full (not causal) attention, as published
+        model FLOPs utilization counts them."""
         return 6 * self.num_matmul_parameters() + 12 * self.num_layers * self.dim * seq_len
+
+    def problems(self) -> list[str]:
+        """Returns one message for each inconsistency among the fields."""
+        if self.dim % self.num_heads == 0:
+            return []
+        near = [n for n in range(1, min(self.dim, 2 * self.num_heads) + 1) if self.dim % n == 0]
+        return [f"model.num_heads = {self.num_heads} does not divide model.dim = {self.dim}; use {one_of(near[-4:])}"]
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Returns the fields that `parallelism.tensor` must divide."""
+        return {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
 
 
 @section
-class LlamaConfig(_Transformer):
-    """Llama 3: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases."""
+class LlamaConfig(TransformerConfig):
+    """Llama 3: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases."""
 
     name: Literal["llama"] = "llama"
-    """The architecture. It decides which fields this section has."""
+    """Architecture. It decides which keys this section has."""
     size: Literal["debug", "3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B"] = "debug"
-    """A published size, which sets every field below that the recipe does not."""
+    """Published size. It sets every key below that the recipe does not."""
     dim: Positive = 192
-    """Width of the residual stream."""
+    """Model dimension: the width of the residual stream."""
     num_layers: Positive = 4
-    """Number of blocks."""
+    """Number of transformer blocks."""
     num_heads: Positive = 4
-    """Query heads. `dim / num_heads` is the head's width: 64 or 128 are fast, smaller ones slow."""
+    """Number of query heads. A head dimension (`dim / num_heads`) of 64 or 128 is fast; smaller ones are slow."""
     num_kv_heads: Positive = 2
-    """Key and value heads, shared by groups of query heads. Equal to `num_heads`: no grouping."""
+    """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
     ffn_dim: Positive = 512
-    """Width of the feed-forward's hidden layer."""
+    """Hidden dimension of the feed-forward layers."""
     vocab_size: Positive = 320
-    """Rows of the embedding and of the head: at least the tokenizer's vocabulary, better a multiple of 64."""
+    """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
     max_seq_len: Positive = 8192
-    """The longest sequence that the model is meant for. `training.seq_len` may not pass it."""
+    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square in RMSNorm, against a division by zero."""
+    """Epsilon of RMSNorm."""
     rope_theta: PositiveFloat = 500000.0
-    """Base of the rotary frequencies. Larger turns slower and reaches further."""
+    """Base of the RoPE frequencies. Larger values give longer wavelengths."""
     rope_scaling: PositiveFloat = 1.0
-    """Llama 3.1's stretch of the low rotary frequencies: 8 for 3.1, 32 for 3.2's small models; 1 turns it off."""
+    """Llama 3.1's RoPE scaling factor of the low frequencies: 8 for Llama 3.1, 32 for Llama 3.2; 1 disables it."""
     rope_original_seq_len: Positive = 8192
-    """The length trained at before the stretch. Unused while `rope_scaling` is 1."""
+    """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
     tied_head: bool = False
-    """Use the embedding as the head's weight, as Llama 3.2's small models do."""
+    """Share the weight of the embedding and the LM head, as the small Llama 3.2 models do."""
     dropout: Share = 0.0
-    """Share of the stream that is zeroed after the embedding and after each half of a block, while training. What is zeroed
-    follows from the seed, the step and the token, not from the layout."""
+    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
+    step and the token, not on the layout."""
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = LLAMA_SIZES
 
@@ -137,33 +161,50 @@ class LlamaConfig(_Transformer):
         embedding = 0 if self.tied_head else self.vocab_size * self.dim
         return self.num_matmul_parameters() + norms + embedding
 
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not problems and self.head_dim % 2:
+            problems.append(
+                f"model.dim / model.num_heads = {self.head_dim} is odd, but RoPE rotates pairs; change num_heads"
+            )
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            problems.append(
+                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}; "
+                f"use {one_of(divisors)}"
+            )
+        return problems
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
+
 
 @section
-class GPTConfig(_Transformer):
-    """GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases, the head tied to the embedding."""
+class GPTConfig(TransformerConfig):
+    """GPT-2 and GPT-3: learned position embeddings, LayerNorm, GELU, biases, tied LM head."""
 
     name: Literal["gpt"] = "gpt"
-    """The architecture. It decides which fields this section has."""
+    """Architecture. It decides which keys this section has."""
     size: Literal["debug", "124M", "355M", "774M", "1.5B", "1.3B", "2.7B", "6.7B", "13B", "175B"] = "debug"
-    """A published size, which sets every field below that the recipe does not."""
+    """Published size. It sets every key below that the recipe does not."""
     dim: Positive = 192
-    """Width of the residual stream. The feed-forward is four times as wide."""
+    """Model dimension: the width of the residual stream. The feed-forward layers are four times as wide."""
     num_layers: Positive = 4
-    """Number of blocks."""
+    """Number of transformer blocks."""
     num_heads: Positive = 4
-    """Attention heads. `dim / num_heads` is the head's width: 64 or 128 are fast, smaller ones slow."""
+    """Number of attention heads. A head dimension (`dim / num_heads`) of 64 or 128 is fast; smaller ones are slow."""
     vocab_size: Positive = 320
-    """Rows of the embedding: at least the tokenizer's vocabulary. 50304 trains GPT-2 faster than its own 50257."""
+    """Rows of the embedding: at least the tokenizer's vocabulary. 50304 trains faster than GPT-2's 50257."""
     max_seq_len: Positive = 1024
-    """Rows of the position table. `training.seq_len` may not pass it."""
+    """Rows of the position embedding. `training.seq_len` may not exceed it."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in LayerNorm, against a division by zero."""
+    """Epsilon of LayerNorm."""
     dropout: Share = 0.0
-    """Share of the stream that is zeroed after the embedding and after each half of a block, while training. What is zeroed
-    follows from the seed, the step and the token, not from the layout."""
+    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
+    step and the token, not on the layout."""
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = GPT_SIZES
-    tied_head: ClassVar[bool] = True
+    tied_head = True
 
     def block_matrices(self) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "attention.wo"), (self.dim, self.dim)) | {

@@ -94,7 +94,9 @@ def help_text(recipe_type: type, usage: str) -> str:
         lines += ["", section] if section else [""]
         for key in keys:
             lines.append(f"  --{key.name}  ({key.type}; default {json.dumps(key.default)})")
-            lines += textwrap.wrap(key.doc, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(
+                key.doc, width, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
+            )
     return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ from titanlike.config.base import (
     section,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, infer_shard, num_microbatches, split_blocks
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, TransformerConfig
 
 DType = Literal["float32", "bfloat16"]
 
@@ -240,13 +240,13 @@ class Parallelism:
         """Returns the sizes of the five dimensions by name, outermost first."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
-    def split(self, model: LlamaConfig | GPTConfig) -> list[int]:
+    def split(self, model: TransformerConfig) -> list[int]:
         """Returns the number of the model's blocks in each pipeline stage."""
         if self.pipeline_split:
             return list(self.pipeline_split)
         stages_per_rank = self.pipeline_stages or SCHEDULES[self.pipeline_schedule].stages_per_rank
         num_stages = self.pipeline * stages_per_rank if self.pipeline > 1 else 1
-        return split_blocks(model.num_layers, num_stages, model.head_in_blocks())
+        return split_blocks(model.num_layers, num_stages, model.lm_head_cost())
 
 
 @section

@@ -1,1 +1,1 @@
-"""From text to batches: a tokenizer, a source of tokens, and batches that are a function of the seed and the step."""
+"""Tokenized data sources and deterministic, resumable batches."""

@@ -1,7 +1,9 @@
-"""What a rank will read, as people read it. No torch."""
+"""Prints the sequences that a rank reads, and the contents of token shards."""
 
+import itertools
 from collections.abc import Iterator
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -11,19 +13,19 @@ from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.token_shards import Shards, read_manifest, totals
 
-DOCUMENTS = ("default", "cyan")  # colours, in turn
-GIVEN, SEPARATOR = "dim", "bold black on yellow"
+DOCUMENT_COLORS = ("default", "cyan")  # alternating
+SEPARATOR_STYLE = "bold black on yellow"
 
 
 def inspect_recipe(
-    recipe: PretrainRecipe, *, step: int, rank: int, ranks: int, most: int, validation: bool, console: Console
+    recipe: PretrainRecipe, *, step: int, rank: int, ranks: int, limit: int, validation: bool, console: Console
 ) -> None:
-    """Show the sequences that one of so many data ranks reads in a step."""
+    """Prints up to `limit` of the sequences that data rank `rank` of `ranks` reads in a step."""
     training = recipe.training
     if training.global_batch_size % ranks or rank >= ranks:
         raise UserError(
-            f"--rank {rank} --ranks {ranks}: training.global_batch_size = {training.global_batch_size} sequences are shared "
-            "evenly by ranks that count from 0"
+            f"--rank {rank} --ranks {ranks}: training.global_batch_size = {training.global_batch_size} must be divisible by "
+            "--ranks, and --rank counts from 0"
         )
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     data = open_sources(
@@ -34,82 +36,68 @@ def inspect_recipe(
         seed=recipe.run.seed,
         validate=validation,
     )
-    feed = data.validation if validation else data.training
-    assert feed is not None
-    share = training.global_batch_size // ranks
-    mine = range(rank * share, (rank + 1) * share)
-    for earlier in range(1 if feed.position() is not None else step, step):
-        feed.rows(earlier, mine)  # what is read in order has no other way to the step
-    rows = feed.rows(step, mine)
-    what = feed.describe(recipe.validation.batches) if validation else feed.describe(training.steps)
-    name = "held out" if validation else recipe.data.source
-    console.print(f"data    {name}: {what}", markup=False, highlight=False)
+    source = data.validation if validation else data.training
+    assert source is not None
+    num_rows = training.global_batch_size // ranks
+    rows = range(rank * num_rows, (rank + 1) * num_rows)
+    first = 1 if source.position() is not None else step  # a stream has to be read from its start
+    for each in range(first, step + 1):
+        batch = source.read(each, rows)
+    name = "validation" if validation else recipe.data.source
     console.print(
-        f"        fingerprint {data.fingerprint}, tokenizer {recipe.tokenizer.encoding} {tokenizer.fingerprint}"
+        f"data    {name}: {source.describe(recipe.validation.batches if validation else training.steps)}\n"
+        f"        fingerprint {data.fingerprint}, tokenizer {recipe.tokenizer.encoding} {tokenizer.fingerprint}\n"
+        f"step    {step}, data rank {rank} of {ranks}: {num_rows} sequences of {training.seq_len} tokens",
+        markup=False,
+        highlight=False,
     )
-    console.print(f"step    {step}, data rank {rank} of {ranks}: {share} sequences of {training.seq_len} tokens")
-    for line in show(rows, tokenizer, most):
-        console.print(line)
-    if share > most:
-        console.print(f"\n{share - most} more; --sequences {share} shows all")
+    for text in _render(batch, tokenizer, limit):
+        console.print(text)
+    if num_rows > limit:
+        console.print(f"\n{num_rows - limit} more; --sequences {num_rows} shows all")
 
 
-def inspect_shards(place: str, *, verify: bool, most: int, console: Console) -> None:
-    """Tell what a folder of shards has, and if asked whether it is what was written."""
-    manifest = read_manifest(place)
-    of = manifest.tokenizer
-    console.print(
-        f"shards  {place}: {manifest.dtype}, tokenizer {of.get('encoding')} {of['fingerprint']}", highlight=False
-    )
+def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> None:
+    """Prints the contents of a folder of token shards and, with `verify`, checks the hash of each file."""
+    manifest = read_manifest(path)
+    tokenizer = manifest.tokenizer
+    lines = [f"shards  {path}: {manifest.dtype}, tokenizer {tokenizer.get('encoding')} {tokenizer['fingerprint']}"]
     for name, shards in manifest.splits.items():
         num_tokens, num_documents = totals(shards)
-        given = sum(shard.given for shard in shards)
-        console.print(
+        num_prompt = sum(shard.prompt_tokens for shard in shards)
+        lines.append(
             f"        {name}: {num_tokens:,} tokens, {num_documents:,} documents, {len(shards)} shard{'s' * (len(shards) != 1)}"
-            + (f", {given:,} tokens given and not learnt" if given else ""),
-            highlight=False,
+            + (f", {num_prompt:,} prompt tokens (excluded from the loss)" if num_prompt else "")
         )
-        row = Shards(place, name)
-        for shard in shards[:most]:
-            lengths = row.lengths(shard)
-            console.print(
-                f"          {shard.name}: {shard.tokens:,} tokens; documents of {lengths.min():,} to {lengths.max():,}, half of "
-                f"them below {int(sorted(lengths)[len(lengths) // 2]):,}",
-                highlight=False,
+        split = Shards(path, name)
+        for shard in shards[:limit]:
+            lengths = np.sort(split.document_lengths(shard))
+            lines.append(
+                f"          {shard.name}: {shard.tokens:,} tokens; documents of {lengths[0]:,} to {lengths[-1]:,} tokens, "
+                f"median {lengths[len(lengths) // 2]:,}"
             )
         if verify:
-            row.verify()
-    console.print(f"        {manifest.skipped:,} records left out; fingerprint {manifest.fingerprint}", highlight=False)
+            split.verify()
+    lines.append(f"        {manifest.skipped:,} records skipped; fingerprint {manifest.fingerprint}")
+    console.print("\n".join(lines), highlight=False)
     if verify:
-        console.print("        every file is what was written", style="green")
+        console.print("        all files match the manifest", style="green")
 
 
-def show(rows: SequenceBatch, tokenizer: Tokenizer, most: int) -> Iterator[Text]:
-    """Some of the sequences: documents in turning colours, what is given and not learnt dim, what parts documents marked."""
-    separator = tokenizer.separator
-    numbers, _ = document_ids_and_positions(rows.tokens[:, :-1], separator)
+def _render(batch: SequenceBatch, tokenizer: Tokenizer, limit: int) -> Iterator[Text]:
+    """Yields sequences as text: documents in alternating colors, prompts dim, separators highlighted."""
     names = {tokenizer.eos: "<eos>", tokenizer.bos: "<bos>"}
-    for row in range(min(most, len(rows.tokens))):
-        tokens = rows.tokens[row, :-1].tolist()
-        loss_mask = [True] * len(tokens) if rows.loss_mask is None else rows.loss_mask[row, :-1].tolist()
+    tokens = batch.tokens[:limit, :-1]
+    document_ids, _ = document_ids_and_positions(tokens, tokenizer.separator)
+    loss_mask = np.ones(tokens.shape, bool) if batch.loss_mask is None else batch.loss_mask
+    for row, sequence_id in enumerate(batch.sequence_ids[:limit]):
+        count = int(document_ids[row, -1]) + 1
         text = Text("\n")
-        text.append(f"sequence {rows.numbers[row]}  ", style="bold")
-        count = int(numbers[row, -1]) + 1
-        text.append(f"{count} document{'s' if count > 1 else ''}", style="default")
-        text.append("\n")
-        start = 0
-        for place in range(1, len(tokens) + 1):
-            kind = _kind(tokens, numbers[row], loss_mask, start, names)
-            if place < len(tokens) and _kind(tokens, numbers[row], loss_mask, place, names) == kind and kind[2] is None:
-                continue
-            document, is_learnt, name = kind
-            style = SEPARATOR if name else f"{DOCUMENTS[document % 2]}{'' if is_learnt else ' ' + GIVEN}"
-            text.append(name or tokenizer.decode(tokens[start:place]), style=style)
-            start = place
+        text.append(f"sequence {sequence_id}  ", style="bold")
+        text.append(f"{count} document{'s' * (count > 1)}\n", style="default")
+        columns = zip(tokens[row].tolist(), document_ids[row].tolist(), loss_mask[row].tolist(), strict=False)
+        for (name, document, is_label), run in itertools.groupby(columns, lambda c: (names.get(c[0]), c[1], c[2])):
+            ids = [token for token, _, _ in run]
+            style = f"{DOCUMENT_COLORS[document % 2]}{'' if is_label else ' dim'}"
+            text.append(name * len(ids) if name else tokenizer.decode(ids), style=SEPARATOR_STYLE if name else style)
         yield text
-
-
-def _kind(
-    tokens: list[int], documents: "list[int]", loss_mask: list[bool], place: int, names: dict[int | None, str]
-) -> tuple[int, bool, str | None]:
-    return int(documents[place]), loss_mask[place], names.get(tokens[place])

@@ -1,4 +1,4 @@
-"""Token rows cut into sequences, shuffled and mixed: what is read is a function of the seed and the step. No torch."""
+"""Packed sequences, shuffled and mixed: the content of a batch is a function of the seed and the step. No torch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,61 +9,62 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlike.config import UserError
-from titanlike.data.shuffle import Mixture, Numbers, epochs
+from titanlike.data.shuffle import Mixture, Numbers, shuffled_epochs
 from titanlike.data.text.tokenizer import Separator
 
 Flags = npt.NDArray[np.bool_]
+Position = list[Any]  # JSON: one entry per reader or rank, each of which starts with the number of that reader or rank
 
-FORESEEN = 16  # steps whose order is found at once
+SCHEDULED_STEPS = 16  # steps whose sequences are chosen in one vectorized call
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Sequences for one rank, each with one token more for its last label."""
+    """Sequences of one rank. Each has one extra token, the last label."""
 
-    numbers: Numbers  # of the sequences in the endless stream (N,)
+    sequence_ids: Numbers  # (N,) index in the unbounded sequence stream; seeds dropout
     tokens: Numbers  # (N, T + 1)
-    loss_mask: Flags | None = None  # which of them are labels (N, T + 1); None: all
+    loss_mask: Flags | None = None  # (N, T + 1) True where a token is a label; None: everywhere
 
 
 class BatchSource(Protocol):
-    """What batches are made of."""
+    """Provides the sequences of each training step."""
 
     seq_len: int
 
     def describe(self, steps: int) -> str:
-        """What there is, for people, and how much of it so many steps read."""
+        """Summarizes the data and how much of it `steps` steps read."""
 
-    def begin(self, position: list[Any] | None) -> None:
-        """Go on from what all ranks' `position` was."""
+    def begin(self, position: Position | None) -> None:
+        """Restores a position from a checkpoint, merged over all ranks."""
 
-    def rows(self, step: int, mine: range) -> SequenceBatch:
-        """These rows of the global batch of a step, counted from 1."""
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        """Returns these rows of the global batch of `step`, which counts from 1."""
 
-    def position(self) -> list[Any] | None:
-        """What it takes, besides the step, to go on after the last rows that were asked for; None: nothing."""
+    def position(self) -> Position | None:
+        """Returns the state after the last `read`, or None if the step number is the only state."""
 
 
 class TokenArray(Protocol):
-    """Tokens that can be read from any place."""
+    """A random-access array of tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """How many there are."""
+        """Length of the array."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for the same tokens."""
+        """Hash of the tokens."""
 
     def read(self, starts: Numbers, length: int) -> Numbers:
-        """So many tokens from each of these places (N, length)."""
+        """Returns `length` tokens from each start (N, length)."""
 
     def loss_mask(self, starts: Numbers, length: int) -> Flags | None:
-        """Which of these are learnt (N, length); None if all are."""
+        """Returns which of these tokens are labels (N, length), or None if all are."""
 
 
 class InMemoryTokens:
-    """Tokens in an array."""
+    """Tokens in a numpy array."""
 
     def __init__(self, tokens: npt.NDArray[Any]) -> None:
         self.tokens = tokens
@@ -77,17 +78,14 @@ class InMemoryTokens:
         return hashlib.sha256(np.ascontiguousarray(self.tokens).data).hexdigest()[:16]
 
     def read(self, starts: Numbers, length: int) -> Numbers:
-        found = np.empty((len(starts), length), np.int64)
-        for row, start in enumerate(starts.tolist()):
-            found[row] = self.tokens[start : start + length]
-        return found
+        return np.stack([self.tokens[start : start + length] for start in starts.tolist()]).astype(np.int64)
 
     def loss_mask(self, starts: Numbers, length: int) -> Flags | None:
         return None
 
 
 class PackedDataset:
-    """A row of tokens cut into sequences, some of them held out, evenly spread."""
+    """Cuts a token array into sequences. Every `holdout_every`-th sequence is held out for validation."""
 
     def __init__(
         self,
@@ -102,114 +100,108 @@ class PackedDataset:
         self.name = name
         self.seq_len = seq_len
         self.held_out = held_out
-        self.period = holdout_every  # the last of every so many windows is held out; 0 means none
-        total = (tokens.num_tokens - 1) // seq_len  # a window needs one token more, for its last label
-        reserved = max(total, 0) // self.period if self.period else 0
-        self.count = reserved if held_out else total - reserved
-        if self.count < 1:
+        self.holdout_every = holdout_every
+        total = max((tokens.num_tokens - 1) // seq_len, 0)  # a sequence needs one extra token, its last label
+        num_held_out = total // holdout_every if holdout_every else 0
+        self.num_sequences = num_held_out if held_out else total - num_held_out
+        if self.num_sequences < 1:
             raise UserError(
                 f"{name} has {tokens.num_tokens} tokens, too few for {'validation' if held_out else 'training'} sequences of "
-                f"training.seq_len = {seq_len}" + (f" with one in {self.period} held out" if self.period else "")
+                f"training.seq_len = {seq_len}" + (f" with one in {holdout_every} held out" if holdout_every else "")
             )
 
     def read(self, indices: Numbers) -> tuple[Numbers, Flags | None]:
-        """Windows of seq_len + 1 tokens (N, T + 1), and which of them are learnt."""
-        if self.held_out and self.period:
-            indices = indices * self.period + self.period - 1
-        elif self.period:
-            indices = indices + indices // (self.period - 1)
+        """Returns sequences of `seq_len` + 1 tokens (N, T + 1) and their loss mask."""
+        if self.held_out and self.holdout_every:
+            indices = indices * self.holdout_every + self.holdout_every - 1
+        elif self.holdout_every:
+            indices = indices + indices // (self.holdout_every - 1)
         starts, length = indices * self.seq_len, self.seq_len + 1
         return self.tokens.read(starts, length), self.tokens.loss_mask(starts, length)
 
 
 class ShuffledMixture:
-    """Windows of one or more rows of tokens in an endless order, each row's once an epoch of its own."""
+    """An unbounded, shuffled stream over packed datasets, each with its own epochs. Any step can be read at any time."""
 
     def __init__(
-        self,
-        parts: Sequence[PackedDataset],
-        weights: Sequence[float] = (1.0,),
-        *,
-        seed: int,
-        global_batch_size: int,
+        self, datasets: Sequence[PackedDataset], weights: Sequence[float] = (1.0,), *, seed: int, global_batch_size: int
     ) -> None:
-        self.parts = parts
-        self.seq_len = parts[0].seq_len
+        self.datasets = datasets
+        self.seq_len = datasets[0].seq_len
         self.global_batch_size = global_batch_size
-        # The first keeps the plain seed: a mixture of one is no mixture.
-        self.seeds = [seed + number * 0x9E3779B9 for number in range(len(parts))]
+        # The first dataset keeps the plain seed, so a mixture of one equals that dataset alone.
+        self.seeds = [seed + number * 0x9E3779B9 for number in range(len(datasets))]
         self.mixture = Mixture(weights, seed)
-        self._known: tuple[tuple[int, range], tuple[Numbers, Numbers, Numbers]] | None = None
+        self._scheduled_for: tuple[int, range] | None = None
 
     @property
     def num_distinct(self) -> int:
-        """How many of the first global batches have no window twice; at least one."""
-        reached = [part.count * sum(self.mixture.counts) // share for part, share in self._shared]
-        return max(1, min(reached) // self.global_batch_size)
+        """Number of global batches before a sequence repeats, at least 1."""
+        before_repeat = [data.num_sequences / share for data, share in zip(self.datasets, self.shares, strict=True)]
+        return max(1, int(min(before_repeat)) // self.global_batch_size)
+
+    @property
+    def shares(self) -> list[float]:
+        """Fraction of the sequences that come from each dataset."""
+        return [count / sum(self.mixture.counts) for count in self.mixture.counts]
 
     def epochs(self, steps: int) -> list[float]:
-        """How often each part is read in so many steps."""
-        total = steps * self.global_batch_size / sum(self.mixture.counts)
-        return [total * share / part.count for part, share in self._shared]
+        """Returns how many epochs of each dataset `steps` steps read."""
+        total = steps * self.global_batch_size
+        return [total * share / data.num_sequences for data, share in zip(self.datasets, self.shares, strict=True)]
 
     def describe(self, steps: int) -> str:
-        found = [f"{part.tokens.num_tokens:,} tokens" for part in self.parts]
-        if len(found) > 1:
-            shares = [share / sum(self.mixture.counts) for share in self.mixture.counts]
-            found = [
-                f"{part.name} {share:.0%}, {text}" for part, share, text in zip(self.parts, shares, found, strict=True)
-            ]
-        each = zip(found, self.epochs(steps), strict=True)
-        return "; ".join(
-            f"{text} read {epochs:.2g} time{'' if f'{epochs:.2g}' == '1' else 's'}" for text, epochs in each
-        )
+        parts = []
+        for dataset, share, epochs in zip(self.datasets, self.shares, self.epochs(steps), strict=True):
+            prefix = f"{dataset.name} {share:.0%}, " if len(self.datasets) > 1 else ""
+            plural = "" if f"{epochs:.2g}" == "1" else "s"
+            parts.append(f"{prefix}{dataset.tokens.num_tokens:,} tokens read {epochs:.2g} time{plural}")
+        return "; ".join(parts)
 
-    def begin(self, position: list[Any] | None) -> None:
-        pass
-
-    def rows(self, step: int, mine: range) -> SequenceBatch:
-        numbers, stream, windows = (found[(step - 1) % FORESEEN] for found in self._order((step - 1) // FORESEEN, mine))
-        if len(self.parts) == 1:
-            return SequenceBatch(numbers, *self.parts[0].read(windows))
-        tokens = np.empty((len(numbers), self.seq_len + 1), np.int64)
-        loss_mask: Flags | None = None
-        for number, part in enumerate(self.parts):
-            there = np.flatnonzero(stream == number)
-            if not len(there):
-                continue
-            tokens[there], flags = part.read(windows[there])
-            if flags is not None:
-                loss_mask = np.ones(tokens.shape, bool) if loss_mask is None else loss_mask
-                loss_mask[there] = flags
-        return SequenceBatch(numbers, tokens, loss_mask)
-
-    def _order(self, block: int, mine: range) -> tuple[Numbers, Numbers, Numbers]:
-        """For each of some steps (S, N): the numbers of this rank's sequences, from which part each is, and which window there.
-        Of several steps at once: of one, with few sequences, it would take longer than to read them."""
-        if self._known is None or self._known[0] != (block, mine):
-            steps = np.arange(block * FORESEEN, (block + 1) * FORESEEN)[:, None]
-            numbers = steps * self.global_batch_size + np.array(mine)
-            stream, places = self.mixture.pick(numbers.ravel())
-            windows = np.empty_like(places)
-            for number, part in enumerate(self.parts):
-                there = stream == number
-                windows[there] = epochs(places[there], part.count, self.seeds[number])
-            self._known = (block, mine), (numbers, stream.reshape(numbers.shape), windows.reshape(numbers.shape))
-        return self._known[1]
+    def begin(self, position: Position | None) -> None:
+        """Does nothing: the step number is the only state."""
 
     def position(self) -> None:
         return None
 
-    @property
-    def _shared(self) -> list[tuple[PackedDataset, int]]:
-        return list(zip(self.parts, self.mixture.counts, strict=True))
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        block, offset = divmod(step - 1, SCHEDULED_STEPS)
+        if self._scheduled_for != (block, rows):
+            self._schedule(block, rows)
+        sequence_ids, sources, indices = (values[offset] for values in self._scheduled)
+        if len(self.datasets) == 1:
+            return SequenceBatch(sequence_ids, *self.datasets[0].read(indices))
+        tokens = np.empty((len(rows), self.seq_len + 1), np.int64)
+        loss_mask = np.ones(tokens.shape, bool)
+        masked = False
+        for source in np.unique(sources).tolist():
+            selected = sources == source
+            tokens[selected], flags = self.datasets[source].read(indices[selected])
+            if flags is not None:
+                loss_mask[selected] = flags
+                masked = True
+        return SequenceBatch(sequence_ids, tokens, loss_mask if masked else None)
+
+    def _schedule(self, block: int, rows: range) -> None:
+        """Chooses the sequences of a block of steps: their ids, source datasets and indices there, (S, N) each.
+
+        One call for many steps, because for a few sequences numpy's call overhead exceeds the time to read them."""
+        steps = np.arange(block * SCHEDULED_STEPS, (block + 1) * SCHEDULED_STEPS)[:, None]
+        sequence_ids = steps * self.global_batch_size + np.array(rows)
+        sources, offsets = self.mixture.pick(sequence_ids.ravel())
+        indices = np.empty_like(offsets)
+        for source, dataset in enumerate(self.datasets):
+            selected = sources == source
+            indices[selected] = shuffled_epochs(offsets[selected], dataset.num_sequences, self.seeds[source])
+        self._scheduled_for = (block, rows)
+        self._scheduled = sequence_ids, sources.reshape(sequence_ids.shape), indices.reshape(sequence_ids.shape)
 
 
 def document_ids_and_positions(tokens: Numbers, separator: Separator) -> tuple[Numbers, Numbers]:
-    """For tokens (N, T): which document of its window each belongs to, and its place in it."""
-    begins = tokens == separator.token
+    """Returns the document index of each token in its sequence and its position in that document (N, T)."""
+    starts = tokens == separator.token
     if separator.closes:
-        begins[:, 1:] = begins[:, :-1]
-    begins[:, 0] = False
-    places = np.arange(tokens.shape[1])
-    return begins.cumsum(1), places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        starts[:, 1:] = starts[:, :-1]
+    starts[:, 0] = False
+    offsets = np.arange(tokens.shape[1])
+    return starts.cumsum(1), offsets - np.maximum.accumulate(np.where(starts, offsets, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Where a run's tokens come from, as its recipe says. No torch."""
+"""The data sources that a recipe names. Imports no torch, except to stream text."""
 
 import hashlib
 import json
@@ -16,25 +16,24 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Data
 from titanlike.data.packed_dataset import BatchSource, InMemoryTokens, PackedDataset, ShuffledMixture, TokenArray
 from titanlike.data.prepare.prepare import prepare
-from titanlike.data.stream import Stream
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.files import File, is_address, list_files, local_file
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
+from titanlike.data.token_shards import FORMAT, MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import cache_folder
 
-SYNTHETIC_TOKENS = 4_000_000  # enough that batches differ, made in a moment
-MUCH_TEXT = 200_000_000  # bytes that one process makes into tokens in a minute or so
+SYNTHETIC_TOKENS = 4_000_000
+LARGE_TEXT = 200_000_000  # bytes that one process tokenizes in about a minute
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run reads."""
+    """The data of a run."""
 
     training: BatchSource
     validation: ShuffledMixture | None
-    fingerprint: str  # tells this data from any other: saved with a run, and compared when it is resumed
+    fingerprint: str  # identifies the training data; a resume compares it with the checkpoint's
 
 
 def open_sources(
@@ -45,124 +44,124 @@ def open_sources(
     global_batch_size: int,
     seed: int,
     validate: bool,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> Sources:
-    """Open what the recipe names. Text that is made into tokens first may take a while, and `tell` is told."""
-    shuffle = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
-    places, weights = places_of(section)
-    held_out: ShuffledMixture | None = None
-    prints: list[str]
+    """Opens the training data and, with `validate`, the validation data. Text is tokenized first unless the cache has it."""
+    mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
+    paths, weights = _paths_and_weights(section)
     training: BatchSource
+    validation: ShuffledMixture | None = None
     if section.source == "stream":
-        files = [list_files(place) for place in places]
-        prints = [_print_of(each) for each in files] + [tokenizer.fingerprint, section.text_field, section.prompt_field]
+        from titanlike.data.stream import Stream  # imports torch
+
+        files = [list_files(path) for path in paths]
+        fingerprints = [_fingerprint(each) for each in files]
+        fingerprints += [tokenizer.fingerprint, section.text_field, section.prompt_field]
         training = Stream(
             files, weights, tokenizer, fields=_fields(section), seq_len=seq_len, workers=section.workers,
             skip_bad=section.bad_records == "skip", seed=seed, global_batch_size=global_batch_size,
         )  # fmt: skip
     else:
-        rows = [_row(section, place, tokenizer, TRAIN, tell) for place in places]
-        prints = [row.fingerprint for row in rows]
-        apart = [_validation_row(row) for row in rows]
-        every = 0 if section.validation_path or any(apart) else section.holdout_every
-        windows = [
-            PackedDataset(row, seq_len, holdout_every=every, name=name) for row, name in zip(rows, places, strict=True)
-        ]
-        training = shuffle(windows, weights)
+        arrays = [_open_training(section, path, tokenizer, log) for path in paths]
+        fingerprints = [array.fingerprint for array in arrays]
+        splits = [_validation_split(array) for array in arrays]
+        every = 0 if section.validation_path or any(splits) else section.holdout_every
+        pack = partial(PackedDataset, seq_len=seq_len, holdout_every=every)
+        training = mix([pack(array, name=path) for array, path in zip(arrays, paths, strict=True)], weights)
         if validate and not section.validation_path:
-            if not any(apart) and not every:
+            if not any(splits) and not every:
                 raise UserError(
-                    f"validation.interval is set, but {places[0]} has no validation split, and data.holdout_every = 0; set "
+                    f"validation.interval is set, but {paths[0]} has no validation split, and data.holdout_every = 0; set "
                     "that, data.validation_path, or validation.interval = 0"
                 )
-            # Of a mixture, parts without a split of their own are not validated.
-            parts = [
-                (PackedDataset(own or row, seq_len, held_out=own is None, holdout_every=every, name=name), weight)
-                for row, own, name, weight in zip(rows, apart, places, weights, strict=True)
-                if own or every
-            ]
-            held_out = shuffle([part for part, _ in parts], [weight for _, weight in parts])
+            # Datasets of a mixture without a validation split are not validated.
+            held_out = {
+                pack(split or array, held_out=split is None, name=path): weight
+                for array, split, path, weight in zip(arrays, splits, paths, weights, strict=True)
+                if split or every
+            }
+            validation = mix(list(held_out), list(held_out.values()))
     if validate and section.validation_path:
-        row = _row(section, section.validation_path, tokenizer, VALIDATION, tell)
-        held_out = shuffle([PackedDataset(row, seq_len, name=section.validation_path)])
-    if len(prints) > 1:
-        prints = [hashlib.sha256(json.dumps([prints, weights]).encode()).hexdigest()[:16]]
-    return Sources(training, held_out, prints[0])
+        array = _open_validation(section, tokenizer, log)
+        validation = mix([PackedDataset(array, seq_len, name=section.validation_path)])
+    if len(fingerprints) > 1:
+        fingerprints = [_hash([fingerprints, weights])]
+    return Sources(training, validation, fingerprints[0])
 
 
-def places_of(section: Data) -> tuple[list[str], list[float]]:
-    """The paths or addresses that are read, and the share of each."""
+def check_shards(path: str, recipe: PretrainRecipe) -> None:
+    """Refuses local shards that are incomplete or belong to another tokenizer."""
+    if not is_address(path):
+        manifest = Shards(path).manifest
+        _check_tokenizer(path, manifest, build_tokenizer(recipe.tokenizer, recipe.model.vocab_size))
+
+
+def _check_tokenizer(path: str, manifest: Manifest, tokenizer: Tokenizer) -> None:
+    recorded = manifest.tokenizer
+    if recorded["fingerprint"] == tokenizer.fingerprint:
+        return
+    differing = [
+        f"tokenizer.{key} = {json.dumps(recorded[key])}, not {json.dumps(getattr(tokenizer.section, key))}"
+        for key in ("encoding", "special", "eos", "bos")
+        if key in recorded and recorded[key] != getattr(tokenizer.section, key)
+    ]
+    raise UserError(
+        f"{path} was made with another tokenizer (fingerprint {recorded['fingerprint']}, this one "
+        f"{tokenizer.fingerprint}): "
+        + ("; ".join(differing) or "its file has changed; restore that file, or prepare the data again")
+    )
+
+
+def _paths_and_weights(section: Data) -> tuple[list[str], list[float]]:
     if section.mixture:
         return list(section.mixture), list(section.weights or [1.0] * len(section.mixture))
     return [section.path or section.source], [1.0]
 
 
-def check_shards(place: str, recipe: PretrainRecipe) -> None:
-    """Refuse shards that are here and are not whole, or not of the recipe's tokenizer."""
-    if not is_address(place):
-        Shards(place)
-        _check_made_by(read_manifest(place), place, build_tokenizer(recipe.tokenizer, recipe.model.vocab_size))
+def _open_training(section: Data, path: str, tokenizer: Tokenizer, log: Callable[[str], None]) -> TokenArray:
+    if section.source == "synthetic":
+        drawn = np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS, dtype=tokenizer.dtype)
+        return InMemoryTokens(drawn)
+    if section.source == "shards":
+        _check_tokenizer(path, read_manifest(path), tokenizer)
+        return Shards(path)
+    files = stdlib_files() if section.source == "python_stdlib" else list_files(path)
+    return Shards(str(_tokenize(files, section, tokenizer, path, log)))
 
 
-def _check_made_by(manifest: Manifest, place: str, tokenizer: Tokenizer) -> None:
-    made_by = manifest.tokenizer
-    if made_by["fingerprint"] != tokenizer.fingerprint:
-        keys = ("encoding", "special", "eos", "bos")
-        differing = [
-            f"tokenizer.{key} = {json.dumps(made_by[key])}, not {json.dumps(getattr(tokenizer.section, key))}"
-            for key in keys
-            if key in made_by and made_by[key] != getattr(tokenizer.section, key)
-        ]
-        raise UserError(
-            f"{place} was made with another tokenizer (fingerprint {made_by['fingerprint']}, this one {tokenizer.fingerprint}): "
-            + ("; ".join(differing) or "one of the same name; bring that file back, or prepare the data again")
-        )
+def _open_validation(section: Data, tokenizer: Tokenizer, log: Callable[[str], None]) -> TokenArray:
+    """Opens `data.validation_path`, which may name shards or text whatever `data.source` is."""
+    path = section.validation_path
+    if not _has_manifest(path):
+        return Shards(str(_tokenize(list_files(path), section, tokenizer, path, log)))
+    manifest = read_manifest(path)
+    _check_tokenizer(path, manifest, tokenizer)
+    return Shards(path, VALIDATION if manifest.splits.get(VALIDATION) else TRAIN)
 
 
-def _row(section: Data, place: str, tokenizer: Tokenizer, split: str, tell: Callable[[str], None]) -> TokenArray:
-    """The tokens of one place. What is named for validation may be shards or text, whatever the training reads."""
-    if section.source == "synthetic" and split == TRAIN:
-        return _synthetic(tokenizer)
-    named_apart = split == VALIDATION
-    if _has_manifest(place) if named_apart else section.source == "shards":
-        manifest = read_manifest(place)
-        _check_made_by(manifest, place, tokenizer)
-        # A folder that was prepared for validation alone has but one split.
-        return Shards(place, VALIDATION if named_apart and manifest.splits.get(VALIDATION) else TRAIN)
-    files = stdlib_files() if section.source == "python_stdlib" and not named_apart else list_files(place)
-    return Shards(str(_prepared(files, section, tokenizer, place, tell)))
+def _validation_split(array: TokenArray) -> Shards | None:
+    if isinstance(array, Shards) and array.manifest.splits.get(VALIDATION):
+        return Shards(array.path, VALIDATION)
+    return None
 
 
-def _synthetic(tokenizer: Tokenizer) -> InMemoryTokens:
-    drawn = np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS, dtype=tokenizer.dtype)
-    return InMemoryTokens(drawn)
-
-
-def _has_manifest(place: str) -> bool:
-    if not is_address(place):
-        return Path(place, MANIFEST).exists()
+def _has_manifest(path: str) -> bool:
+    if not is_address(path):
+        return Path(path, MANIFEST).exists()
     try:
-        read_manifest(place)
+        return bool(read_manifest(path))
     except UserError:
         return False
-    return True
 
 
-def _validation_row(row: TokenArray) -> TokenArray | None:
-    """The split for validation, where the data has one."""
-    apart = isinstance(row, Shards) and row.manifest.splits.get(VALIDATION)
-    return Shards(row.path, VALIDATION) if isinstance(row, Shards) and apart else None
-
-
-def _prepared(
-    files: Sequence[File], section: Data, tokenizer: Tokenizer, place: str, tell: Callable[[str], None]
+def _tokenize(
+    files: Sequence[File], section: Data, tokenizer: Tokenizer, path: str, log: Callable[[str], None]
 ) -> Path:
-    """Text made into shards in the cache, by the first of the processes that want it, or found there."""
+    """Returns the shards of some text in the cache. The first process that needs them writes them; the others wait."""
     fields = _fields(section)
     known = [[file.name, file.size, file.version] for file in files]
-    key = json.dumps([known, asdict(fields), section.bad_records, tokenizer.fingerprint])
     folder = cache_folder(section.cache) / "tokens"
-    out = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    out = folder / _hash([FORMAT, known, asdict(fields), section.bad_records, tokenizer.fingerprint])
     size = sum(file.size for file in files)
     try:
         while not (out / MANIFEST).exists():
@@ -173,16 +172,16 @@ def _prepared(
                 continue
             try:
                 if not (out / MANIFEST).exists():
-                    if size > MUCH_TEXT:
-                        tell(
-                            f"{place}: {size / 2**30:.2f} GiB of text; `titanlike data prepare` uses every core, and once"
+                    if size > LARGE_TEXT:
+                        log(
+                            f"{path}: {size / 2**30:.2f} GiB of text; `titanlike data prepare` tokenizes it once, on all cores"
                         )
                     prepare(files, out, tokenizer.section, fields=fields, bad=section.bad_records, workers=0)
             finally:
                 lock.release()
     except OSError as error:
         raise UserError(
-            f"{folder} cannot hold the tokens of {place}: {error.strerror}; set data.cache to a folder"
+            f"{folder} cannot store the tokens of {path}: {error.strerror}; set data.cache to a writable folder"
         ) from None
     return out
 
@@ -191,20 +190,23 @@ def _fields(section: Data) -> Fields:
     return Fields(section.text_field, section.prompt_field)
 
 
-def _print_of(files: Sequence[File]) -> str:
-    """Tells files from others by their names and sizes: where they lie together does not matter."""
+def _hash(values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _fingerprint(files: Sequence[File]) -> str:
+    """Identifies files by size and name below their common folder, so that the folder may move."""
     names = [file.name.split("/") for file in files]
     same = next((n for n, parts in enumerate(zip(*names, strict=False)) if len(set(parts)) > 1), len(names[0]) - 1)
-    known = [["/".join(name[same:]), file.size] for name, file in zip(names, files, strict=True)]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+    return _hash([["/".join(name[same:]), file.size] for name, file in zip(names, files, strict=True)])
 
 
 def stdlib_files() -> list[File]:
-    """The source of Python's own library."""
+    """Lists the source files of Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
-    apart = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    paths = []
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    paths: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in apart]  # site-packages may have a hundred thousand files
+        folders[:] = [name for name in folders if name not in skipped]  # site-packages may have 100,000 files
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     return [local_file(path) for path in sorted(paths)]

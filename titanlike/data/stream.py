@@ -1,34 +1,40 @@
-"""Text that is read and made into tokens while the run goes on, from files here or far away. No torch.
+"""Text that is tokenized while training, from local or remote files.
 
-The rows of a global batch are served by **lanes**, each of which reads files of its own, for ever: as many as divide the batch
-and as there are files for. So which row has which text depends on the recipe and the files alone, and a rank reads the lanes
-of its rows and no others. A lane can say where it is in its files in a few numbers, and go on from there.
+**Readers** serve the rows of each global batch. A reader owns a share of the files and a fixed set of rows, so the text of a row
+depends on the recipe and the files alone; a rank runs the readers of its rows. The number of readers is the largest divisor of
+the global batch size for which each reader has a file. Readers are `torchdata.nodes`: the state of one is a few numbers, from
+which it resumes exactly, on any rank.
 """
 
 import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
 import numpy as np
+from torchdata.nodes import BaseNode
 
 from titanlike.config import UserError
-from titanlike.data.packed_dataset import Flags, SequenceBatch
+from titanlike.data.packed_dataset import Flags, Position, SequenceBatch
 from titanlike.data.shuffle import Mixture, Numbers, shuffled
 from titanlike.data.text.documents import BadRecord, Document, Fields, read_documents
 from titanlike.data.text.files import File
 from titanlike.data.text.tokenizer import Tokenizer
 from titanlike.utils.counter_rng import derive_seed
 
-BLOCK = 256  # records that are shuffled among each other: what is read again, at most, to go on from a position
+BLOCK = 256  # records that are shuffled together: the most that a resumed reader reads again
 MAX_READERS = 64
-SHOWN = 5  # bad records of a file that are told one by one
+MAX_WARNINGS = 5  # bad records of a file that are reported individually
+
+State = dict[str, Any]
+Packed = tuple[Numbers, Flags]  # tokens and loss mask
 
 
 class Cursor(NamedTuple):
-    """Where a token is: the epoch, the file and the document in the orders of that epoch, and how far into the document."""
+    """Position of a token. File and document are indices into the shuffled order of the epoch."""
 
     epoch: int = 0
     file: int = 0
@@ -38,7 +44,7 @@ class Cursor(NamedTuple):
 
 
 class Stream:
-    """Sequences of the endless text of files, of one or more sources mixed by weight."""
+    """Sequences of one or more sources of text files, mixed by weight."""
 
     def __init__(
         self,
@@ -55,178 +61,167 @@ class Stream:
     ) -> None:
         self.seq_len = seq_len
         self.sources = sources
-        few = min([MAX_READERS, *map(len, sources)])
-        self.num_readers = max(number for number in range(1, few + 1) if global_batch_size % number == 0)
-        self.rows_per_reader = global_batch_size // self.num_readers
+        self.weights = weights
+        self.seed = seed
         self.global_batch_size = global_batch_size
-        self._readers: dict[int, _Reader] = {}
-        self._positions: dict[int, tuple[int, list[Cursor]]] = {}
         self.workers = workers
-
-        def reader(number: int) -> _Reader:
-            texts = [
-                _Text(
-                    files[number :: self.num_readers],
-                    tokenizer,
-                    fields,
-                    derive_seed(seed, f"source {source}"),
-                    skip_bad,
-                )
-                for source, files in enumerate(sources)
-            ]
-            return _Reader(texts, Mixture(weights, derive_seed(seed, f"lane {number}")), seq_len)
-
-        self._make_reader = reader
+        most = min([MAX_READERS, *map(len, sources)])
+        self.num_readers = max(number for number in range(1, most + 1) if global_batch_size % number == 0)
+        self.rows_per_reader = global_batch_size // self.num_readers
+        self._open_text = partial(PackedText, tokenizer=tokenizer, fields=fields, seq_len=seq_len, skip_bad=skip_bad)
+        self._readers: dict[int, Reader] = {}
+        self._resumed: dict[int, State] = {}
 
     def describe(self, steps: int) -> str:
         files = [file for source in self.sources for file in source]
         size = sum(file.size for file in files)
-        return f"{len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes, lanes: {self.num_readers}"
+        return f"{len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes, readers: {self.num_readers}"
 
-    def begin(self, position: list[Any] | None) -> None:
-        for number, taken, places in position or ():
-            self._positions[number] = taken, [Cursor(*place) for place in places]
+    def begin(self, position: Position | None) -> None:
+        self._resumed = dict(position or ())
 
-    def rows(self, step: int, mine: range) -> SequenceBatch:
-        """These rows of the global batch. Steps follow one another."""
-        numbers = range(mine.start // self.rows_per_reader, (mine.stop - 1) // self.rows_per_reader + 1)
-
-        def make(number: int) -> tuple[Numbers, Flags]:
-            return self._reader(number, step).take(self.rows_per_reader)
-
-        if self.workers > 1 and len(numbers) > 1:
-            # Lanes are independent of each other, and both reading and the tokenizer let other threads run.
-            with ThreadPool(min(self.workers, len(numbers))) as pool:
-                made = pool.map(make, numbers, chunksize=1)
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        """Returns these rows of the global batch. Steps must be read in order."""
+        first = rows.start // self.rows_per_reader
+        readers = [self._reader(number) for number in range(first, (rows.stop - 1) // self.rows_per_reader + 1)]
+        expected = (step - 1) * self.rows_per_reader
+        assert all(reader.num_read == expected for reader in readers), "a stream is read in the order of the steps"
+        if self.workers > 1 and len(readers) > 1:
+            # torchdata's ParallelMapper is not used: its threads call torch.set_num_threads(1), which also applies to every
+            # thread that torch starts later, and to the main thread if it has not computed yet.
+            with ThreadPool(min(self.workers, len(readers))) as pool:
+                packed = pool.map(next, readers, chunksize=1)
         else:
-            made = [make(number) for number in numbers]
-        start = mine.start - numbers.start * self.rows_per_reader
-        wanted = slice(start, start + len(mine))
-        loss_mask = np.concatenate([flags for _, flags in made])[wanted]
-        return SequenceBatch(
-            numbers=np.array(mine, np.int64) + (step - 1) * self.global_batch_size,
-            tokens=np.concatenate([tokens for tokens, _ in made])[wanted],
-            loss_mask=None if loss_mask.all() else loss_mask,
-        )
+            packed = [next(reader) for reader in readers]
+        start = rows.start - first * self.rows_per_reader
+        tokens, loss_mask = (np.concatenate(part)[start : start + len(rows)] for part in zip(*packed, strict=True))
+        sequence_ids = np.array(rows, np.int64) + (step - 1) * self.global_batch_size
+        return SequenceBatch(sequence_ids, tokens, None if loss_mask.all() else loss_mask)
 
-    def position(self) -> list[Any]:
-        """Where each lane that this rank reads is: its number, the sequences it has given, and a place in each source."""
-        return [
-            [number, reader.taken, [list(text.place) for text in reader.texts]]
-            for number, reader in self._readers.items()
-        ]
+    def position(self) -> Position:
+        """Returns the number and the state of each reader of this rank."""
+        return [[number, reader.state_dict()] for number, reader in self._readers.items()]
 
-    def _reader(self, number: int, step: int) -> "_Reader":
+    def _reader(self, number: int) -> "Reader":
         if number not in self._readers:
-            reader = self._readers[number] = self._make_reader(number)
-            if number in self._positions:
-                reader.taken, places = self._positions[number]
-                for text, place in zip(reader.texts, places, strict=True):
-                    text.begin(place)
-        reader = self._readers[number]
-        assert reader.taken == (step - 1) * self.rows_per_reader, "a stream is read one step after the other"
-        return reader
+            texts = [
+                self._open_text(files[number :: self.num_readers], seed=derive_seed(self.seed, f"source {source}"))
+                for source, files in enumerate(self.sources)
+            ]
+            mixture = Mixture(self.weights, derive_seed(self.seed, f"lane {number}"))
+            reader = self._readers[number] = Reader(texts, mixture, self.rows_per_reader)
+            reader.reset(self._resumed.get(number))
+        return self._readers[number]
 
 
-class _Reader:
-    """What serves some rows of each batch."""
+class Reader(BaseNode[Packed]):
+    """Yields the rows that one reader contributes to each step: tokens (N, T + 1) and their loss mask."""
 
-    def __init__(self, texts: "list[_Text]", mixture: Mixture, seq_len: int) -> None:
-        self.texts, self.mixture, self.seq_len = texts, mixture, seq_len
-        self.taken = 0
+    def __init__(self, texts: "Sequence[PackedText]", mixture: Mixture, rows_per_step: int) -> None:
+        super().__init__()
+        self.texts, self.mixture, self.rows_per_step = texts, mixture, rows_per_step
 
-    def take(self, count: int) -> tuple[Numbers, Flags]:
-        """The next sequences (count, T + 1), and which of their tokens are learnt."""
-        chosen, _ = self.mixture.pick(np.arange(self.taken, self.taken + count))
-        made = [self.texts[number].take(self.seq_len) for number in chosen.tolist()]
-        self.taken += count
-        tokens, loss_mask = (np.stack(each) for each in zip(*made, strict=True))
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        self.num_read = initial_state["num_read"] if initial_state else 0
+        for index, text in enumerate(self.texts):
+            text.reset(initial_state["texts"][index] if initial_state else None)
+
+    def next(self) -> Packed:
+        sources, _ = self.mixture.pick(np.arange(self.num_read, self.num_read + self.rows_per_step))
+        rows = [next(self.texts[source]) for source in sources.tolist()]
+        self.num_read += self.rows_per_step
+        tokens, loss_mask = (np.stack(part) for part in zip(*rows, strict=True))
         return tokens, loss_mask
 
+    def get_state(self) -> State:
+        return {"num_read": self.num_read, "texts": [text.state_dict() for text in self.texts]}
 
-class _Text:
-    """The tokens of some files, for ever: each epoch has the files, and records near each other, in an order of its own."""
 
-    def __init__(self, files: Sequence[File], tokenizer: Tokenizer, fields: Fields, seed: int, skip_bad: bool) -> None:
-        self.files, self.tokenizer, self.fields, self.seed = files, tokenizer, fields, seed
-        self.skip_bad = skip_bad
-        self.bad: dict[str, _Bad] = {}  # by the name of the file
-        self.begin(Cursor())
+class PackedText(BaseNode[Packed]):
+    """Yields packed sequences of an unbounded stream over files: tokens (T + 1,) and their loss mask.
 
-    def begin(self, place: Cursor) -> None:
-        """Go on from a place."""
-        self.place = place
-        self._documents = self._read(place)
-        self._waiting: deque[tuple[Cursor, Numbers, int]] = deque()  # place, tokens, how many of them are given
-        self._num_waiting = -place.token  # of the first document, so many have been taken already
+    Each epoch visits the files in a new order and shuffles the records of each block. The last token of a sequence is the
+    first of the next.
+    """
 
-    def take(self, length: int) -> tuple[Numbers, Flags]:
-        """The next tokens, and one more, which the next call gives again."""
-        while self._num_waiting <= length:
-            place, document = next(self._documents)
-            found, given = self.tokenizer.document(document.text, document.prompt)
-            self._waiting.append((place, found.astype(np.int64), given))
-            self._num_waiting += len(found)
-        tokens, loss_mask = np.empty(length + 1, np.int64), np.ones(length + 1, bool)
-        filled, start = 0, self.place.token
-        for _, piece, given in self._waiting:
-            part = piece[start : start + length + 1 - filled]
-            tokens[filled : filled + len(part)] = part
-            loss_mask[filled : filled + min(max(given - start, 0), len(part))] = False
-            filled, start = filled + len(part), 0
-            if filled > length:
-                break
-        self._num_waiting -= length
-        self._forget(self.place.token + length)
-        return tokens, loss_mask
+    def __init__(
+        self, files: Sequence[File], *, tokenizer: Tokenizer, fields: Fields, seq_len: int, seed: int, skip_bad: bool
+    ) -> None:
+        super().__init__()
+        self.files, self.tokenizer, self.fields = files, tokenizer, fields
+        self.seq_len, self.seed, self.skip_bad = seq_len, seed, skip_bad
+        self.warnings: dict[str, _Warnings] = {}  # by file name
 
-    def _forget(self, start: int) -> None:
-        """Let go of what has been taken: the next token is the one at `start`, counted from what waits first."""
-        while start >= len(self._waiting[0][1]):
-            start -= len(self._waiting.popleft()[1])
-        self.place = self._waiting[0][0]._replace(token=start)
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        self._cursor = Cursor(*initial_state["cursor"]) if initial_state else Cursor()
+        self._documents = self._read(self._cursor)
+        self._pending: deque[tuple[Cursor, Numbers, Flags]] = deque()  # documents, without the tokens already yielded
 
-    def _read(self, place: Cursor) -> Iterator[tuple[Cursor, Document]]:
-        """Documents from that of `place` on."""
-        epoch, first_file, first_block, first_document, _ = place
+    def get_state(self) -> State:
+        return {"cursor": list(self._cursor)}
+
+    def next(self) -> Packed:
+        length = self.seq_len + 1
+        num_pending = sum(len(tokens) for _, tokens, _ in self._pending)
+        while num_pending < length:
+            cursor, document = next(self._documents)
+            ids, num_prompt = self.tokenizer.document(document.text, document.prompt)
+            tokens = ids[cursor.token :].astype(np.int64)
+            self._pending.append((cursor, tokens, np.arange(cursor.token, len(ids)) >= num_prompt))
+            num_pending += len(tokens)
+        packed = [np.concatenate([each[part][:length] for each in self._pending])[:length] for part in (1, 2)]
+        remaining = self.seq_len
+        while remaining >= len(self._pending[0][1]):
+            remaining -= len(self._pending.popleft()[1])
+        cursor, tokens, loss_mask = self._pending[0]
+        self._cursor = cursor._replace(token=cursor.token + remaining)
+        self._pending[0] = self._cursor, tokens[remaining:], loss_mask[remaining:]
+        return packed[0], packed[1]
+
+    def _read(self, start: Cursor) -> Iterator[tuple[Cursor, Document]]:
+        """Yields documents, the first of them at `start`."""
+        epoch, first_file, first_block, first_document, token = start
         while True:
             order = shuffled(np.arange(len(self.files)), len(self.files), derive_seed(self.seed, f"epoch {epoch}"))
-            found = False
+            empty = True
             for number in range(first_file, len(self.files)):
                 file = self.files[int(order[number])]
                 for block, documents in self._blocks(file, first_block):
                     seed = derive_seed(self.seed, f"{epoch} {order[number]} {block}")
-                    mixed = shuffled(np.arange(len(documents)), len(documents), seed).tolist()
+                    permutation = shuffled(np.arange(len(documents)), len(documents), seed).tolist()
                     for index in range(first_document, len(documents)):
-                        found = True
-                        yield Cursor(epoch, number, block, index), documents[mixed[index]]
+                        empty = False
+                        yield Cursor(epoch, number, block, index, token), documents[permutation[index]]
+                        token = 0
                     first_document = 0
                 first_block = first_document = 0
-            if not found:
+            if empty:
                 names = ", ".join(file.name for file in self.files[:3])
-                raise UserError(f"{names}{' and others' if len(self.files) > 3 else ''}: there is no text in it")
+                raise UserError(f"{names}{' and others' if len(self.files) > 3 else ''}: no document found")
             epoch, first_file = epoch + 1, 0
 
     def _blocks(self, file: File, first: int) -> Iterator[tuple[int, list[Document]]]:
-        """The documents of a file, so many records at a time."""
-        bad = self.bad.setdefault(file.name, _Bad(file)) if self.skip_bad else None
+        """Yields the documents of a file in blocks of `BLOCK` records, from the block `first` on."""
+        bad = self.warnings.setdefault(file.name, _Warnings(file)) if self.skip_bad else None
         documents = read_documents(file, self.fields, first=first * BLOCK, bad=bad)
-        for block, some in itertools.groupby(documents, lambda document: document.record // BLOCK):
-            yield block, list(some)
+        for block, group in itertools.groupby(documents, lambda document: document.record // BLOCK):
+            yield block, list(group)
 
 
-class _Bad:
-    """Tells of the first bad records of a file, and that there are more."""
+class _Warnings:
+    """Prints the first bad records of a file, once each, and then one line for all others."""
 
     def __init__(self, file: File) -> None:
         self.file = file
         self.seen: set[str] = set()
 
     def __call__(self, problem: BadRecord) -> None:
-        if str(problem) in self.seen:  # read again, in the next epoch
+        if str(problem) in self.seen:  # a record of an earlier epoch
             return
         self.seen.add(str(problem))
-        if len(self.seen) <= SHOWN:
-            print(f"warning: left out: {problem}", file=sys.stderr, flush=True)
-        elif len(self.seen) == SHOWN + 1:
-            print(f"warning: left out: more of {self.file.name}", file=sys.stderr, flush=True)
+        if len(self.seen) <= MAX_WARNINGS:
+            print(f"warning: skipped {problem}", file=sys.stderr, flush=True)
+        elif len(self.seen) == MAX_WARNINGS + 1:
+            print(f"warning: skipped more records of {self.file.name}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What of a recipe's data and tokenizer cannot work, said before anything starts."""
+"""Checks of a recipe's data and tokenizer sections that need no torch."""
 
 import glob
 import os
@@ -8,68 +8,66 @@ from titanlike.config import PretrainRecipe, UserError
 
 
 def data_problems(recipe: PretrainRecipe) -> list[str]:
-    """What is wrong with the keys, whatever machine they are for."""
-    data, problems = recipe.data, []
-    if recipe.tokenizer.encoding == "bytes" and recipe.model.vocab_size < 257:
-        problems.append(
-            f"model.vocab_size = {recipe.model.vocab_size} is smaller than the tokenizer's 257 tokens; use 257 or more"
-        )
-    if data.holdout_every == 1:
-        problems.append("data.holdout_every = 1 holds everything out; use 2 or more, or 0 for nothing")
-    if recipe.validation.interval and not data.validation_path:
-        if data.source == "stream":
-            problems.append(
-                "validation.interval is set, but nothing is held out of a stream; set data.validation_path to shards or text, "
-                "or validation.interval = 0"
-            )
-        elif data.source != "shards" and not data.holdout_every:  # shards may have a split of their own
-            problems.append(
-                "validation.interval is set, but data.holdout_every = 0 holds nothing out; "
-                "set validation.interval = 0, or data.holdout_every = 50"
-            )
-    if data.mixture and data.source in ("python_stdlib", "synthetic"):
-        problems.append(
-            f"data.mixture is set, but data.source = '{data.source}' reads no paths; set data.source = 'shards'"
-        )
-    if data.mixture and data.path:
-        problems.append("data.path and data.mixture are both set; leave one of them out")
-    if data.weights and len(data.weights) != len(data.mixture):
-        problems.append(
-            f"data.weights has {len(data.weights)} numbers for the {len(data.mixture)} paths of data.mixture; give one each"
-        )
-    if data.source == "shards" and data.prompt_field:
-        problems.append(
-            "data.prompt_field is for text; shards have their prompts from `titanlike data prepare --prompt-field`"
-        )
-    return problems
+    """Returns the contradictions between keys, which are errors on any machine."""
+    data = recipe.data
+    holds_out = recipe.validation.interval > 0 and not data.validation_path
+    checks = [
+        (
+            recipe.tokenizer.encoding == "bytes" and recipe.model.vocab_size < 257,
+            f"model.vocab_size = {recipe.model.vocab_size} is smaller than the tokenizer's 257 tokens; use 257 or more",
+        ),
+        (
+            data.holdout_every == 1,
+            "data.holdout_every = 1 holds out every sequence; use 2 or more, or 0 to hold out none",
+        ),
+        (
+            holds_out and data.source == "stream",
+            "validation.interval is set, but nothing is held out of a stream; set data.validation_path to shards or text, "
+            "or validation.interval = 0",
+        ),
+        (
+            holds_out and data.source not in ("stream", "shards") and not data.holdout_every,  # shards may have a split
+            "validation.interval is set, but data.holdout_every = 0 holds out nothing; set validation.interval = 0, or "
+            "data.holdout_every = 50",
+        ),
+        (
+            data.mixture and data.source in ("python_stdlib", "synthetic"),
+            f"data.mixture is set, but data.source = '{data.source}' reads no paths; set data.source = 'shards'",
+        ),
+        (data.path and data.mixture, "data.path and data.mixture are both set; remove one of them"),
+        (
+            data.weights and len(data.weights) != len(data.mixture),
+            f"data.weights has {len(data.weights)} numbers for the {len(data.mixture)} paths of data.mixture; give one each",
+        ),
+        (
+            data.source == "shards" and data.prompt_field,
+            "data.prompt_field applies to text; for shards, use `titanlike data prepare --prompt-field`",
+        ),
+    ]
+    return [problem for is_wrong, problem in checks if is_wrong]
 
 
 def missing_data(recipe: PretrainRecipe) -> list[str]:
-    """What should be on this machine and is not, or is not what it should be."""
+    """Returns the data and tokenizer files that are missing on this machine or unusable."""
     data = recipe.data
-    read = data.source in ("text", "shards", "stream")
-    places = dict.fromkeys(data.mixture or (data.path,), "mixture" if data.mixture else "path") if read else {}
+    reads_paths = data.source in ("text", "shards", "stream")
+    keys = dict.fromkeys(data.mixture or (data.path,), "mixture" if data.mixture else "path") if reads_paths else {}
     if data.validation_path:
-        places[data.validation_path] = "validation_path"
-    problems = []
-    for place, key in places.items():
-        if "://" in place or Path(place).exists() or glob.glob(place, recursive=True):
-            continue
-        wanted = (
-            "a folder that `titanlike data prepare` has made"
-            if data.source == "shards"
-            else "a text file, a folder or a pattern"
-        )
-        problems.append(
-            f"data.{key} = {place!r} does not exist here; give {wanted}, or set data.source = 'synthetic' to run without data"
-        )
+        keys[data.validation_path] = "validation_path"
+    shards = data.source == "shards"
+    expected = "a folder made by `titanlike data prepare`" if shards else "a text file, a folder or a pattern"
+    problems = [
+        f"data.{key} = {path!r} does not exist; give {expected}, or set data.source = 'synthetic' to run without data"
+        for path, key in keys.items()
+        if "://" not in path and not Path(path).exists() and not glob.glob(path, recursive=True)
+    ]
     problems += _missing_tokenizer(recipe.tokenizer.encoding)
-    if data.source == "shards" and not problems:
-        from titanlike.data.sources import check_shards  # only here: it takes a moment
+    if shards and not problems:
+        from titanlike.data.sources import check_shards  # slow to import, and most recipes do not need it
 
-        for place in places:
+        for path in keys:
             try:
-                check_shards(place, recipe)
+                check_shards(path, recipe)
             except UserError as problem:
                 problems.append(str(problem))
     return problems
@@ -80,10 +78,10 @@ def _missing_tokenizer(encoding: str) -> list[str]:
         return []
     if os.sep in encoding:
         return [
-            f"tokenizer.encoding = {encoding!r}: there is no such file; put the tokenizer's rank file or tokenizer.json there, "
-            "or give the name of a tiktoken encoding such as 'gpt2', or 'bytes'"
+            f"tokenizer.encoding = {encoding!r}: no such file; give a tiktoken rank file or tokenizer.json, the name of a "
+            "tiktoken encoding such as 'gpt2', or 'bytes'"
         ]
-    from titanlike.data.text.tokenizer import check_name  # only here: most recipes do without what it imports
+    from titanlike.data.text.tokenizer import check_name  # slow to import, and most recipes do not need it
 
     try:
         check_name(encoding)

@@ -1,1 +1,1 @@
-"""The processes of a run: who they are, how they communicate, how they stop."""
+"""Processes of a job: launcher environment, process group, collectives, shutdown and the watchdog."""

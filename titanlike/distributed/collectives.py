@@ -1,4 +1,4 @@
-"""Collectives on plain tensors: sums over process groups, and all-gather and reduce-scatter that autograd can differentiate."""
+"""Collectives on plain tensors: all-reduce over process groups, and differentiable all-gather and reduce-scatter."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -15,7 +15,7 @@ _reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collect
 
 
 def all_reduce_sum(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The sum over one group of ranks after the other, in place, without the host waiting for it on a GPU."""
+    """Sums over each group in turn, in place. Does not synchronize a GPU with the host."""
     for group in groups:
         if group.size() > 1:
             dist.all_reduce(tensor, group=group)
@@ -23,21 +23,21 @@ def all_reduce_sum(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tenso
 
 
 def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's tensor, one after the other along `dim`. Each rank's gradient is the sum of what all make of its part."""
-    return _Gather.apply(tensor, dim, group)
+    """Concatenates the tensors of all ranks along `dim`. The backward pass reduce-scatters the gradient."""
+    return _AllGather.apply(tensor, dim, group)
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, of which each gets its share along `dim`. The gradient is that of all shares."""
-    return _ScatterSum.apply(tensor, dim, group)
+    """Sums over ranks and returns this rank's chunk along `dim`. The backward pass all-gathers the gradient."""
+    return _ReduceScatter.apply(tensor, dim, group)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The group of this name: compiled code keeps names."""
+    """Returns the process group with this name. Compiled code refers to groups by name."""
     return _resolve_process_group(cast(Any, name))
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter_no_grad(gradient, ctx.dim, ctx.group), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -66,6 +66,6 @@ def reduce_scatter_no_grad(tensor: Tensor, dim: int, group: dist.ProcessGroup) -
 
 def all_gather_no_grad(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """`all_gather` without a gradient."""
-    # Along the first dimension, then moved: torch 2.11 cannot compile its own way of gathering along another one.
+    # Gathers along dimension 0 first: torch 2.11 cannot compile an all-gather along another dimension.
     gathered = collectives.wait_tensor(_all_gather(tensor.contiguous(), 0, group))
     return torch.cat(gathered.chunk(group.size()), dim) if dim else gathered

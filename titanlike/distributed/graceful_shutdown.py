@@ -1,4 +1,4 @@
-"""Being told to stop: heard at the end of a step, by all ranks at the same one, so that it can be saved."""
+"""Graceful shutdown: all ranks stop after the same step when one of them receives a signal."""
 
 import os
 import signal
@@ -14,54 +14,48 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class GracefulShutdown:
-    """Within this context a signal does not end the process but asks for a stop. A second Ctrl-C ends it at once."""
+    """Context in which a signal requests a shutdown instead of ending the process. A second Ctrl-C raises `KeyboardInterrupt`."""
 
     def __init__(self) -> None:
-        self.wanted = 0  # number of the signal that this rank was sent
-        self.agreed = 0  # of the one that all ranks know of
+        self.requested_signal = 0  # received by this rank
+        self.agreed_signal = 0  # the same on all ranks
         self._interrupted = False
-        self._question: Any = None
-        self._answer = torch.tensor(0)
-        self._before: dict[int, Any] = {}
+        self._work: Any = None
+        self._reduced_signal = torch.tensor(0)
+        self._previous_handlers: dict[int, Any] = {}
 
-    def begin_sync(self, otherwise: bool = False) -> None:
-        """Ask all ranks whether one was told to stop, or has to for a reason of its own. The answer comes while the work
-        goes on."""
-        self._answer = torch.tensor(self.wanted or int(otherwise))
+    def begin_sync(self, other_reason: bool = False) -> None:
+        """Starts an asynchronous all-reduce of the requests. `other_reason` requests a shutdown without a signal."""
+        self._reduced_signal = torch.tensor(self.requested_signal or int(other_reason))
         if process_group.world_size() > 1:
-            self._question = dist.all_reduce(self._answer, op=dist.ReduceOp.MAX, async_op=True)
+            self._work = dist.all_reduce(self._reduced_signal, op=dist.ReduceOp.MAX, async_op=True)
 
     def result(self) -> int:
-        """The signal that some rank was sent, or another number that is not 0, or 0. The same on all ranks."""
-        if self._question is not None:
-            self._question.wait()
-        elif self.wanted:
-            self._answer.fill_(self.wanted)  # alone: nobody else has to hear it at the same step
-        self.agreed = int(self._answer.numpy())  # on the host: no device is waited for
-        return self.agreed
+        """Returns the signal number that a rank received, 1 for another reason, or 0. The same on all ranks."""
+        if self._work is not None:
+            self._work.wait()
+        elif self.requested_signal:
+            self._reduced_signal.fill_(self.requested_signal)  # a single process can stop at once
+        self.agreed_signal = int(self._reduced_signal.numpy())  # on the host: no synchronization with a device
+        return self.agreed_signal
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """As if this rank had been sent the signal."""
-        self.wanted = max(self.wanted, number)
+        """Requests a shutdown as if this rank had received the signal."""
+        self.requested_signal = max(self.requested_signal, number)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-            if process_group.is_main():  # not print: this may be in the middle of one
-                os.write(2, b"\nstopping at the end of this step; again to leave at once\n")
+            if process_group.is_main():  # not print: the signal may have interrupted one
+                os.write(2, b"\nstopping after this step; press Ctrl-C again to exit at once\n")
         self.request(number)
 
     def __enter__(self) -> "GracefulShutdown":
-        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._previous_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-
-
-def signal_name(number: int) -> str:
-    """SIGTERM of 15."""
-    return signal.Signals(number).name

@@ -1,214 +1,173 @@
-"""What ranks tell each other while they train, and what is known from it of a rank that is missing."""
+"""Rank heartbeats, used to identify a missing rank."""
 
 import dataclasses
 import json
+import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
 
-from titanlike.distributed import process_group
+from torch.distributed import PrefixStore, Store
 
-AT_MOST = 8  # lines about ranks, or groups of ranks
-RECONNECT = 60.0  # seconds
+from titanlike.distributed.process_group import connect_to_store
+
+T = TypeVar("T")
+
+MAX_LINES = 8  # of a diagnosis, for each kind of finding
+RECONNECT_INTERVAL = 60.0  # seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Heartbeat:
-    """What a rank says of itself."""
+    """The state that a rank publishes."""
 
     step: int
     host: str
     pid: int
-    time: float = 0.0  # by the clock of its host
-    patient: bool = False
-    place: str = ""
-    dumped: bool = False  # its stacks are on the disk: it may be ended
-    left: bool = False  # the loop is behind it
-
-
-class HeartbeatThread:
-    """Tells the others about this rank, and hears from them, through a connection of its own to the job's store.
-
-    Its thread may block for ever, so nobody waits for it without a limit. Keys are of this run: a process may see several.
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, sign: Callable[[], Heartbeat], interval: float, hearing: float
-    ) -> None:
-        self.rank, self.world_size, self.interval, self.hearing = rank, world_size, interval, hearing
-        self.alarm = self.is_reporter = self.told = False
-        # Set while this rank is stuck and others have said that they take longer.
-        self.listening_since: float | None = None
-        self._num_patient = 0
-        self._sign = sign
-        self._wanted = self._telling = self._was_patient = False
-        self._count = self._run = 0
-        self._heard: dict[int, tuple[bytes, float]] = {}  # what was said last, and when it was first heard
-        self._wake, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._talk, name="roll call", daemon=True)
-
-    def start(self) -> None:
-        """Begin to talk."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Say that this rank has left, and be silent."""
-        self._stop.set()
-        self._wake.set()
-        if self._thread.ident:
-            self._thread.join(self.hearing)
-
-    def raise_alarm(self) -> None:
-        """Ask all ranks to dump their stacks. The first to ask is the one that reports."""
-        self._wanted = True
-        self._wake.set()
-
-    def tell(self) -> None:
-        """Say that the report is out, and give the others a moment to leave."""
-        self._telling = True
-        self._wake.set()
-        self.wait_for(lambda: self.told, self.hearing)
-        time.sleep(0.5)
-
-    def answers(self) -> tuple[dict[int, Heartbeat | None], list[int]]:
-        """What each rank said last, and who is silent: after all others have dumped their stacks."""
-        began = time.monotonic()
-
-        def silent(rank: int) -> bool:
-            return time.monotonic() - self._heard.get(rank, (b"", began))[1] > self.hearing
-
-        def waited_for(rank: int) -> bool:
-            sign = self._last(rank)
-            return not (sign and (sign.dumped or sign.left)) and not silent(rank)
-
-        ranks = range(self.world_size)
-        self.wait_for(lambda: not any(map(waited_for, ranks)), 4 * self.hearing)
-        signs = {rank: self._last(rank) for rank in ranks}
-        missing = [rank for rank, sign in signs.items() if silent(rank) and not (sign and (sign.dumped or sign.left))]
-        return signs, missing
-
-    def listen(self, on: bool) -> None:
-        """Follow what each rank says, or no longer."""
-        self.listening_since = (self.listening_since or time.monotonic()) if on else None
+    ppid: int
+    time: float = 0.0  # wall clock of its host
+    paused: bool = True  # its current work may take longer than a step, as the first step that compiles
+    location: str = ""  # of its training thread, once a hang is detected
+    dumped: bool = False  # its stack traces are on disk
+    finished: bool = False  # it has left the training loop
 
     @property
-    def num_patient(self) -> int:
-        """How many ranks do what may take longer than a step. A rank that was stopped in the midst of it cannot take that back:
-        it counts until it has been silent for as long as this rank has listened."""
-        now = time.monotonic()
-        if self.listening_since is None or now - self.listening_since <= self.hearing:
-            return self._num_patient
-        heard = [self._last(rank) for rank, (_, since) in list(self._heard.items()) if now - since <= self.hearing]
-        return sum(1 for sign in heard if sign and sign.patient and not sign.left)
+    def is_final(self) -> bool:
+        """Whether no rank has to wait for another heartbeat."""
+        return self.dumped or self.finished
 
-    @staticmethod
-    def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether it came true within so many seconds."""
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.05)
-        return True
 
-    def _last(self, rank: int) -> Heartbeat | None:
-        said = self._heard.get(rank, (b"", 0.0))[0]
-        return Heartbeat(**json.loads(said)[1]) if said else None
+class HeartbeatThread(threading.Thread):
+    """Publishes a rank's heartbeat in the job's key-value store, and runs the watchdog's other store operations.
 
-    def _talk(self) -> None:
-        store: process_group.Store | None = None
-        while True:
-            left = self._stop.is_set()
+    A store operation may block forever if the host of the store is down. Callers therefore wait at most `timeout` seconds for its
+    result. A rank whose heartbeat does not change for `timeout` seconds is silent.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, rank: int, world_size: int, *, interval: float, timeout: float) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self.heartbeat, self.rank, self.world_size = heartbeat, rank, world_size
+        self.interval, self.timeout = interval, timeout
+        self.is_alarm_raised = False
+        self._run = 0
+        self._last_changes: dict[int, tuple[Heartbeat | None, float]] = {}
+        self._last_read = 0.0
+        self._requests: queue.Queue[tuple[Callable[[Store], Any], futures.Future[Any]]] = queue.Queue()
+        self._stop_event = threading.Event()
+
+    def stop(self) -> None:
+        """Publishes a last heartbeat and ends the thread."""
+        self._stop_event.set()
+        if self.is_alive():
+            self._requests.put((lambda _: None, futures.Future()))
+            self.join(self.timeout)
+
+    def call(self, operation: Callable[[Store], T]) -> T | None:
+        """Runs a store operation on the thread. Returns None if the store does not answer in time."""
+        if not self.is_alive():
+            return None
+        result: futures.Future[T] = futures.Future()
+        self._requests.put((operation, result))
+        try:
+            return result.result(self.timeout)
+        except (futures.TimeoutError, RuntimeError):
+            return None
+
+    def run(self) -> None:
+        """Publishes a heartbeat at every interval and before every operation."""
+        store: Store | None = None
+        is_last = False
+        while not is_last:
             try:
-                store = store or process_group.connect_to_store()
-                self._exchange(store, left)
-            except RuntimeError:  # the connection is lost, perhaps with the machine that keeps the store
+                operation, result = self._requests.get(timeout=self.interval)
+            except queue.Empty:
+                operation, result = (lambda _: None), futures.Future()
+            is_last = self._stop_event.is_set()
+            try:
+                store = store or self._connect()
+                self.heartbeat.time = time.time()
+                store.set(str(self.rank), json.dumps(dataclasses.asdict(self.heartbeat)))
+                self.is_alarm_raised = store.check(["alarm"])
+                result.set_result(operation(store))
+            except RuntimeError as error:  # the connection is lost, perhaps with the host of the store
                 store = None
-                self.told |= self.alarm and not self.is_reporter
-                self._stop.wait(RECONNECT)
-            if left:
-                return
-            self._wake.wait(0.1 if self.alarm else self.interval)
-            self._wake.clear()
+                result.set_exception(error)
+                is_last = self._stop_event.wait(RECONNECT_INTERVAL)
 
-    def _exchange(self, store: "process_group.Store", left: bool) -> None:
-        # As many runs as this process has seen, all others have seen.
-        self._run = self._run or store.add(f"watch/runs/{self.rank}", 1)
-        here = f"watch/{self._run}"
-        sign = self._sign()
-        self._count += 1
-        store.set(f"{here}/{self.rank}", json.dumps([self._count, dataclasses.asdict(sign)]))
-        patient = sign.patient and not left
-        self._num_patient = store.add(f"{here}/patient", int(patient) - int(self._was_patient))
-        self._was_patient = patient
-        if self._wanted and not self.alarm:
-            self.is_reporter = store.add(f"{here}/alarm", 1) == 1
-            self.alarm = True
-        elif not self.alarm:
-            self.alarm = store.check([f"{here}/alarm"])
-        if self._telling:
-            store.set(f"{here}/told", "")
-            self.told = True
-        elif self.is_reporter or (self.listening_since is not None and not self.alarm):
-            self._listen(store, here)
-        elif self.alarm:
-            self.told = store.check([f"{here}/told"])
+    def _connect(self) -> Store:
+        store = connect_to_store()
+        # A process may use several watchdogs, one after another. Every rank counts them alike, so the count names this one.
+        self._run = self._run or store.add(f"watchdogs/{self.rank}", 1)
+        return PrefixStore(f"watchdog/{self._run}", store)
 
-    def _listen(self, store: "process_group.Store", here: str) -> None:
-        for rank in range(self.world_size):
-            key = f"{here}/{rank}"
-            said = store.get(key) if store.check([key]) else b""
-            if rank not in self._heard or self._heard[rank][0] != said:
-                self._heard[rank] = said, time.monotonic()
+    def read_all(self, store: Store) -> tuple[dict[int, Heartbeat | None], list[int]]:
+        """Store operation that returns the last heartbeat of every rank, and the silent ranks.
+
+        Silence is measured from the first of a series of calls.
+        """
+        now = time.monotonic()
+        if now - self._last_read > self.timeout:  # a new series, or this process was suspended
+            self._last_changes = {}
+        self._last_read = now
+        keys = [str(rank) for rank in range(self.world_size)]
+        present = keys if store.check(keys) else [key for key in keys if store.check([key])]
+        contents = dict(zip(present, store.multi_get(present), strict=True))
+        heartbeats: dict[int, Heartbeat | None] = {}
+        silent = []
+        for rank, key in enumerate(keys):
+            heartbeats[rank] = beat = Heartbeat(**json.loads(contents[key])) if key in contents else None
+            if rank not in self._last_changes or self._last_changes[rank][0] != beat:
+                self._last_changes[rank] = beat, now
+            if now - self._last_changes[rank][1] > self.timeout and not (beat and beat.is_final):
+                silent.append(rank)
+        return heartbeats, silent
 
 
-def diagnose_missing_ranks(signs: Mapping[int, Heartbeat | None], silent: Collection[int], now: float) -> list[str]:
-    """What is to be said of a run that hangs, from each rank's last sign and from who gives none any more."""
-    lines = [_of_silent(rank, signs[rank], now) for rank in sorted(silent)[:AT_MOST]]
-    if len(silent) > AT_MOST:
-        lines.append(f"nor have ranks {ranges(sorted(silent)[AT_MOST:])}")
-    known = {rank: sign for rank, sign in signs.items() if sign and rank not in silent}
-    gone = [rank for rank, sign in known.items() if sign.left]
-    if gone:
-        lines.append(f"{_ranks(gone)} left the loop in step {min(known[rank].step for rank in gone)}")
-    alive = {rank: sign for rank, sign in known.items() if not sign.left}
-    last = max((sign.step for sign in alive.values()), default=0)
-    behind = [rank for rank, sign in alive.items() if sign.step < last]
-    for rank in [] if silent else behind[:AT_MOST]:
+def diagnose_missing_ranks(
+    heartbeats: Mapping[int, Heartbeat | None], silent: Collection[int], now: float
+) -> list[str]:
+    """Describes, from the last heartbeats, which ranks are missing and where the others wait."""
+    lines = [_describe_silent(rank, heartbeats[rank], now) for rank in sorted(silent)[:MAX_LINES]]
+    if len(silent) > MAX_LINES:
+        lines.append(f"no heartbeat from {format_ranks(sorted(silent)[MAX_LINES:])} either")
+    known = {rank: beat for rank, beat in heartbeats.items() if beat and rank not in silent}
+    finished = [rank for rank, beat in known.items() if beat.finished]
+    if finished:
+        step = min(known[rank].step for rank in finished)
+        lines.append(f"{format_ranks(finished)} left the training loop at step {step}")
+    alive = {rank: beat for rank, beat in known.items() if not beat.finished}
+    newest_step = max((beat.step for beat in alive.values()), default=0)
+    behind = [(rank, beat) for rank, beat in alive.items() if beat.step < newest_step]
+    for rank, beat in [] if silent else behind[:MAX_LINES]:
         lines.append(
-            f"rank {rank} (pid {alive[rank].pid} on {alive[rank].host}) lives, and is at step {alive[rank].step}; the others "
-            f"wait in step {last}"
+            f"rank {rank} (pid {beat.pid} on {beat.host}) is alive at step {beat.step}; the others wait at step {newest_step}"
         )
     if not lines:
-        lines.append(f"all {len(alive)} ranks live, and are in step {last}")
-    places: dict[str, list[int]] = {}
-    for rank, sign in alive.items():
-        places.setdefault(sign.place, []).append(rank)
-    fewest_first = sorted(places.items(), key=lambda item: len(item[1]))
-    waiting = [f"{_ranks(r)} {'wait' if len(r) > 1 else 'waits'} in {place}" for place, r in fewest_first if place]
-    return lines + waiting[:AT_MOST]
+        lines.append(f"all {len(alive)} ranks are alive at step {newest_step}")
+    ranks_at: dict[str, list[int]] = {}
+    for rank, beat in alive.items():
+        if beat.location:
+            ranks_at.setdefault(beat.location, []).append(rank)
+    for location, ranks in sorted(ranks_at.items(), key=lambda item: len(item[1]))[:MAX_LINES]:
+        lines.append(f"{format_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {location}")
+    return lines
 
 
-def _of_silent(rank: int, sign: Heartbeat | None, now: float) -> str:
-    if sign is None:
-        return f"rank {rank} has not been heard of: it has not come to the loop, or its machine is gone"
+def _describe_silent(rank: int, beat: Heartbeat | None, now: float) -> str:
+    if beat is None:
+        return f"rank {rank} has sent no heartbeat: it has not reached the training loop, or its host is down"
     return (
-        f"rank {rank} (pid {sign.pid} on {sign.host}) has not been heard of for {now - sign.time:.0f} s, and then was at step "
-        f"{sign.step}: its process is stopped, or its machine is gone"
+        f"rank {rank} (pid {beat.pid} on {beat.host}) sent its last heartbeat {now - beat.time:.0f} s ago at step {beat.step}: "
+        "its process is stopped, or its host is down"
     )
 
 
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
-
-
-def ranges(ranks: Iterable[int]) -> str:
-    """Numbers in few words: 0-3, 5."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+def format_ranks(ranks: Collection[int]) -> str:
+    """Formats sorted ranks: "rank 3", "ranks 0-3, 5"."""
+    spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ranks), key=lambda item: item[1] - item[0])]
+    text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,7 +1,7 @@
-"""The watch over a run that hangs: it names the rank that is missing, keeps what the others were doing, and ends the job.
+"""Watchdog for a hanging run: names the missing rank, dumps the stacks of the others, and ends the job.
 
-Beside the thread that trains, each rank has two. One counts how long that has been without a step. The other talks, through
-the job's key-value store, and may block there for ever: where the store is gone, the first one sees that too.
+Each rank runs two threads beside the training thread. The watchdog thread measures the time without a training step. The heartbeat
+thread accesses the job's key-value store, which may block forever: the watchdog thread detects that as well.
 """
 
 import faulthandler
@@ -13,7 +13,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,183 +25,189 @@ import torch
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.heartbeat import Heartbeat, HeartbeatThread, diagnose_missing_ranks
 
-PATIENCE = 600.0  # seconds, at least: for a first step that compiles, for validating and saving
+PAUSE_TIMEOUT = 600.0  # seconds, at least, for a first step that compiles, validation and checkpointing
 
 
-def group_timeout(seconds: float) -> float:
-    """How long the process group shall wait in a collective, so that the watch speaks first."""
-    return max(seconds, PATIENCE) + 120.0
+def group_timeout(hang_timeout: float) -> float:
+    """Returns a process group timeout in seconds, long enough for the watchdog to report a hang first."""
+    return max(hang_timeout, PAUSE_TIMEOUT) + 120.0
 
 
 class Watchdog:
-    """Ends the process, with a report, when the thread that made it has been without a step for so many seconds.
+    """Ends the process with a report when the calling thread makes no progress for `timeout` seconds.
 
-        with Watch(600, folder) as watch:
+        with Watchdog(600, run_dir) as watchdog:
             for step in ...:
                 watchdog.step(step)
 
-    It counts from the first beat. Of the ranks that live, one says on stderr who is missing, and each leaves its stacks and
-    torch's flight records in `folder/hang`.
+    Measuring starts at the first step. One live rank names the missing rank on stderr. Every live rank writes its stacks and
+    torch's flight records to `run_dir/hang`, then exits with code `EXIT_RANK_MISSING`.
     """
 
-    def __init__(self, seconds: float, folder: Path) -> None:
-        self.seconds, self.folder = seconds, folder / "hang"
-        self.interval = min(1.0, seconds / 20)
-        self.hearing = max(5.0, 10 * self.interval)  # who says nothing for so long is silent
+    def __init__(self, timeout: float, run_dir: Path) -> None:
+        self.timeout, self.directory = timeout, run_dir / "hang"
+        self.interval = min(1.0, timeout / 20)
+        self.store_timeout = max(5.0, 10 * self.interval)
         self.rank, self.world_size = process_group.rank(), process_group.world_size()
-        self._step = self._beats = self._waits = 0
-        self._trainer = threading.get_ident()
-        self._place, self._dumped, self._left = "", False, False
+        self.heartbeat = Heartbeat(step=0, host=platform.node(), pid=os.getpid(), ppid=os.getppid())
+        self._progress = 0
         self._ending = False
-        self._stop = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._roll_call = HeartbeatThread(self.rank, self.world_size, self._sign, self.interval, self.hearing)
+        self._training_thread = threading.get_ident()
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._heartbeats = HeartbeatThread(
+            self.heartbeat, self.rank, self.world_size, interval=self.interval, timeout=self.store_timeout
+        )
 
     def step(self, step: int) -> None:
-        """This step begins."""
-        self._step = step
-        self._beats += 1
+        """Records the start of a training step."""
+        self.heartbeat.step = step
+        self.heartbeat.paused = self._progress == 0
+        self._progress += 1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What may take longer than a step: ten minutes at least."""
-        self._waits += 1
+        """Allows `PAUSE_TIMEOUT` seconds, or `timeout` if that is more, for work that may take longer than a step."""
+        before, self.heartbeat.paused = self.heartbeat.paused, True
         try:
             yield
         finally:
-            self._waits -= 1
-            self._beats += 1
+            self._progress += 1
+            self.heartbeat.paused = before
 
     def __enter__(self) -> "Watchdog":
         if self.world_size > 1:
-            self._roll_call.start()
-        self._watcher.start()
+            self._heartbeats.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._ending:  # an error here is one of those that follow when others end: the report is the news
-            self._watcher.join()
-        self._left = True
-        self._stop.set()
-        self._watcher.join(self.hearing)
-        self._roll_call.stop()
-
-    @property
-    def _is_patient(self) -> bool:
-        return self._waits > 0 or self._beats < 2
-
-    def _sign(self) -> Heartbeat:
-        return Heartbeat(
-            self._step,
-            platform.node(),
-            os.getpid(),
-            time.time(),
-            self._is_patient,
-            self._place,
-            self._dumped,
-            self._left,
-        )
+        if self._ending:  # an exception may follow from the exit of other ranks: the report explains it
+            self._thread.join()
+        self.heartbeat.paused, self.heartbeat.finished = False, True
+        self._stop_event.set()
+        self._thread.join(self.store_timeout)
+        self._heartbeats.stop()
 
     def _watch(self) -> None:
-        seen, stuck, before = 0, 0.0, time.monotonic()
-        while not self._stop.wait(self.interval):
+        progress, stalled, before = 0, 0.0, time.monotonic()
+        while not self._stop_event.wait(self.interval):
             now = time.monotonic()
-            # A moment at most: while the job was suspended as a whole, nobody was missing.
-            stuck += min(now - before, self.interval + 1.0)
+            # Bounded: the time during which the whole job was suspended does not count.
+            stalled += min(now - before, self.interval + 1.0)
             before = now
-            if self._beats != seen or not self._beats:
-                seen, stuck = self._beats, 0.0
-            someone_is_patient = self._is_patient or self._roll_call.num_patient > 0
-            limit = max(self.seconds, PATIENCE) if someone_is_patient else self.seconds
-            self._roll_call.listen(self.seconds < stuck < limit and not self._is_patient)
-            if stuck > limit or self._roll_call.alarm:
-                self._end(stuck)
+            if self._progress != progress or not self._progress:
+                progress, stalled = self._progress, 0.0
+            if self._heartbeats.is_alarm_raised or self._is_hang(stalled):
+                self._end(stalled)
 
-    def _end(self, stuck: float) -> NoReturn:
-        """Raise the alarm, or answer it: dump, report, and leave together."""
+    def _is_hang(self, stalled: float) -> bool:
+        if stalled > max(self.timeout, PAUSE_TIMEOUT):
+            return True
+        if stalled <= self.timeout or self.heartbeat.paused:
+            return False
+        heartbeats, silent = self._heartbeats.call(self._heartbeats.read_all) or ({}, [])
+        # A rank that was stopped during a pause cannot publish its end, but is silent.
+        return not any(beat and beat.paused and rank not in silent for rank, beat in heartbeats.items())
+
+    def _end(self, stalled: float) -> NoReturn:
+        """Raises the alarm, or responds to it: dumps stacks, reports, and exits together with the other ranks."""
         self._ending = True
-        signal.alarm(int(15 * self.hearing))  # the last resort, where even this hangs
+        signal.alarm(int(15 * self.store_timeout))  # ends the process if this hangs, too
         try:
-            self._roll_call.raise_alarm()
-            self._place = place(sys._current_frames().get(self._trainer))
-            dump = threading.Thread(target=self._dump, daemon=True)  # a disk that hangs may be the cause
+            is_reporter = self._heartbeats.call(lambda store: store.add("alarm", 1) == 1)
+            self.heartbeat.location = stack_location(sys._current_frames().get(self._training_thread))
+            dump = threading.Thread(target=self._dump, daemon=True)  # a hanging file system may be the cause
             dump.start()
-            dump.join(self.hearing)
-            self._dumped = True
-            self._speak(stuck)
+            dump.join(self.store_timeout)
+            self.heartbeat.dumped = True
+            if is_reporter is False:
+                self._wait_for_report()
+            # Without the store no rank can be elected, and rank 0's host may be down.
+            elif is_reporter or environment.is_first_on_node() or self.rank == 1:
+                self._report(stalled, self._diagnose(is_reporter))
+                self._heartbeats.call(lambda store: store.set("reported", ""))
+                time.sleep(0.5)  # the other ranks exit first: this process may host the store
         finally:
             os._exit(environment.EXIT_RANK_MISSING)
 
-    def _speak(self, stuck: float) -> None:
-        """Report if this rank is the one to do it, and return when all may leave."""
-        limit = f"run.hang_timeout = {self.seconds:g}"
-        head = f"the run hangs: {stuck:.0f} seconds without progress in step {self._step} ({limit})"
+    def _diagnose(self, is_reporter: bool | None) -> list[str]:
         if self.world_size == 1:
-            self._report([head, f"the process waits in {self._place}"])
-        elif not self._roll_call.wait_for(lambda: self._roll_call.alarm, self.hearing):
-            # Nobody can be asked who speaks. The store may be kept by rank 0, and rank 0's machine be gone.
-            if environment.is_first_on_machine() or self.rank == 1:
-                gone = "the job's key-value store does not answer: the machine that keeps it, rank 0's, is gone, or"
-                self._report([head, f"{gone} its process is stopped", f"rank {self.rank} waits in {self._place}"])
-        elif self._roll_call.is_reporter:
-            signs, silent = self._roll_call.answers()
-            self._report([head, *diagnose_missing_ranks(signs, silent, time.time())])
-            _kill_siblings(signs[rank] for rank in silent)
-            self._roll_call.tell()
-        else:
-            self._roll_call.wait_for(lambda: self._roll_call.told, 8 * self.hearing)
+            return [f"the process waits in {self.heartbeat.location}"]
+        found = self._wait_for_dumps() if is_reporter else None
+        if found is None:
+            return [
+                "the job's key-value store does not answer: rank 0's process is stopped, or its host is down",
+                f"rank {self.rank} waits in {self.heartbeat.location}",
+            ]
+        heartbeats, silent = found
+        for rank in silent:
+            beat = heartbeats[rank]
+            if beat and (beat.host, beat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
+                # The common launcher would wait half a minute for a stopped process. It has to see our exit code first.
+                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {beat.pid}"], stderr=subprocess.DEVNULL)
+        return diagnose_missing_ranks(heartbeats, silent, time.time())
 
-    def _report(self, lines: list[str]) -> None:
-        lines.append(f"stacks and flight records of the ranks that live: {self.folder}")
-        # Not through sys.stderr: the thread that trains may hold it.
+    def _wait_for_dumps(self) -> tuple[dict[int, Heartbeat | None], list[int]] | None:
+        """Returns the heartbeats and the silent ranks when all live ranks have dumped their stacks."""
+        end = time.monotonic() + 4 * self.store_timeout
+        while found := self._heartbeats.call(self._heartbeats.read_all):
+            heartbeats, silent = found
+            pending = [rank for rank, beat in heartbeats.items() if rank not in silent and not (beat and beat.is_final)]
+            if not pending or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        return found
+
+    def _wait_for_report(self) -> None:
+        end = time.monotonic() + 8 * self.store_timeout
+        is_reported: bool | None = False
+        while is_reported is False and time.monotonic() < end:
+            is_reported = self._heartbeats.call(
+                lambda store: store.check(["reported"])
+            )  # None if the reporter hosted the store
+            time.sleep(0.1)
+
+    def _report(self, stalled: float, findings: list[str]) -> None:
+        step, directory = self.heartbeat.step, self.directory
+        lines = [
+            f"the run hangs: no progress for {stalled:.0f} s at step {step} (run.hang_timeout = {self.timeout:g})",
+            *findings,
+            f"stack traces and flight records of the live ranks: {directory}",
+        ]
+        # Not through sys.stderr: the training thread may hold its lock.
         os.write(2, "".join(f"error: {line}\n" for line in lines).encode())
 
     def _dump(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"rank-{self.rank:05d}.txt").open("w") as file:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with (self.directory / f"rank-{self.rank:05d}.txt").open("w") as file:
                 file.write(
-                    f"rank {self.rank}, pid {os.getpid()} on {platform.node()}, in step {self._step}. "
-                    f"The thread that trains is {self._trainer:#018x}:\n\n"
+                    f"rank {self.rank}, pid {os.getpid()} on {platform.node()}, at step {self.heartbeat.step}. "
+                    f"The training thread is {self._training_thread:#018x}:\n\n"
                 )
                 file.flush()
                 faulthandler.dump_traceback(file)
-            for name, flight in flight_records().items():
-                (self.folder / f"{name}_{self.rank:05d}").write_bytes(flight)
+            for name, records in flight_records().items():
+                (self.directory / f"{name}_{self.rank:05d}").write_bytes(records)
         except OSError as error:
-            os.write(2, f"error: {self.folder}: {error}\n".encode())
+            os.write(2, f"error: {self.directory}: {error}\n".encode())
 
 
 def flight_records() -> dict[str, bytes]:
-    """The last collectives as torch noted them, for `torchfrtrace`: of each backend that does."""
+    """Returns torch's records of the last collectives for `torchfrtrace`, by the backends that keep some."""
     backends = {"flight_nccl": "_dump_nccl_trace", "flight_gloo": "_dump_fr_trace"}
     library = getattr(torch._C, "_distributed_c10d", None)
     return {name: getattr(library, dump)() for name, dump in backends.items() if hasattr(library, dump)}
 
 
-def place(frame: FrameType | None) -> str:
-    """Where a thread is: the innermost function, and the first one outwards that is no library's."""
-    inner, libraries = frame, ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"], "<frozen")
-    while frame and any(library in frame.f_code.co_filename for library in libraries):
-        frame = frame.f_back
-    return ", called from ".join(dict.fromkeys(_line(f) for f in (inner, frame) if f)) or "what is no Python"
-
-
-def _line(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
-    return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"
-
-
-def _kill_siblings(signs: Iterable[Heartbeat | None]) -> None:
-    """A stopped process does not hear that it shall end, and its launcher would wait half a minute for it. It is killed some
-    moments later, after those that live have left: the launcher shall see their exit code."""
-    for sign in signs:
-        if sign and sign.host == platform.node() and _parent_of(sign.pid) == os.getppid():
-            subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {sign.pid}"], stderr=subprocess.DEVNULL)
-
-
-def _parent_of(process: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return None
+def stack_location(frame: FrameType | None) -> str:
+    """Returns the innermost function of a stack, and the innermost one outside libraries if that is another."""
+    libraries = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"], "<frozen")
+    frames = [one for one, _ in traceback.walk_stack(frame)] if frame else []
+    own = [one for one in frames if not any(library in one.f_code.co_filename for library in libraries)]
+    lines = []
+    for one in frames[:1] + own[:1]:
+        path = Path(one.f_code.co_filename)
+        lines.append(f"{one.f_code.co_name} ({path.parent.name}/{path.name}:{one.f_lineno})")
+    return ", called from ".join(dict.fromkeys(lines)) or "code without a Python frame"

@@ -1,1 +1,1 @@
-"""Matrix products of 8-bit floats."""
+"""Float8 training: scaled matmuls in 8-bit floating point."""

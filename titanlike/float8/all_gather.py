@@ -1,9 +1,10 @@
-"""FSDP's all-gather in float8: a rank keeps its shard of a weight as it is, and sends it as one byte a number.
+"""FSDP all-gather in float8: each rank casts its shard before the all-gather, which sends one byte an element.
 
-A shard is cast with the scale of the whole weight. All those scales change together, when the optimizer has made a step, so
-they are found together: one maximum over the ranks for all weights of a model, at the first gather after it.
+A shard is cast with the scale of the full weight. All scales become stale at once, after an optimizer step. They are recomputed
+together, by one all-reduce for all weights of a model, before the first all-gather of the next step.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -16,51 +17,41 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, dtype_of, scale_of, to_float8
+from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, amax_to_scale, float8_dtype, to_float8
 from titanlike.utils.dtensor import shard_groups
 
 aten = torch.ops.aten
 
-# What FSDP, and what gives a model its memory and values, does to a shard: the result is such a shard again.
+# The operations of FSDP, `to_empty` and initialization on a shard. Their results are wrapped again.
 OPERATIONS = "detach empty_like new_zeros slice copy_ view as_strided _to_copy _pin_memory split clone"
-KEEPS = {getattr(aten, name) for name in OPERATIONS.split()}
-
-
-class Steps:
-    """Counts the steps of whatever optimizer, so that none can be forgotten."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        register_optimizer_step_post_hook(self.add)
-
-    def add(self, *_: object) -> None:
-        """One more."""
-        self.count += 1
+WRAPPED_OPERATIONS = {getattr(aten, name) for name in OPERATIONS.split()}
 
 
 @cache
-def steps() -> Steps:
-    """Those of this process, counted from the first call on."""
-    return Steps()
+def optimizer_steps() -> Counter[str]:
+    """Returns a counter of the optimizer steps in this process. A global hook counts those of every optimizer."""
+    counter: Counter[str] = Counter()
+    register_optimizer_step_post_hook(lambda *_: counter.update(["steps"]))
+    return counter
 
 
 @dataclass(eq=False)
-class Scaling:
-    """One weight's scale, shared by all that is cut from it or made of it."""
+class WeightScale:
+    """The scale of one weight, shared by all tensors derived from it."""
 
     mm_config: Any
-    scales: "Scales"
+    updater: "ScaleUpdater"
     scale: Tensor | None = None
 
 
-class Shard(torch.Tensor):
-    """A tensor that FSDP gathers in float8 with a scale that is known. To everything else it is what it wraps."""
+class Float8Shard(torch.Tensor):
+    """A shard that FSDP all-gathers in float8. Other operations see the high-precision tensor that it wraps."""
 
     stored: Tensor
-    scaling: Scaling
+    weight_scale: WeightScale
 
     @staticmethod
-    def __new__(cls: type, tensor: Tensor, scaling: Scaling) -> "Shard":
+    def __new__(cls: type, tensor: Tensor, weight_scale: WeightScale) -> "Float8Shard":
         self: Any = torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
@@ -71,7 +62,7 @@ class Shard(torch.Tensor):
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
-        self.stored, self.scaling = tensor, scaling
+        self.stored, self.weight_scale = tensor, weight_scale
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -80,104 +71,107 @@ class Shard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found: list[Scaling] = []
+        weight_scales: list[WeightScale] = []
 
-        def unwrap(shard: "Shard") -> Tensor:
-            found.append(shard.scaling)
+        def unwrap(shard: "Float8Shard") -> Tensor:
+            weight_scales.append(shard.weight_scale)
             return shard.stored
 
-        args, kwargs = pytree.tree_map_only(Shard, unwrap, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Float8Shard, unwrap, (args, kwargs or {}))
         out = func(*args, **kwargs)
-        if func.overloadpacket not in KEEPS:
+        if func.overloadpacket not in WRAPPED_OPERATIONS:
             return out
-        return pytree.tree_map_only(Tensor, lambda tensor: Shard(tensor, found[0]), out)
+        return pytree.tree_map_only(Tensor, lambda tensor: Float8Shard(tensor, weight_scales[0]), out)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["stored"], self.scaling
+        return ["stored"], self.weight_scale
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], scaling: Scaling, size: Any, stride: Any) -> "Shard":
-        return Shard(inner["stored"], scaling)
+    def __tensor_unflatten__(inner: dict[str, Tensor], scale: WeightScale, size: Any, stride: Any) -> "Float8Shard":
+        return Float8Shard(inner["stored"], scale)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, size: torch.Size, stride: Any, module: nn.Module, precision: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-        """What FSDP sends, as bytes: not every backend knows float8."""
-        self.scaling.scales.update()
-        assert self.scaling.scale is not None
-        mine: Any = to_float8(self.stored, WEIGHT, self.scaling.mm_config, scale=self.scaling.scale)
-        rows = -(-size[0] // mesh.size())  # of every rank's share: the last ones may have less, and fill up
-        data = F.pad(mine._data.view(torch.uint8), (0, 0, 0, rows - self.shape[0]))
-        return (data,), (self.scaling.scale,)
+        """Returns the all-gather input, as bytes: not every backend supports float8."""
+        self.weight_scale.updater.update()
+        scale = self.weight_scale.scale
+        assert scale is not None
+        float8: Any = to_float8(self.stored, WEIGHT, self.weight_scale.mm_config, scale=scale)
+        rows = -(-size[0] // mesh.size())  # the last ranks may have fewer rows and pad them
+        data = F.pad(float8._data.view(torch.uint8), (0, 0, 0, rows - self.shape[0]))
+        return (data,), (scale,)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], scales: tuple[Tensor], dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, in float8."""
+        """Returns the unsharded weight in float8, or updates the scale of an existing one."""
         if out is not None:
             weight: Any = out._local_tensor if isinstance(out, DTensor) else out
             weight._scale = scales[0]
             return None
-        data = gathered[0].view(dtype_of(WEIGHT))
-        return Float8TrainingTensor(data, scales[0], dtype, self.scaling.mm_config, WEIGHT), (gathered[0],)
+        data = gathered[0].view(float8_dtype(WEIGHT))
+        return Float8TrainingTensor(data, scales[0], dtype, self.weight_scale.mm_config, WEIGHT), (gathered[0],)
 
 
 def wrap_weights(model: nn.Module) -> None:
-    """Have FSDP, which comes next, gather the float8 matrices of a model in float8."""
-    scales = Scales(model)
+    """Wraps the weights of float8 modules in `Float8Shard`. Call it before FSDP is applied."""
+    updater = ScaleUpdater(model)
     for module in model.modules():
         if isinstance(module, Float8Linear):
-            weight, scaling = module._parameters["weight"], Scaling(module.linear_mm_config, scales)
+            weight, scale = module._parameters["weight"], WeightScale(module.linear_mm_config, updater)
             assert weight is not None
             if isinstance(weight, DTensor):
-                shard: Tensor = DTensor(Shard(weight._local_tensor, scaling), weight._spec, requires_grad=False)
+                shard: Tensor = DTensor(Float8Shard(weight._local_tensor, scale), weight._spec, requires_grad=False)
             else:
-                shard = Shard(weight.detach(), scaling)
+                shard = Float8Shard(weight.detach(), scale)
             module.register_parameter("weight", nn.Parameter(shard))
             module.register_state_dict_post_hook(_unwrap)
-            module.register_load_state_dict_post_hook(scales.forget)
+            module.register_load_state_dict_post_hook(updater.mark_stale)
 
 
-class Scales:
-    """The scales of all wrapped weights of a model. They change together, and are found together."""
+class ScaleUpdater:
+    """Recomputes the scales of all wrapped weights of a model after the weights have changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: list[DTensor] = []
-        self.steps = steps()
-        self.known = -1  # the number of steps that the scales know of
+        self.optimizer_steps = optimizer_steps()
+        self.updated_at = -1  # number of optimizer steps at the last update
 
-    def forget(self, *_: object) -> None:
-        """The weights have changed otherwise."""
-        self.known = -1
+    def mark_stale(self, *hook_args: object) -> None:
+        """Marks the scales as stale after a change other than an optimizer step."""
+        self.updated_at = -1
 
     @torch.no_grad()
     def update(self) -> None:
-        """Find the scales anew if the weights have changed."""
-        if self.known == self.steps.count:
+        """Recomputes the scales if they are stale."""
+        if self.updated_at == self.optimizer_steps["steps"]:
             return
-        self.known = self.steps.count
-        if not self.weights:  # at the first gather all are shards; later some may have whole ones in their places
+        self.updated_at = self.optimizer_steps["steps"]
+        if (
+            not self.weights
+        ):  # before the first all-gather all parameters are sharded; later FSDP may swap in unsharded ones
             parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
-            self.weights = [p for p in parameters if isinstance(p._local_tensor, Shard)]
-        by_group: dict[tuple[dist.ProcessGroup, ...], list[Shard]] = {}
+            self.weights = [p for p in parameters if isinstance(p._local_tensor, Float8Shard)]
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[Float8Shard]] = {}
         for weight in self.weights:
-            by_group.setdefault(shard_groups(weight), []).append(cast(Shard, weight._local_tensor))
-        for groups, shards in by_group.items():
-            full = [shard.stored for shard in shards if shard.numel()]  # there may be more ranks than rows
-            norms = iter(torch._foreach_norm(full, ord=torch.inf) if full else [])
-            nothing = shards[0].stored.new_zeros(())
-            largest = torch.stack([next(norms) if shard.numel() else nothing for shard in shards])
+            by_groups.setdefault(shard_groups(weight), []).append(cast(Float8Shard, weight._local_tensor))
+        for groups, shards in by_groups.items():
+            non_empty = [shard.stored for shard in shards if shard.numel()]  # there may be more ranks than rows
+            norms = iter(torch._foreach_norm(non_empty, ord=torch.inf) if non_empty else [])
+            zero = shards[0].stored.new_zeros(())
+            amax = torch.stack([next(norms) if shard.numel() else zero for shard in shards])
             for group in groups:
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            for shard, scale in zip(shards, scale_of(largest, WEIGHT).unbind(), strict=True):
-                shard.scaling.scale = scale
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+            for shard, scale in zip(shards, amax_to_scale(amax, float8_dtype(WEIGHT)).unbind(), strict=True):
+                shard.weight_scale.scale = scale
 
 
 def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Outside of the model a weight is a plain one: what is saved can be read by any layout, with or without float8."""
+    """Replaces a wrapped weight in a state dict by the high-precision one, which loads with or without float8."""
     weight = state[prefix + "weight"]
-    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Shard):
+    if isinstance(weight, DTensor) and isinstance(weight._local_tensor, Float8Shard):
         state[prefix + "weight"] = DTensor(weight._local_tensor.stored, weight._spec, requires_grad=False)
-    elif isinstance(weight, Shard):
+    elif isinstance(weight, Float8Shard):
         state[prefix + "weight"] = weight.stored

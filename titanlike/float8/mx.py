@@ -1,7 +1,7 @@
-"""MXFP8: 32 neighbours share a scale, a power of two. Multiplied by Blackwell GPUs; torchao's prototype, which may still move."""
+"""MXFP8: blocks of 32 elements share a power-of-two scale. Requires Blackwell GPUs. Uses a prototype of torchao."""
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,18 @@ try:
 
         try:
             from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-        except ImportError:  # where torchao 0.17 has it
+        except ImportError:  # its location in torchao 0.17
             from torchao.prototype.mx_formats.mx_linear import mx_mm
 except ImportError as error:
     raise UserError(
-        f"float8.scaling = 'mxfp8': the installed torchao does not have it ({error}); use another"
+        f"float8.scaling = 'mxfp8': the installed torchao does not provide it ({error}); use another scaling"
     ) from None
 
 BLOCK = 32
 
 
 class MXLinear(nn.Linear):
-    """A matrix whose three products are in MXFP8."""
+    """A linear layer whose forward and backward matmuls are in MXFP8."""
 
     emulate: bool = False
 
@@ -42,13 +42,13 @@ class MXLinear(nn.Linear):
             if self.emulate
             else (KernelPreference.AUTO, MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.TRITON)
         )
-        # Rounding scales up keeps the largest of a block from being cut off.
+        # RCEIL rounds scales up, so that the largest element of a block does not saturate.
         out = mx_mm.apply(x, self.weight, dtype, dtype, dtype, BLOCK, *kernels, ScaleCalculationMode.RCEIL, False)
         return out if self.bias is None else out + self.bias
 
 
-def apply_mx(matrices: Mapping[str, nn.Linear], *, emulate: bool) -> None:
-    """Have these multiply in MXFP8 from now on."""
-    for matrix in matrices.values():
-        matrix.__class__ = MXLinear
-        cast(MXLinear, matrix).emulate = emulate
+def apply_mx(linears: Iterable[Any], *, emulate: bool) -> None:
+    """Converts linear layers to MXFP8 in place."""
+    for linear in linears:
+        linear.__class__ = MXLinear
+        linear.emulate = emulate

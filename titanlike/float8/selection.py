@@ -1,6 +1,6 @@
-"""Which matrices are multiplied in float8, and why the others are not: from names and sizes alone. No torch.
+"""Selection of the linear layers that are converted to float8, from their names and sizes. Does not import torch.
 
-Sizes are those of the whole matrix, however many ranks share it: every layout converts the same ones.
+Sizes are those of the full, unsharded matrix, so that every layout converts the same layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,74 +10,64 @@ from titanlike.config.sections import Float8
 
 HEAD = "output"
 
-# The hardware multiplies in pieces of so many numbers; mxfp8 shares scales over 32.
-GRAIN = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
+# Matrix dimensions must be multiples of these: the alignment of the matmul kernels, and the block size of mxfp8.
+ALIGNMENT = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
 
 
-def select(float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool) -> dict[str, str]:
-    """For each matrix of a model, by name and as (outputs, inputs), why it stays as it is; "" if it becomes float8."""
-    return {name: _why_not(float8, name, *size, tied=tied_head) for name, size in matrices.items()}
+def skip_reasons(float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool) -> dict[str, str]:
+    """Returns, for each matrix of size (outputs, inputs), why it is not converted; "" if it is."""
+    return {name: _skip_reason(float8, name, *size, tied=tied_head) for name, size in matrices.items()}
 
 
-def names(pattern: str, matrix: str) -> bool:
-    """Whether a pattern, such as `wq` or `layers.*.attention`, names a part of the matrix's dotted name."""
+def matches(pattern: str, matrix: str) -> bool:
+    """Whether a pattern, such as `wq` or `layers.*.attention`, matches a part of the matrix's dotted name."""
     return fnmatchcase(f".{matrix}.", f"*.{pattern}.*")
-
-
-def summary(verdicts: Mapping[str, str]) -> list[str]:
-    """Which matrices are converted, and which are not for what reason: a line each, blocks that are alike told once."""
-    reasons: dict[str, dict[str, list[str]]] = {}  # reason -> matrix -> blocks
-    for name, reason in verdicts.items():
-        layer, _, matrix = name.removeprefix("layers.").partition(".") if name.startswith("layers.") else ("", "", name)
-        reasons.setdefault(reason, {}).setdefault(matrix, []).append(layer)
-    num_layers = len({name.split(".")[1] for name in verdicts if name.startswith("layers.")})
-    lines = []
-    for reason, matrices in sorted(reasons.items(), key=lambda item: item[0] != ""):
-        parts = [
-            matrix if layers == [""] or len(layers) == num_layers else f"{matrix} of block {', '.join(layers)}"
-            for matrix, layers in matrices.items()
-        ]
-        lines.append(
-            f"{'as it was' if reason else 'converted'}: {', '.join(parts)}" + (f" ({reason})" if reason else "")
-        )
-    return lines
 
 
 def summary_lines(
     float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool, *, compiled: bool, sharded: bool
 ) -> list[str]:
-    """What to tell at the start: how, which matrices, which not, and what is slow."""
+    """Returns the start-up summary: the scaling, converted and skipped matrices, and warnings about slow settings."""
     if float8.scaling == "none":
         return []
-    gathered = "weights are gathered in float8" if sharded else "weights are not sharded: nothing is gathered"
-    lines = [f"float8  {float8.scaling}" + (f"; {gathered}" if float8.all_gather else "")]
-    lines += [f"          {line}" for line in summary(select(float8, matrices, tied_head))]
+    all_gather = "weights are all-gathered in float8" if sharded else "weights are not sharded: no all-gather"
+    lines = [f"float8  {float8.scaling}" + (f"; {all_gather}" if float8.all_gather else "")]
+    by_reason: dict[str, dict[str, list[str]]] = {"": {}}  # reason -> matrix -> blocks
+    for name, reason in skip_reasons(float8, matrices, tied_head).items():
+        _, block, matrix = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
+        by_reason.setdefault(reason, {}).setdefault(matrix, []).append(block)
+    num_blocks = len({name.split(".")[1] for name in matrices if name.startswith("layers.")})
+    for reason, blocks_of in by_reason.items():
+        parts = [
+            matrix if blocks == [""] or len(blocks) == num_blocks else f"{matrix} of block {', '.join(blocks)}"
+            for matrix, blocks in blocks_of.items()
+        ]
+        if parts:
+            verdict, suffix = ("skipped", f" ({reason})") if reason else ("converted", "")
+            lines.append(f"          {verdict}: {', '.join(parts)}{suffix}")
     if float8.emulate:
-        lines.append("          EMULATED: rounded to float8 and multiplied in float32, slower than without float8")
+        lines.append("          EMULATED: casts to float8 and multiplies in float32, slower than without float8")
     elif not compiled:
-        lines.append(
-            "          NOT COMPILED: the casts alone take longer than float8 saves; set compile.mode = 'block'"
-        )
+        lines.append("          NOT COMPILED: casts cost more than float8 saves; set compile.mode = 'block'")
     return lines
 
 
-def _why_not(float8: Float8, name: str, outputs: int, inputs: int, *, tied: bool) -> str:
+def _skip_reason(float8: Float8, name: str, outputs: int, inputs: int, *, tied: bool) -> str:
     if name == HEAD and not float8.head:
         return "the head; float8.head is false"
     if name == HEAD and tied:
-        return "the head is the embedding's table"
-    if name != HEAD and float8.layers and not any(names(pattern, name) for pattern in float8.layers):
+        return "the head is tied to the embedding"
+    if name != HEAD and float8.layers and not any(matches(pattern, name) for pattern in float8.layers):
         return "not in float8.layers"
-    if any(names(pattern, name) for pattern in float8.skip):
+    if any(matches(pattern, name) for pattern in float8.skip):
         return "in float8.skip"
     if float8.skip_small and _is_small(float8.scaling, outputs, inputs):
-        return "too small to gain"
+        return "too small"
     return ""
 
 
 def _is_small(scaling: str, outputs: int, inputs: int) -> bool:
-    """Where the product gains less than the casts cost. The bounds are torchao's, from its measurements on an H100; finer
-    scales cost more to find."""
+    """Whether casts cost more than the matmul saves, by torchao's thresholds, measured on an H100. Finer scales cost more."""
     if scaling == "tensorwise":
         return inputs <= 4096 and outputs <= 1024
     return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)

@@ -1,4 +1,4 @@
-"""What a run tells of itself: rates from measured time, and where they are shown and kept."""
+"""Training metrics: measurement, console output, and files."""
 
 from titanlike.metrics.monitor import Monitor
 

@@ -1,41 +1,30 @@
-"""What the hardware could do at most, so that a rate can be given as a share of it."""
+"""Hardware limits and memory use of a device."""
 
 import resource
 import sys
 
 import torch
 
-# Dense bfloat16 operations a second, from the makers' data sheets, in the order in which names are tried.
-PEAK_FLOPS = (
-    ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("A10G", 70e12),
-)
+# Dense bfloat16 FLOP/s from the vendors' data sheets. The first match counts.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12,
+}  # fmt: skip
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak of a device, or None where it is not known: no share is better than a wrong one."""
+    """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown."""
     words = device_name.replace("-", " ").split()
-    for name, peak in PEAK_FLOPS:
-        if all(word in words for word in name.split()):
-            return peak
-    return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if all(word in words for word in name.split())), None)
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """Returns the name of a GPU as CUDA reports it, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held so far: on the GPU, or of the process itself on a CPU."""
+    """Returns the peak memory of this process: allocated on the GPU or, on a CPU, resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

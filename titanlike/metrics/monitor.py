@@ -1,93 +1,89 @@
-"""Measures a run while it trains, and hands each record to the screen, to `metrics.jsonl` and to TensorBoard."""
+"""Measurement of a run. Records go to the console, to `metrics.jsonl` and to TensorBoard."""
 
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanlike.checkpoint import SaveResult
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
-from titanlike.metrics.terminal import Screen
-from titanlike.metrics.trackers import Records
+from titanlike.metrics.terminal import Console
+from titanlike.metrics.trackers import JSONLWriter, TensorBoardWriter
 from titanlike.utils.async_d2h import AsyncD2H
 
 
-class Monitor:
-    """Counts tokens and seconds from the moment it is made. Only a rank that is given a folder shows and keeps them."""
+@dataclass(kw_only=True)
+class Monitor(AbstractContextManager["Monitor"]):
+    """Measures throughput from its creation on, and records it every `interval` steps and at the first and last step. Throughput
+    includes data wait and excludes validation and checkpointing. Only the rank that is passed a `folder` writes records."""
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        num_devices: int,
-        num_steps: int,
-        first_step: int,
-        tokens_per_step: int,
-        flops_per_token: int,
-        interval: int,
-        folder: Path | None,
-        tensorboard: bool,
-    ) -> None:
-        self.device = device
-        self.num_devices = num_devices
-        self.num_steps = num_steps
-        self.interval = interval
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.peak = peak_flops(device_name(device))
-        self.records = Records(folder / "metrics.jsonl") if folder else None
-        self.screen = Screen(num_steps, first_step) if folder else None
-        self.tensorboard: Any = None
-        if folder and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    device: torch.device
+    num_devices: int
+    num_steps: int
+    first_step: int
+    tokens_per_step: int
+    flops_per_token: int
+    interval: int
+    folder: Path | None
+    tensorboard: bool
 
-            self.tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
-        self.started = self.window_started = time.perf_counter()
-        self.window_steps = 0
+    def __post_init__(self) -> None:
+        self.peak_flops = peak_flops(device_name(self.device))
+        self._console: Console | None = None
+        self._trackers: list[JSONLWriter | TensorBoardWriter] = []
+        if self.folder:
+            self._console = Console(self.num_steps, self.first_step)
+            self._trackers.append(JSONLWriter(self.folder / "metrics.jsonl"))
+            if self.tensorboard:
+                self._trackers.append(TensorBoardWriter(self.folder / "tensorboard", self.first_step))
+        self._started = self._window_started = time.perf_counter()
+        self._window_steps = 0
         self._data_wait = 0.0
-        self.unseen: tuple[int, AsyncD2H, float] | None = None
+        self._pending: tuple[int, AsyncD2H, float] | None = (
+            None  # a step to record: its number, values and learning rate
+        )
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Time in here is part of the step, and told apart as data wait."""
+        """Counts the time of the block as data wait, a part of the step."""
         start = time.perf_counter()
         yield
         self._data_wait += time.perf_counter() - start
 
     @contextmanager
     def exclude_from_throughput(self) -> Iterator[None]:
-        """Time in here (validation, saving) does not count in the training rates."""
-        self._record_last()
+        """Excludes the time of the block, such as validation, from throughput."""
+        self._flush()
         start = time.perf_counter()
         yield
-        self.window_started += time.perf_counter() - start
+        self._window_started += time.perf_counter() - start
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
-        """A step is on its way. Every `interval` steps, and at the first and the last, it is recorded: on a GPU when the
-        next one is on its way too."""
-        self._record_last()
-        self.window_steps += 1
+        """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it."""
+        self._flush()
+        self._window_steps += 1
         if step % self.interval == 0 or step in (1, self.num_steps):
-            self.unseen = step, AsyncD2H(loss, grad_norm), learning_rate
-            if self.unseen[1].here or step == self.num_steps:
-                self._record_last()
+            values = AsyncD2H(loss, grad_norm)
+            self._pending = step, values, learning_rate
+            if values.here or step == self.num_steps:
+                self._flush()
 
-    def _record_last(self) -> None:
-        """Record the step that is not recorded yet, if there is one."""
-        if self.unseen is None:
+    def _flush(self) -> None:
+        """Records the pending step."""
+        if self._pending is None:
             return
-        (step, numbers, learning_rate), self.unseen = self.unseen, None
-        loss, grad_norm = numbers.read()
-        now = time.perf_counter()  # after reading: the device has finished what is being timed
-        seconds = now - self.window_started
-        tokens_per_second = self.window_steps * self.tokens_per_step / seconds
+        (step, values, learning_rate), self._pending = self._pending, None
+        loss, grad_norm = values.read()
+        now = time.perf_counter()  # after the read: the device has completed the steps
+        seconds = now - self._window_started
+        tokens_per_second = self._window_steps * self.tokens_per_step / seconds
         flops = tokens_per_second * self.flops_per_token / self.num_devices
-        self._record(
+        self._log(
             step,
             {
                 "loss": loss,
@@ -96,83 +92,65 @@ class Monitor:
                 "tokens": step * self.tokens_per_step,
                 "tokens_per_second": tokens_per_second,
                 "tflops_per_device": flops / 1e12,
-                "mfu": flops / self.peak if self.peak else None,
+                "mfu": flops / self.peak_flops if self.peak_flops else None,
                 "memory_gib": peak_memory_gib(self.device),
                 "data_wait": self._data_wait / seconds,
-                "step_seconds": seconds / self.window_steps,
-                "elapsed_seconds": now - self.started,
+                "step_seconds": seconds / self._window_steps,
+                "elapsed_seconds": now - self._started,
             },
         )
-        self.window_started, self.window_steps, self._data_wait = time.perf_counter(), 0, 0.0
+        self._window_started, self._window_steps, self._data_wait = time.perf_counter(), 0, 0.0
 
     def validation(self, step: int, loss: float) -> None:
-        """Record a validation loss."""
-        self._record(step, {"validation_loss": loss, "elapsed_seconds": time.perf_counter() - self.started})
-
-    def record_saves(self, outcomes: Sequence[SaveResult]) -> None:
-        """Record what came of saves."""
-        for outcome in outcomes:
-            if outcome.error:
-                self.warn(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}; training goes on")
-                continue
-            if outcome.remark:
-                self.warn(f"step {outcome.step} is saved, but {outcome.remark}")
-            times = {"save_seconds": outcome.seconds, "save_stall_seconds": outcome.stall}
-            self._record(outcome.step, {**times, "save_bytes": outcome.size})
-
-    def warn(self, text: str) -> None:
-        """Tell the user what is not right and does not stop the run."""
-        self.print(f"warning: {text}")
+        """Records a validation loss."""
+        self._log(step, {"validation_loss": loss, "elapsed_seconds": time.perf_counter() - self._started})
 
     def skipped(self, step: int, cause: str) -> None:
-        """Record a step whose update was left out, and why."""
-        self._record_last()
-        self._keep(step, {"skipped": cause, "elapsed_seconds": time.perf_counter() - self.started})
+        """Records a step whose update was skipped, and why."""
+        self._flush()
+        self._track(step, {"skipped": cause, "elapsed_seconds": time.perf_counter() - self._started})
         self.print(f"step {step:>6}/{self.num_steps}  skipped: {cause}")
-        if self.tensorboard:
-            self.tensorboard.add_text("skipped", cause, step)
+
+    def record_saves(self, results: Sequence[SaveResult]) -> None:
+        """Records the results of saves."""
+        for result in results:
+            if result.error:
+                self.warn(f"saving the checkpoint of step {result.step} failed: {result.error}; training continues")
+                continue
+            if result.cleanup_error:
+                self.warn(
+                    f"the checkpoint of step {result.step} is saved, but the cleanup failed: {result.cleanup_error}"
+                )
+            times = {"save_seconds": result.seconds, "save_stall_seconds": result.stall}
+            self._log(result.step, {**times, "save_bytes": result.size})
+
+    def warn(self, text: str) -> None:
+        """Prints a warning."""
+        self.print(f"warning: {text}")
 
     def print(self, text: str) -> None:
-        """Tell the user something that is not a number."""
-        if self.screen:
-            self.screen.note(text)
+        """Prints a line."""
+        if self._console:
+            self._console.print(text)
 
     def close(self) -> None:
-        """Finish the line and the files."""
-        if self.records and (problem := self.records.close()):
-            self.warn(problem)
-        if self.screen:
-            self.screen.close()
-        try:
-            if self.tensorboard:
-                self.tensorboard.close()
-        except OSError as error:
-            self._leave_tensorboard(error)
-
-    def __enter__(self) -> "Monitor":
-        return self
+        """Closes the status line and the files."""
+        if self._console:
+            self._console.close()
+        for tracker in self._trackers:
+            if warning := tracker.close():
+                self.warn(warning)
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _record(self, step: int, values: dict[str, float | None]) -> None:
-        # Those of a skipped step may be no numbers. JSON has no word for that.
-        known = {n: value if value is None or math.isfinite(value) else None for n, value in values.items()}
-        self._keep(step, known)
-        if self.screen:
-            self.screen.show(step, values)
-        try:
-            for name, value in known.items() if self.tensorboard else ():
-                if value is not None and name != "tokens":
-                    self.tensorboard.add_scalar(name, value, step)
-        except OSError as error:
-            self._leave_tensorboard(error)
+    def _log(self, step: int, values: Mapping[str, float | None]) -> None:
+        # JSON cannot represent NaN and infinity, which a skipped step may have.
+        self._track(step, {n: value if value is None or math.isfinite(value) else None for n, value in values.items()})
+        if self._console:
+            self._console.log(step, values)
 
-    def _keep(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        if self.records and (problem := self.records.add({"step": step, **values})):
-            self.warn(problem)
-
-    def _leave_tensorboard(self, error: OSError) -> None:
-        """It can write no more after it could not once. The same numbers are in the records."""
-        self.tensorboard = None
-        self.warn(f"nothing more is written for TensorBoard: {error.strerror}")
+    def _track(self, step: int, values: Mapping[str, float | str | None]) -> None:
+        for tracker in self._trackers:
+            if warning := tracker.log(step, values):
+                self.warn(warning)

@@ -1,42 +1,78 @@
-"""The file that keeps a run's numbers: a line of JSON a record. A full disk does not end the run: records wait for room."""
+"""Metrics files. A full disk does not stop the run: methods return a warning for the user, or an empty string."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+Values = Mapping[str, float | str | None]
 
-class Records:
-    """Adds lines to a file."""
+
+class JSONLWriter:
+    """Appends one JSON object per record to a file. While the disk is full, records are buffered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = path.open("ab", buffering=0)
-        self.waiting = b""  # for room
-        self.told = False
+        self._file = path.open("ab", buffering=0)
+        self._buffer = b""
+        self._warned = False
 
-    def add(self, record: dict[str, Any]) -> str:
-        """Write a record, after those that wait. Returns what to tell the user, once, if there is no room for it."""
-        self.waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
+    def log(self, step: int, values: Values) -> str:
+        """Writes a record. Returns a warning at the first of consecutive failures."""
+        self._buffer += json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
         try:
-            self._write()
+            self._flush()
         except OSError as error:
-            problem = "" if self.told else f"{self.path}: {error.strerror}; its records wait for room"
-            self.told = True
-            return problem
-        self.told = False
+            warned, self._warned = self._warned, True
+            return "" if warned else f"{self.path}: {error.strerror}; records are buffered until there is space"
+        self._warned = False
         return ""
 
     def close(self) -> str:
-        """Leave the file. Returns what to tell the user if records are lost."""
+        """Closes the file. Returns a warning if records are lost."""
         try:
-            self._write()
+            self._flush()
         except OSError as error:
-            lost = self.waiting.count(b"\n")
-            return f"{self.path}: {error.strerror}; its last {lost} records are lost"
+            lost = self._buffer.count(b"\n")
+            return f"{self.path}: {error.strerror}; the last {lost} records are lost"
         finally:
-            self.file.close()
+            self._file.close()
         return ""
 
-    def _write(self) -> None:
-        while self.waiting:
-            self.waiting = self.waiting[self.file.write(self.waiting) :]
+    def _flush(self) -> None:
+        while self._buffer:
+            self._buffer = self._buffer[self._file.write(self._buffer) :]
+
+
+class TensorBoardWriter:
+    """Writes TensorBoard events: numbers as scalars, strings as text. After a failure, the library can write no more events."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self._writer: Any = SummaryWriter(str(directory), purge_step=first_step)
+
+    def log(self, step: int, values: Values) -> str:
+        """Writes the values of a step, except for `tokens`, a multiple of the step."""
+        try:
+            for name, value in values.items() if self._writer else ():
+                if isinstance(value, str):
+                    self._writer.add_text(name, value, step)
+                elif value is not None and name != "tokens":
+                    self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            return self._disable(error)
+        return ""
+
+    def close(self) -> str:
+        """Closes the event file."""
+        try:
+            if self._writer:
+                self._writer.close()
+        except OSError as error:
+            return self._disable(error)
+        return ""
+
+    def _disable(self, error: OSError) -> str:
+        self._writer = None
+        return f"TensorBoard logging is disabled: {error.strerror}"

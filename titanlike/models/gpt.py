@@ -1,6 +1,6 @@
 """GPT-2 and GPT-3 in plain PyTorch.
 
-Shapes: B sequences, T tokens, D width, H heads, E width of a head.
+Shapes: B sequences, T tokens, D model dimension, H heads, E head dimension, V vocabulary.
 """
 
 import math
@@ -12,42 +12,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.model_configs import GPTConfig
-from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedHead
+from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedLMHead
+from titanlike.models.registry import register_model
 
-# How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
+# The tensor-parallel style of each submodule; the styles are defined in parallelisms/tensor.py. Every parameter is covered.
 TENSOR_PLAN = {
-    "tok_embeddings": "vocabulary",
-    "pos_embeddings": "positions",
-    "layers.*.attention_norm": "tokens",
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "columns",
-    "layers.*.attention.wk": "columns",
-    "layers.*.attention.wv": "columns",
-    "layers.*.attention.wo": "rows",
-    "layers.*.ffn_norm": "tokens",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "columns",
-    "layers.*.feed_forward.w2": "rows",
-    "norm": "tokens",
-    "output": "head",
+    "tok_embeddings": "vocab_parallel",
+    "pos_embeddings": "position_embedding",
+    "layers.*.attention_norm": "sequence_parallel",
+    "layers.*.attention": "all_gather_input",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence_parallel",
+    "layers.*.feed_forward": "all_gather_input",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence_parallel",
+    "output": "lm_head",
 }
 
 
+@register_model(GPTConfig)
 class GPT(nn.Module):
-    """Tokens in, logits out. Any part may be absent, so that a slice of the model still runs."""
+    """A GPT-2 decoder. Modules that are None and blocks that are deleted are skipped, so that a pipeline stage runs."""
 
     tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
+    first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings", "pos_embeddings")
+    last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
 
-    def __init__(self, shape: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.shape = shape
-        self.tok_embeddings: nn.Embedding | None = Embedding(shape.vocab_size, shape.dim)
-        self.pos_embeddings: nn.Embedding | None = Embedding(shape.max_seq_len, shape.dim)
-        self.dropout = Dropout(shape.dropout, site=0)
-        # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
-        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.num_layers)})
-        self.norm: nn.Module | None = nn.LayerNorm(shape.dim, eps=shape.norm_eps)
-        self.output: nn.Module | None = TiedHead(self.tok_embeddings)
+        self.config = config
+        self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
+        self.pos_embeddings: nn.Embedding | None = Embedding(config.max_seq_len, config.dim)
+        self.dropout = Dropout(config.dropout, site=0)
+        # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
+        self.norm: nn.Module | None = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.output: nn.Module | None = TiedLMHead(self.tok_embeddings)
 
     def forward(
         self,
@@ -57,8 +61,13 @@ class GPT(nn.Module):
         dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocabulary) for tokens (B, T), or the loss summed over `labels`. Of the same shape, each where it is
-        wanted: `positions`, which count from 0 unless given; a number for each token's document; random bits for dropout."""
+        """Returns logits (B, T, V) for tokens (B, T), or the loss summed over the valid `labels` (B, T).
+
+        Args:
+            position_ids: positions (B, T) or (1, T). Default: 0, 1, ... in each sequence.
+            document_ids: the document of each token (B, T); attention does not cross documents. Default: one document.
+            dropout_bits: 32 random bits for each token (B, T). Default: no dropout.
+        """
         h = tokens
         if self.tok_embeddings is not None and self.pos_embeddings is not None:
             if position_ids is None:
@@ -71,28 +80,28 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole parameter with its initial value."""
+        """Fills one full parameter with its initial value."""
         if name.endswith("bias"):
             value.zero_()
         elif name.endswith("norm.weight"):
             value.fill_(1.0)
         else:
-            # What each block adds to the residual stream: smaller the more blocks add to it.
+            # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
             residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-            value.normal_(0.0, 0.02 / (math.sqrt(2 * self.shape.num_layers) if residual else 1.0), generator=generator)
+            value.normal_(0.0, 0.02 / (math.sqrt(2 * self.config.num_layers) if residual else 1.0), generator=generator)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalized stream and added back to it."""
+    """A pre-norm transformer block: attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, shape: GPTConfig, index: int) -> None:
+    def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape)
-        self.ffn_norm = nn.LayerNorm(shape.dim, eps=shape.norm_eps)
-        self.feed_forward = FeedForward(shape)
-        self.attention_dropout = Dropout(shape.dropout, site=2 * index + 1)
-        self.ffn_dropout = Dropout(shape.dropout, site=2 * index + 2)
+        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.attention_dropout = Dropout(config.dropout, site=2 * index + 1)
+        self.ffn_dropout = Dropout(config.dropout, site=2 * index + 2)
 
     def forward(self, x: Tensor, document_ids: Tensor | None = None, dropout_bits: Tensor | None = None) -> Tensor:
         h = x + self.attention_dropout(self.attention(self.attention_norm(x), document_ids), dropout_bits)
@@ -100,31 +109,31 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention. Three projections and not GPT-2's fused one: each can then be split by heads."""
+    """Multi-head causal attention. Separate Q, K and V projections, unlike GPT-2's fused one: each can be split by heads."""
 
-    def __init__(self, shape: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.dim)
-        self.wk = nn.Linear(shape.dim, shape.dim)
-        self.wv = nn.Linear(shape.dim, shape.dim)
-        self.wo = nn.Linear(shape.dim, shape.dim)
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim)
+        self.wk = nn.Linear(config.dim, config.dim)
+        self.wv = nn.Linear(config.dim, config.dim)
+        self.wo = nn.Linear(config.dim, config.dim)
         self.attend = CausalAttention()
 
     def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        # The numbers of tokens and of heads are read off the projections: x may be a slice of either.
+        # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         h = self.attend(q, k, v, document_ids)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
 class FeedForward(nn.Module):
-    """Two layers with GELU, in the tanh form that GPT-2 was trained with."""
+    """A feed-forward layer with GELU in the tanh approximation, as GPT-2 was trained."""
 
-    def __init__(self, shape: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, 4 * shape.dim)
-        self.w2 = nn.Linear(4 * shape.dim, shape.dim)
+        self.w1 = nn.Linear(config.dim, 4 * config.dim)
+        self.w2 = nn.Linear(4 * config.dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))

@@ -1,7 +1,6 @@
-"""What both models are made of beside torch's own layers. Without parameters, and modules all the same: a transform can take
-the place of either from outside.
+"""Layers that the models share. They are modules even where they have no parameters, so that a transform can replace them.
 
-Shapes: B sequences, T tokens, D width, H query heads, K key and value heads, E width of a head.
+Shapes: B sequences, T tokens, S keys, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -14,76 +13,78 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.models.loss import chunked_linear_cross_entropy
-from titanlike.utils.counter_rng import spread
+from titanlike.utils.counter_rng import hash_u32
 
-# Of attention, the fastest first.
-KERNELS = {
+# Scaled-dot-product-attention backends, fastest first.
+ATTENTION_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
 
-# Of the stream (B, T, D), the head's weight (V, D) and labels (B, T).
-LossOf = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+# (hidden states (B, T, D), output weight (V, D) or None, labels (B, T)) -> summed loss
+LossFunction = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 class CausalAttention(nn.Module):
-    """Each token sees those before it, and itself; with documents, only those of its own document."""
+    """Causal scaled-dot-product attention, within documents if `document_ids` are given."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Queries (B, H, T, E), keys and values (B, K, T, E), a number for each token's document (B, T)."""
+        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E) and document ids (B, T)."""
         mask = None
         if document_ids is not None:
-            places = torch.arange(q.shape[2], device=q.device)
-            mask = document_causal_mask(places, places, document_ids, document_ids)
+            positions = torch.arange(q.shape[2], device=q.device)
+            mask = document_causal_mask(positions, positions, document_ids, document_ids)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
-def document_causal_mask(seeing: Tensor, seen: Tensor, query_document_ids: Tensor, key_document_ids: Tensor) -> Tensor:
-    """Which of the places `seen` (S,) each of the places `seeing` (T,) may look at: (B, 1, T, S)."""
-    same = query_document_ids[:, None, :, None] == key_document_ids[:, None, None, :]
-    return same & (seeing[:, None] >= seen[None, :])
+def document_causal_mask(
+    query_positions: Tensor, key_positions: Tensor, query_document_ids: Tensor, key_document_ids: Tensor
+) -> Tensor:
+    """Returns a mask (B, 1, T, S) that is True where a query (T,) may attend to a key (S,): not later, in the same document."""
+    same_document = query_document_ids[:, None, :, None] == key_document_ids[:, None, None, :]
+    return same_document & (query_positions[:, None] >= key_positions[None, :])
 
 
-def attention_backend(kernel: str) -> AbstractContextManager[Any]:
-    """Which kernel of torch's `CausalAttention` takes in here: one by name, or with `auto` the first that can do it."""
-    names = list(KERNELS) if kernel == "auto" else [kernel]
-    return sdpa_kernel([KERNELS[name] for name in names], set_priority=True)
+def attention_backend(name: str) -> AbstractContextManager[Any]:
+    """Selects the attention backend in this context: one by name or, with `auto`, the first that supports the inputs."""
+    names = list(ATTENTION_BACKENDS) if name == "auto" else [name]
+    return sdpa_kernel([ATTENTION_BACKENDS[each] for each in names], set_priority=True)
 
 
 class Embedding(nn.Embedding):
-    """torch's own, but that on the meta device, where there are no values, it draws none: that imports the compiler."""
+    """`nn.Embedding` without the initialization on the meta device, which is useless and imports the compiler."""
 
     def reset_parameters(self) -> None:
-        """Draw values, where there is memory for them."""
+        """Initializes the weight unless it is on the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
-class Head(nn.Linear):
-    """The last matrix. Given labels, it gives their summed loss in place of logits, which then need never be there at once."""
+class LMHead(nn.Linear):
+    """The output projection. Given labels, it returns their summed loss, and the full logits need not exist."""
 
-    loss: LossOf = staticmethod(chunked_linear_cross_entropy)
+    loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         return super().forward(x) if labels is None else self.loss(x, self.weight, labels)
 
 
-class TiedHead(nn.Module):
-    """The embedding's weight used once more, as the head."""
+class TiedLMHead(nn.Module):
+    """An output projection that uses the weight of the token embedding."""
 
-    loss: LossOf = staticmethod(chunked_linear_cross_entropy)
+    loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self.embedding = (embedding,)  # in a tuple, so that the weight has one name and not two
+        self.embedding = (embedding,)  # in a tuple, so that the weight is registered once
 
     @property
     def weight(self) -> Tensor:
-        """That of the embedding."""
+        """The weight of the embedding."""
         return self.embedding[0].weight
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -92,17 +93,20 @@ class TiedHead(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Zeroes a share of the stream, as a function of each token's own random number: of no state, no rank and no layout."""
+    """Dropout from counter-based random numbers: a function of the token's bits, the site and the channel, not of a generator.
 
-    def __init__(self, share: float, site: int) -> None:
+    Recomputation and every parallel layout drop the same elements.
+    """
+
+    def __init__(self, p: float, site: int) -> None:
         super().__init__()
-        self.share = share
-        self.site = site  # another pattern at each place of the model
+        self.p = p
+        self.site = site  # decorrelates the layers of a model
 
-    def forward(self, x: Tensor, dropout_bits: Tensor | None) -> Tensor:
-        """`noise` has 32 random bits for each token (B, T), as integers; without it nothing is dropped."""
-        if dropout_bits is None or not self.share:
+    def forward(self, x: Tensor, bits: Tensor | None) -> Tensor:
+        """Drops elements of x (B, T, D). `bits` holds 32 random bits for each token (B, T); None disables dropout."""
+        if bits is None or not self.p:
             return x
         channels = torch.arange(x.shape[-1], device=x.device)
-        draws = spread(dropout_bits[..., None] + self.site * 0x9E3779B1 + channels * 0x85EBCA77)  # (B, T, D)
-        return torch.where(draws >= int(self.share * 2**32), x / (1.0 - self.share), 0.0).to(x.dtype)
+        draws = hash_u32(bits[..., None] + self.site * 0x9E3779B1 + channels * 0x85EBCA77)  # (B, T, D)
+        return torch.where(draws >= int(self.p * 2**32), x / (1.0 - self.p), 0.0).to(x.dtype)

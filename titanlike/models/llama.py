@@ -1,6 +1,6 @@
 """Llama 3 in plain PyTorch.
 
-Shapes: B sequences, T tokens, D width, H query heads, K key and value heads, E width of a head.
+Shapes: B sequences, T tokens, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
 import math
@@ -12,42 +12,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.model_configs import LlamaConfig
-from titanlike.models.layers import CausalAttention, Dropout, Embedding, Head, TiedHead
+from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead
+from titanlike.models.registry import register_model
 
-# How a tensor-parallel group shares each part, in the words of parallelisms/tensor.py. Every parameter is named.
+# The tensor-parallel style of each submodule; the styles are defined in parallelisms/tensor.py. Every parameter is covered.
 TENSOR_PLAN = {
-    "tok_embeddings": "vocabulary",
-    "layers.*.attention_norm": "tokens",
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "columns",
-    "layers.*.attention.wk": "columns",
-    "layers.*.attention.wv": "columns",
-    "layers.*.attention.wo": "rows",
-    "layers.*.ffn_norm": "tokens",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "columns",
-    "layers.*.feed_forward.w2": "rows",
-    "layers.*.feed_forward.w3": "columns",
-    "norm": "tokens",
-    "output": "head",
+    "tok_embeddings": "vocab_parallel",
+    "layers.*.attention_norm": "sequence_parallel",
+    "layers.*.attention": "all_gather_input",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence_parallel",
+    "layers.*.feed_forward": "all_gather_input",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "norm": "sequence_parallel",
+    "output": "lm_head",
 }
 
 
+@register_model(LlamaConfig)
 class Llama(nn.Module):
-    """Tokens in, logits out. Any part may be absent, so that a slice of the model still runs."""
+    """A Llama 3 decoder. Modules that are None and blocks that are deleted are skipped, so that a pipeline stage runs."""
 
     tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
+    first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings",)
+    last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
 
-    def __init__(self, shape: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.shape = shape
-        self.tok_embeddings: nn.Embedding | None = Embedding(shape.vocab_size, shape.dim)
-        self.dropout = Dropout(shape.dropout, site=0)
-        # A ModuleDict and not a ModuleList: names must survive when a pipeline stage deletes the blocks of others.
-        self.layers = nn.ModuleDict({str(i): Block(shape, i) for i in range(shape.num_layers)})
-        self.norm: nn.Module | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.config = config
+        self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
+        self.dropout = Dropout(config.dropout, site=0)
+        # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
+        self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = (
-            TiedHead(self.tok_embeddings) if shape.tied_head else Head(shape.dim, shape.vocab_size, bias=False)
+            TiedLMHead(self.tok_embeddings) if config.tied_head else LMHead(config.dim, config.vocab_size, bias=False)
         )
 
     def forward(
@@ -58,14 +62,19 @@ class Llama(nn.Module):
         dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocabulary) for tokens (B, T), or the loss summed over `labels`. Of the same shape, each where it is
-        wanted: `positions`, which count from 0 unless given; a number for each token's document; random bits for dropout."""
+        """Returns logits (B, T, V) for tokens (B, T), or the loss summed over the valid `labels` (B, T).
+
+        Args:
+            position_ids: positions (B, T) or (1, T). Default: 0, 1, ... in each sequence.
+            document_ids: the document of each token (B, T); attention does not cross documents. Default: one document.
+            dropout_bits: 32 random bits for each token (B, T). Default: no dropout.
+        """
         h = tokens
         if self.tok_embeddings is not None:
             h = self.dropout(self.tok_embeddings(tokens), dropout_bits)  # (B, T, D)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        rope = rotary_angles(self.shape, position_ids)
+        rope = rotary_angles(self.config, position_ids)
         for layer in self.layers.values():
             h = layer(h, rope, document_ids, dropout_bits)
         h = self.norm(h) if self.norm is not None else h
@@ -73,28 +82,28 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole parameter with its initial value."""
+        """Fills one full parameter with its initial value."""
         if name.endswith("norm.weight"):
             value.fill_(1.0)
             return
         std = 0.02
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
-            # What each block adds to the residual stream: smaller the more blocks add to it.
-            std /= math.sqrt(2 * self.shape.num_layers)
+            # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
+            std /= math.sqrt(2 * self.config.num_layers)
         value.normal_(0.0, std, generator=generator)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalized stream and added back to it."""
+    """A pre-norm transformer block: attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, shape: LlamaConfig, index: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape)
-        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.feed_forward = FeedForward(shape)
-        self.attention_dropout = Dropout(shape.dropout, site=2 * index + 1)
-        self.ffn_dropout = Dropout(shape.dropout, site=2 * index + 2)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.attention_dropout = Dropout(config.dropout, site=2 * index + 1)
+        self.ffn_dropout = Dropout(config.dropout, site=2 * index + 2)
 
     def forward(
         self,
@@ -108,59 +117,62 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; groups of query heads share a key and value head."""
+    """Grouped-query causal attention with rotary position embeddings."""
 
-    def __init__(self, shape: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.num_heads * shape.head_dim, bias=False)
-        self.wk = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.wv = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.wo = nn.Linear(shape.num_heads * shape.head_dim, shape.dim, bias=False)
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.attend = CausalAttention()
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], document_ids: Tensor | None = None) -> Tensor:
-        # The numbers of tokens and of heads are read off the projections: x may be a slice of either.
+        # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        h = self.attend(rotate(q, rope), rotate(k, rope), v, document_ids)  # (B, H, T, E)
+        h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, document_ids)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward layer."""
 
-    def __init__(self, shape: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
-        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def rotary_angles(shape: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (B, 1, T, E) of each position's rotation (B, T), in float32: made anew in each pass, so there is no
-    buffer to keep right."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=position_ids.device, dtype=torch.float32) / shape.head_dim
-    frequencies = shape.rope_theta**-exponents  # (E/2,)
-    if shape.rope_scaling != 1.0:
-        frequencies = stretch(frequencies, shape.rope_scaling, shape.rope_original_seq_len)
+def rotary_angles(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine (B, 1, T, E) of the rotary angles at `positions` (B, T), in float32.
+
+    They are computed in each forward pass: a buffer would have to be sharded, saved and cast correctly.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
+    frequencies = config.rope_theta**-exponents  # (E/2,)
+    if config.rope_scaling != 1.0:
+        frequencies = scale_rope_frequencies(frequencies, config.rope_scaling, config.rope_original_seq_len)
     angles = position_ids.float()[:, None, :, None] * frequencies
-    angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): the two halves of a head turn together
+    angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): both halves of a head rotate by the same angles
     return angles.cos(), angles.sin()
 
 
-def stretch(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor:
-    """Llama 3.1: slow the frequencies that turn less than once in the original length, keep those that turn four times."""
+def scale_rope_frequencies(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor:
+    """Applies Llama 3.1's RoPE scaling: divides frequencies with less than one turn in the original length by `factor`, keeps those
+    with more than four, interpolates between."""
     turns = original_seq_len * frequencies / (2 * math.pi)
     keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
     return frequencies * (keep + (1.0 - keep) / factor)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (first half, second half) of a head by its position's angle, in float32."""
+def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates each pair of channels (first half, second half of a head) by its position's angle, in float32."""
     cos, sin = rope
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos + rotated * sin).to(x.dtype)

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedule, gradient clipping."""
+"""Optimizers, learning-rate schedule, gradient clipping, non-finite steps."""

@@ -1,9 +1,10 @@
-"""AdamW that takes less memory: averages in bfloat16 or in 8 bits, and bfloat16 weights that are rounded by chance.
+"""Memory-efficient AdamW: moments in bfloat16 or 8 bits, and bfloat16 weights updated with stochastic rounding.
 
-What it keeps is plain tensors, cut as the weight is: another layout reads the same values, and rounds to the same bits.
+Its state is sharded like the weights, and random bits depend on an element's position in the full weight. A resume on another
+layout therefore reads the same values and rounds alike.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -11,16 +12,16 @@ import torch
 from torch import Tensor
 
 from titanlike.config.layout import BLOCK
-from titanlike.utils.counter_rng import derive_seed, spread
+from titanlike.utils.counter_rng import derive_seed, hash_u32
 from titanlike.utils.dtensor import is_dtensor, local_tensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
-PIECE = 1 << 22  # numbers that are updated at once
-AVERAGES = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
+CHUNK = 1 << 22  # elements updated at once: temporaries take many times the memory of the state
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
-    """One step a call, as torch's AdamW; arithmetic in float32, whatever is kept."""
+    """AdamW with float32 arithmetic and low-precision state."""
 
     def __init__(
         self,
@@ -29,28 +30,28 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        state: Literal["full", "bfloat16", "8bit"],
+        state_dtype: Literal["full", "bfloat16", "8bit"],
         seeds: Mapping[Tensor, int],
     ) -> None:
-        """`seeds` has a number for each bfloat16 weight that is to be rounded by chance."""
+        """`seeds` maps each bfloat16 weight that uses stochastic rounding to its seed."""
         super().__init__(parameters, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
-        self.kind = state
+        self.state_dtype = state_dtype
         self.seeds = seeds
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step with the gradients that are there."""
+        """Performs a single optimization step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was saved, as it was saved: torch's own way makes everything of the weight's type."""
+        """Loads the state without `torch.optim.Optimizer`'s cast to the weight's dtype."""
         super().load_state_dict(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        mine = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(saved, mine, strict=True):
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
             self.state[parameter] = dict(state_dict["state"].get(index, {}))
 
     def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -58,139 +59,124 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         if not state:
             state.update(self._new_state(parameter))
         state["step"] += 1
-        step, (beta1, beta2) = state["step"].item(), group["betas"]
-        numbers = dict(  # as tensors: a compiled function is made anew for each other number
-            lr=group["lr"],
-            decay=1.0 - group["lr"] * group["weight_decay"],
-            correction1=1.0 - beta1**step,
-            correction2=1.0 - beta2**step,
-        )
-        tensors = {name: torch.tensor(number, dtype=torch.float32) for name, number in numbers.items()}
-        weight = _rows(local_tensor(parameter))
-        gradient = _rows(local_tensor(cast(Tensor, parameter.grad)).contiguous())
-        kept = {name: _rows(local_tensor(value), name) for name, value in state.items() if name != "step"}
-        levels = {name: _levels(name, weight.device) for name in AVERAGES if self.kind == "8bit"}
+        step, lr, eps, (beta1, beta2) = state["step"].item(), group["lr"], group["eps"], group["betas"]
+        decay, corrections = 1.0 - lr * group["weight_decay"], (1.0 - beta1**step, 1.0 - beta2**step)
+        # Tensors: a compiled function recompiles for every new Python number.
+        scalars = torch.tensor([lr, decay, *corrections], dtype=torch.float32).unbind()
+        weight = _as_blocks(local_tensor(parameter))
+        gradient = _as_blocks(local_tensor(cast(Tensor, parameter.grad)).contiguous())
+        moments = {name: _as_blocks(local_tensor(value), name) for name, value in state.items() if name != "step"}
+        codebooks = {name: _codebook(name, weight.device) for name in MOMENTS if self.state_dtype == "8bit"}
         seed = self.seeds.get(parameter)
-        update = _compiled() if weight.is_cuda else _update
-        # By pieces: what is computed on the way takes many times the memory of what is kept.
-        size = max(1, PIECE // weight.shape[1])
-        for first in range(0, weight.shape[0], size):
-            piece = slice(first, first + size)
+        update = _compiled_update() if weight.is_cuda else _update
+        num_rows = max(1, CHUNK // weight.shape[1])
+        for first in range(0, weight.shape[0], num_rows):
+            rows = slice(first, first + num_rows)
             bits = None
             if seed is not None:
-                bits = _bits(
-                    parameter, derive_seed(seed, f"step {step:.0f}"), first * weight.shape[1], weight[piece].numel()
-                )
-            update(
-                weight[piece],
-                gradient[piece],
-                {name: value[piece] for name, value in kept.items()},
-                tensors,
-                None if bits is None else bits.view_as(weight[piece]),
-                levels,
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-            )
+                step_seed, offset = derive_seed(seed, f"step {step:.0f}"), first * weight.shape[1]
+                bits = _random_bits(parameter, step_seed, offset, weight[rows].numel()).view_as(weight[rows])
+            chunk = {name: value[rows] for name, value in moments.items()}
+            update(weight[rows], gradient[rows], chunk, scalars, bits, codebooks, beta1=beta1, beta2=beta2, eps=eps)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = {"step": torch.tensor(0.0)}
-        if self.kind != "8bit" or parameter.dim() != 2 or parameter.shape[1] % BLOCK:
-            dtype = parameter.dtype if self.kind == "full" else torch.bfloat16
-            if self.kind == "8bit":
-                dtype = torch.float32  # norms, biases, and matrices of odd sizes
-            return step | {name: torch.zeros_like(parameter, dtype=dtype) for name in AVERAGES}
-        codes = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in AVERAGES}
-        return step | codes | {f"{name}_scale": _scales(parameter) for name in AVERAGES}
+        if self.state_dtype == "8bit" and parameter.dim() == 2 and parameter.shape[1] % BLOCK == 0:
+            codes = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in MOMENTS}
+            return step | codes | {f"{name}_scale": _block_scales(parameter) for name in MOMENTS}
+        # In 8-bit mode, norms, biases and matrices that do not divide into blocks have float32 moments.
+        dtype = {"full": parameter.dtype, "bfloat16": torch.bfloat16, "8bit": torch.float32}[self.state_dtype]
+        return step | {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
 
 
 def _update(
     weight: Tensor,
     gradient: Tensor,
     state: dict[str, Tensor],
-    numbers: dict[str, Tensor],
+    scalars: Sequence[Tensor],
     bits: Tensor | None,
-    levels: dict[str, Tensor],
+    codebooks: dict[str, Tensor],
     *,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
+    lr, decay, correction1, correction2 = scalars
     gradient = gradient.float()
-    mean = _read(state, "exp_avg", levels).lerp(gradient, 1.0 - beta1)
-    square = _read(state, "exp_avg_sq", levels).lerp(gradient.square(), 1.0 - beta2)
-    change = (mean / numbers["correction1"]) / ((square / numbers["correction2"]).sqrt() + eps)
-    new = weight.float() * numbers["decay"] - numbers["lr"] * change
+    mean = _dequantize(state, "exp_avg", codebooks).lerp(gradient, 1.0 - beta1)
+    square = _dequantize(state, "exp_avg_sq", codebooks).lerp(gradient.square(), 1.0 - beta2)
+    new = weight.float() * decay - lr * ((mean / correction1) / ((square / correction2).sqrt() + eps))
     if bits is not None:
-        # The lower half is cut off; what is added before carries over as often as that half is large.
+        # Add 16 random bits below bfloat16's mantissa, then truncate: rounds up with the probability of the fraction.
         new = ((new.view(torch.int32) + bits) & -65536).view(torch.float32)
     weight.copy_(new)
-    _write(state, "exp_avg", mean, levels)
-    _write(state, "exp_avg_sq", square, levels)
+    _quantize(state, "exp_avg", mean, codebooks)
+    _quantize(state, "exp_avg_sq", square, codebooks)
 
 
-def _read(state: dict[str, Tensor], name: str, levels: dict[str, Tensor]) -> Tensor:
+def _dequantize(state: dict[str, Tensor], name: str, codebooks: dict[str, Tensor]) -> Tensor:
     if f"{name}_scale" not in state:
         return state[name].float()
-    return levels[name][state[name].int()] * state[f"{name}_scale"]
+    return codebooks[name][state[name].int()] * state[f"{name}_scale"]
 
 
-def _write(state: dict[str, Tensor], name: str, value: Tensor, levels: dict[str, Tensor]) -> None:
+def _quantize(state: dict[str, Tensor], name: str, value: Tensor, codebooks: dict[str, Tensor]) -> None:
     if f"{name}_scale" not in state:
         state[name].copy_(value)
         return
     scale = value.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # squares of gradients are small
-    middles = (levels[name][1:] + levels[name][:-1]) / 2
-    state[name].copy_(torch.bucketize(value / scale, middles).to(torch.uint8))  # the nearest
+    midpoints = (codebooks[name][1:] + codebooks[name][:-1]) / 2
+    state[name].copy_(torch.bucketize(value / scale, midpoints).to(torch.uint8))
     state[f"{name}_scale"].copy_(scale)
 
 
 @cache
-def _levels(name: str, device: torch.device) -> Tensor:
-    """The 256 numbers that 8 bits stand for: close together near 0, where most are, and far apart near 1."""
+def _codebook(name: str, device: torch.device) -> Tensor:
+    """Returns the 256 values of a dynamic 8-bit code, denser near 0."""
     with suppress_import_warnings():
-        from torchao.optim.quant_utils import create_dynamic_map  # only here: it takes two seconds
+        from torchao.optim.quant_utils import create_dynamic_map  # takes two seconds
 
     return torch.tensor(create_dynamic_map(signed=name == "exp_avg"), dtype=torch.float32, device=device)
 
 
 @cache
-def _compiled() -> Any:
+def _compiled_update() -> Any:
     return torch.compile(_update, fullgraph=True, dynamic=True)
 
 
-def _rows(tensor: Tensor, name: str = "") -> Tensor:
-    """In rows of a block, so that one compiled function does for all shapes."""
+def _as_blocks(tensor: Tensor, name: str = "") -> Tensor:
+    """Views a tensor as rows of one block, so that one compiled function serves all shapes."""
     if name.endswith("_scale"):
         return tensor.view(-1, 1)
     return tensor.view(-1, BLOCK) if tensor.numel() % BLOCK == 0 else tensor.view(1, -1)
 
 
-def _scales(parameter: Tensor) -> Tensor:
-    """A scale for each block, cut over the ranks as the parameter is."""
+def _block_scales(parameter: Tensor) -> Tensor:
+    """Returns a zero scale for each block of a row, sharded like the parameter."""
     rows, columns = parameter.shape
     shape = (rows, columns // BLOCK)
     if not is_dtensor(parameter):
         return torch.zeros(shape, device=parameter.device)
     from torch.distributed.tensor import DTensor
 
-    local = local_tensor(parameter)
-    mine = torch.zeros(local.shape[0], local.shape[1] // BLOCK, device=local.device)
+    shard = local_tensor(parameter)
+    local = torch.zeros(shard.shape[0], shard.shape[1] // BLOCK, device=shard.device)
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
 
 
-def _bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor:
-    """16 random bits for each of so many numbers of this rank's part: a function of the seed and of the place in the whole."""
-    local = local_tensor(parameter)
+def _random_bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor:
+    """Returns 16 random bits for each of `count` elements of the local shard: a function of the seed and of an element's index in
+    the full weight."""
+    shard = local_tensor(parameter)
     offset: tuple[int, ...] = (0,) * parameter.dim()
     if is_dtensor(parameter):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    rest = torch.arange(first, first + count, device=local.device)
-    places, stride = torch.zeros_like(rest), 1
-    for size, start, whole in zip(reversed(local.shape), reversed(offset), reversed(parameter.shape), strict=True):
-        places += (rest % size + start) * stride
-        rest, stride = rest // size, stride * whole
-    return (spread(spread(places) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)
+    rest = torch.arange(first, first + count, device=shard.device)
+    index, stride = torch.zeros_like(rest), 1
+    for size, start, full_size in zip(reversed(shard.shape), reversed(offset), reversed(parameter.shape), strict=True):
+        index += (rest % size + start) * stride
+        rest, stride = rest // size, stride * full_size
+    return (hash_u32(hash_u32(index) + (seed & 0xFFFFFFFF)) >> 16).to(torch.int32)

@@ -1,4 +1,4 @@
-"""From gradients to new weights: AdamW, the learning rate, clipping, and the stop before a bad step, or the way past it."""
+"""AdamW, built from the recipe."""
 
 import sys
 from collections.abc import Callable
@@ -15,44 +15,44 @@ from titanlike.utils.dtensor import local_tensor
 
 
 def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW over two groups: matrices and tables are decayed, norms and biases are not."""
+    """Builds AdamW with two parameter groups: matrices and embeddings with weight decay, norms and biases without."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    usual: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
+    options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
-        return AdamW(groups, **usual, fused=section.fused)
-    copies: dict[str, str] = getattr(model, "copies", {})  # rounded as their originals are, and so equal for ever
+        return AdamW(groups, **options, fused=section.fused)
+    copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline: equal seeds keep them equal
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:
         seeds = {p: derive_seed(seed, f"rounding of {copies.get(name, name)}") for name, p in model.named_parameters()}
-    return LowPrecisionAdamW(groups, **usual, state=section.state_dtype, seeds=seeds)
+    return LowPrecisionAdamW(groups, **options, state_dtype=section.state_dtype, seeds=seeds)
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, updating each rank's part of the parameters as plain tensors.
+    """`torch.optim.AdamW` on local shards, as plain tensors.
 
-    The update is elementwise, so the numbers are the same. It leaves out DTensor's dispatch, which takes most of a second in the
-    first step, and the import of `torch._dynamo`, which takes another and is of no use where nothing is compiled: torch imports
-    it when an optimizer is made and when it takes a step, to keep both out of compiled code.
+    The update is elementwise, so results are the same. It avoids DTensor dispatch, which takes most of a second in the first step,
+    and the import of `torch._dynamo`, which takes another: torch imports it in the constructor and in `step`, to exclude both
+    from compiled code.
     """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        """The arguments of `torch.optim.AdamW`."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the arguments of `torch.optim.AdamW`."""
         for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
             method: Any = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
-            if method is not None and not hasattr(method, _EXCLUDED):
-                setattr(method, _EXCLUDED, _excluded_once_imported(method))
-        super().__init__(*arguments, **named)
+            if method is not None and not hasattr(method, _DISABLED):
+                setattr(method, _DISABLED, _disable_lazily(method))
+        super().__init__(*args, **kwargs)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters."""
+        """Performs a single optimization step."""
         assert closure is None
         for group in self.param_groups:
-            # Parameters, gradients, two moments, none of the maxima that only amsgrad has, step counts.
+            # Parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs (empty without amsgrad), step counts.
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)
             options: dict[str, Any] = {
@@ -63,17 +63,17 @@ class AdamW(torch.optim.AdamW):
             adamw(*local, beta1=beta1, beta2=beta2, **options)
 
 
-_EXCLUDED = "__dynamo_disable"  # where torch keeps the method as it is called outside of compiled code
+_DISABLED = "__dynamo_disable"  # where torch._disable_dynamo caches the disabled method
 
 
-def _excluded_once_imported(method: Any) -> Callable[..., Any]:
-    """Calls a method of `Optimizer`, and excludes it from compiled code if something has imported `torch._dynamo`."""
+def _disable_lazily(method: Any) -> Callable[..., Any]:
+    """Returns a method that disables dynamo only if something has imported `torch._dynamo`."""
 
-    def call(*arguments: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
-            return method(*arguments, **named)
-        excluded = torch._dynamo.disable(method, wrapping=False)
-        setattr(method, _EXCLUDED, excluded)
-        return excluded(*arguments, **named)
+            return method(*args, **kwargs)
+        disabled = torch._dynamo.disable(method, wrapping=False)
+        setattr(method, _DISABLED, disabled)
+        return disabled(*args, **kwargs)
 
     return call

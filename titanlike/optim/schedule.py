@@ -8,11 +8,11 @@ from titanlike.config.sections import Schedule
 
 
 def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> float:
-    """The rate of one step, counted from 1. A function of the step alone, so there is no state to save."""
+    """Returns the learning rate of one step, counted from 1. A function of the step, so it has no state to checkpoint."""
     if step < section.warmup_steps:
         return peak * step / section.warmup_steps
     length = section.decay_steps or num_steps - section.warmup_steps
-    progress = (step - (num_steps - length)) / max(length, 1)  # 0 where the decay begins, 1 at the last step
+    progress = (step - (num_steps - length)) / max(length, 1)  # 0 at the start of the decay, 1 at the last step
     if progress <= 0 or section.decay == "none":
         return peak
     progress = min(progress, 1.0)
@@ -25,6 +25,6 @@ def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use this rate from the next step on."""
+    """Sets the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = value

@@ -1,1 +1,1 @@
-"""The transforms that make a plain model parallel, each applied from outside by one function."""
+"""Parallelisms and memory optimizations, each applied to a plain model from outside by one function."""

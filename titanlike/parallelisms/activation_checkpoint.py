@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep less of the forward pass, compute it again in the backward pass."""
+"""Activation checkpointing: recompute activations in the backward pass instead of saving them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,19 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# What costs most to compute again. Of the matrix products, every second one is kept.
-MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
-ATTENTION = tuple(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_attention_math",
-    )
-    if hasattr(torch.ops.aten, name)
-)
+# The most expensive operators. Selective mode saves every attention output, and every second matmul.
+ATTENTION = "aten._scaled_dot_product"  # the prefix of all its kernels
+MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
 
 
 def apply_activation_checkpoint(
@@ -30,32 +20,32 @@ def apply_activation_checkpoint(
     every_n: int = 2,
     memory_budget: float = 0.5,
 ) -> None:
-    """Make blocks recompute. Their `forward` is replaced and not the module, so that parameter names stay as they are."""
+    """Checkpoints blocks by replacing their `forward`, so that parameter names do not change."""
     if mode == "memory_budget":
-        # The compiler's partitioner reads this when it compiles; there is no setting for a single region.
+        # The partitioner reads this global setting at compile time; there is no setting per region.
         torch._functorch.config.activation_memory_budget = memory_budget
     for index, block in enumerate(blocks.values()):
         if mode == "selective":
-            block.forward = _recompute(block.forward, context_fn=_keep_the_costly)
+            block.forward = _checkpoint(block.forward, context_fn=_selective_contexts)
         elif mode == "full" or (mode == "every_n" and index % every_n == 0):
-            block.forward = _recompute(block.forward)
+            block.forward = _checkpoint(block.forward)
 
 
-def _recompute(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    # Dropout here has no random state to put back, and saving one would cost a host synchronization on a GPU.
+def _checkpoint(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    # Dropout is a function of its inputs, so there is no RNG state to restore. Saving one would synchronize with the GPU.
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def _keep_the_costly() -> Any:
-    seen = {"forward": 0, "recompute": 0}
+def _selective_contexts() -> Any:
+    num_matmuls = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator in ATTENTION:
+        if str(operator).startswith(ATTENTION):
             return CheckpointPolicy.MUST_SAVE
-        if operator in MATRIX_PRODUCTS:
+        if str(operator) in MATMULS:
             phase = "recompute" if context.is_recompute else "forward"
-            seen[phase] += 1
-            if seen[phase] % 2:
+            num_matmuls[phase] += 1
+            if num_matmuls[phase] % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

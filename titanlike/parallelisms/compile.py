@@ -1,4 +1,4 @@
-"""torch.compile, one block at a time or the model as a whole."""
+"""torch.compile, applied to each block or to the full model."""
 
 from typing import Any, Literal
 
@@ -9,9 +9,9 @@ from torch import nn
 def apply_compile(
     model: nn.Module, blocks: nn.ModuleDict, *, mode: Literal["block", "model", "none"], backend: str = "inductor"
 ) -> None:
-    """Compile `forward` in place: parameter names stay as they are, and FSDP's hooks stay outside the compiled code.
+    """Compiles `forward` in place: parameter names do not change, and FSDP hooks stay outside the compiled code.
 
-    Blocks are alike, so the code made for the first serves all. A graph break is an error, not a slow step.
+    Blocks of the same structure share the code compiled for the first one. A graph break raises an error.
     """
     targets = {"block": list(blocks.values()), "model": [model], "none": []}[mode]
     for module in targets:

@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2, HSDP (sharded copies) and plain replication are one transform on one or two mesh dimensions."""
+"""Data parallelism with FSDP2: FSDP, HSDP and DDP are one transform on a mesh of one or two dimensions."""
 
 import warnings
 from collections.abc import Sequence
@@ -22,38 +22,36 @@ def apply_fsdp(
     reshard_after_forward: Literal["auto", "always", "never"] = "auto",
     cpu_offload: bool = False,
 ) -> None:
-    """Shard the model's parameters over `mesh`: each of `units` is gathered by itself, the rest with the root.
+    """Shards parameters over `mesh`. Each of `units` is one all-gather; the root gathers the remaining parameters.
 
-    A mesh of two dimensions replicates over the first and shards over the second. Gradients are summed, not averaged:
-    the loss is already divided by the tokens of the whole batch.
+    A two-dimensional mesh replicates over its first dimension and shards over its second. Gradients are summed, not averaged:
+    the loss is already divided by the number of tokens in the global batch.
     """
-    # Takes most of a second, which a run in one process does not need.
+    # This import takes most of a second, and a single process does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     if cpu_offload and mesh.device_type == "cpu":
         raise UserError(
             "parallelism.cpu_offload = true moves weights from a GPU to the host, but there is no GPU; set it false"
         )
-    # Float8's matrices, and compiled models, return views. That matters to who writes into a result, which nothing here does.
+    # Float8 modules and compiled models return views. FSDP warns because in-place writes to them would be lost; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        # Activations follow the weights' type by themselves, and the rotary angles must stay in float32.
-        cast_forward_inputs=False,
-    )
     shard = partial(
         fully_shard,
         mesh=mesh,
-        mp_policy=precision,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=False,  # activations take the weights' dtype, and rotary angles must stay in float32
+        ),
         offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     )
     for index, unit in enumerate(units):
-        # The backward pass starts with the last unit: letting go of it only to gather it again would be waste.
+        # The backward pass starts with the last unit, so resharding it would only repeat its all-gather.
         reshard = reshard_after_forward == "always" or (reshard_after_forward == "auto" and index < len(units) - 1)
         shard(unit, reshard_after_forward=reshard)  # <- shards a layer
     shard(model, reshard_after_forward=reshard_after_forward == "always")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

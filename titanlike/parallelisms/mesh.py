@@ -1,4 +1,4 @@
-"""The ranks as a named grid: which of them share which part of the work."""
+"""The device mesh: assigns each rank its coordinates in the parallelism dimensions."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -13,63 +13,62 @@ from titanlike.config.layout import DIMENSIONS
 
 @dataclass(frozen=True)
 class Mesh:
-    """The grid of all ranks, and the lines and planes through this one.
+    """The sub-meshes that contain this rank.
 
-    Weights and batches see it differently. Ranks that share a sequence (`context`) have the same weights, so these are
-    sharded over them too: to FSDP, `shard` and `context` are one dimension.
+    Context-parallel ranks hold the same weights, so FSDP shards over `shard` x `context` as one dimension.
     """
 
     sizes: dict[str, int]  # of all five dimensions
-    fsdp: DeviceMesh  # what FSDP shards over, and replicates over where `replicate` is above 1
-    tensor: DeviceMesh  # the ranks that share each matrix
-    context: DeviceMesh  # the ranks that share each sequence
-    pipeline: DeviceMesh  # the ranks that share the blocks
-    data_rank: int  # which part of the data this rank reads ...
-    num_data_ranks: int  # ... of how many
+    fsdp: DeviceMesh  # (shard x context), or (replicate, shard x context) where `replicate` is above 1
+    tensor: DeviceMesh
+    context: DeviceMesh
+    pipeline: DeviceMesh
+    data_rank: int  # index of this rank's part of the global batch
+    num_data_ranks: int
 
     @property
     def loss_groups(self) -> list[dist.ProcessGroup]:
-        """Groups to sum over, one after the other, for a sum over all tokens of a batch."""
+        """Returns the groups to all-reduce over in turn, for a sum over all tokens of the global batch."""
         return [self.fsdp.get_group(dimension) for dimension in range(self.fsdp.ndim)]
 
     @property
     def vocab_group(self) -> dist.ProcessGroup | None:
-        """The ranks that each hold a slice of the logits; None where every rank has them whole."""
+        """Returns the group over which logits are sharded along the vocabulary, or None where they are not sharded."""
         return self.tensor.get_group() if self.sizes["tensor"] > 1 else None
 
 
 def build_mesh(
     device_type: str, *, pipeline: int = 1, replicate: int = 1, shard: int = 1, context: int = 1, tensor: int = 1
 ) -> Mesh:
-    """The grid of these sizes over all ranks, which are as many as their product.
+    """Builds the mesh over all ranks. The product of the sizes must be the world size.
 
-    `init_device_mesh` would make a process group for every dimension. A group costs memory, time at the start and, with gloo,
-    three threads that poll, so dimensions of size 1 share one here.
+    `init_device_mesh` would create a process group for every dimension. A group costs memory, start-up time and, with gloo,
+    three polling threads, so all dimensions of size 1 share one group.
     """
     names = ("pipeline", "replicate", "shard", "tensor")
     grid = torch.arange(dist.get_world_size()).view(pipeline, replicate, shard * context, tensor)
-    alone = dist.group.WORLD if grid.numel() == 1 else None
+    self_group = dist.group.WORLD if grid.numel() == 1 else None
 
-    def group_of(grid: Tensor, dimension: int) -> dist.ProcessGroup:
-        """The ranks on this rank's line along a dimension of the grid."""
-        nonlocal alone
-        lines = grid.movedim(dimension, -1).flatten(0, -2).tolist()
-        if len(lines) == 1:
+    def group_along(grid: Tensor, dimension: int) -> dist.ProcessGroup:
+        """Returns this rank's process group along a dimension of the grid."""
+        nonlocal self_group
+        ranks_by_group = grid.movedim(dimension, -1).flatten(0, -2).tolist()
+        if len(ranks_by_group) == 1:
             return cast(dist.ProcessGroup, dist.group.WORLD)
-        if len(lines[0]) > 1:
-            return dist.new_subgroups_by_enumeration(lines)[0]
-        alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return alone
+        if len(ranks_by_group[0]) > 1:
+            return dist.new_subgroups_by_enumeration(ranks_by_group)[0]
+        self_group = self_group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return self_group
 
-    groups = [group_of(grid, dimension) for dimension in range(grid.ndim)]
-    weights = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
-    shard_groups = group_of(grid.view(-1, context, tensor), 1)
+    groups = [group_along(grid, dimension) for dimension in range(grid.ndim)]
+    mesh = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
+    context_group = group_along(grid.view(-1, context, tensor), 1)
     return Mesh(
         sizes=dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True)),
-        fsdp=weights["replicate", "shard"] if replicate > 1 else weights["shard"],
-        tensor=weights["tensor"],
-        context=DeviceMesh.from_group(shard_groups, device_type, mesh_dim_names=("context",)),
-        pipeline=weights["pipeline"],
-        data_rank=weights["replicate"].get_local_rank() * shard + weights["shard"].get_local_rank() // context,
+        fsdp=mesh["replicate", "shard"] if replicate > 1 else mesh["shard"],
+        tensor=mesh["tensor"],
+        context=DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("context",)),
+        pipeline=mesh["pipeline"],
+        data_rank=mesh["replicate"].get_local_rank() * shard + mesh["shard"].get_local_rank() // context,
         num_data_ranks=replicate * shard,
     )

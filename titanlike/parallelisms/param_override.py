@@ -1,4 +1,4 @@
-"""A module that sees its parameters otherwise while it computes: as casts, or as this rank's shares."""
+"""Substitutes parameters during the forward pass, for example by casts or by local shards."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,34 +7,34 @@ import torch
 from torch import Tensor
 
 
-def seeing(kind: Any, names: Sequence[str], look: Callable[[Any, str], Tensor | None]) -> Any:
-    """The same kind of module. In its forward pass, and only there, the named parameters are what `look(module, name)` gives."""
+def override_params(module_class: Any, names: Sequence[str], get_param: Callable[[Any, str], Tensor | None]) -> Any:
+    """Returns a subclass whose `forward` reads `get_param(module, name)` for each of the named parameters."""
 
-    class Seeing(kind):  # type: ignore[misc]
-        computing = False
+    class ParamOverride(module_class):  # type: ignore[misc]
+        in_forward = False
 
         def forward(self, *inputs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return super().forward(*inputs)
-            self.computing = True
+            self.in_forward = True
             try:
                 return super().forward(*inputs)
-            finally:  # a recomputation is cut short by an exception when it has what it wants
-                self.computing = False
+            finally:  # checkpoint stops a recomputation early by raising an exception
+                self.in_forward = False
 
-        def own(self, name: str) -> Tensor | None:
-            """The parameter itself."""
+        def original_param(self, name: str) -> Tensor | None:
+            """Returns the registered parameter."""
             return self._parameters[name] if name in self._parameters else getattr(super(), name, None)
 
-    def seen(name: str) -> property:
+    def overridden(name: str) -> property:
         def get(module: Any) -> Tensor | None:
-            inside = module.computing or torch.compiler.is_compiling()
-            found: Tensor | None = look(module, name) if inside else module.own(name)
-            return found
+            overrides = module.in_forward or torch.compiler.is_compiling()
+            param: Tensor | None = get_param(module, name) if overrides else module.original_param(name)
+            return param
 
         return property(get)
 
     for name in names:
-        setattr(Seeing, name, seen(name))
-    Seeing.__name__ = Seeing.__qualname__ = kind.__name__
-    return Seeing
+        setattr(ParamOverride, name, overridden(name))
+    ParamOverride.__name__ = ParamOverride.__qualname__ = module_class.__name__
+    return ParamOverride

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: ranks hold different blocks, and hand on what comes out of them, one micro-batch after the other."""
+"""Pipeline parallelism: ranks hold different blocks and exchange the activations of micro-batches."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -10,28 +10,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
-from titanlike.models.layers import Head, TiedHead
+from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.utils.dtensor import local_tensor
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 
-Finish = Callable[[Tensor], Tensor]  # what is done with the loss that a micro-batch's labels add up to
+NormalizeLoss = Callable[[Tensor], Tensor]  # divides a micro-batch's summed loss by the number of tokens
 
 
 class MicroBatch(Protocol):
-    """What a pipeline reads of a micro-batch."""
+    """A micro-batch: keyword arguments of the model, each (B, ...), and the labels of the last stage."""
 
     @property
-    def inputs(self) -> dict[str, Tensor]:
-        """What the model is called with, each (B, ...): `tokens`, and more that every stage gets."""
-
+    def inputs(self) -> dict[str, Tensor]: ...
     @property
-    def labels(self) -> Tensor:
-        """What the last stage is called with besides."""
+    def labels(self) -> Tensor: ...
 
 
 class Pipeline(nn.Module):
-    """This rank's blocks and ends, under the names that they have in the whole model, and the schedule that runs them."""
+    """This rank's stages of a model, under the full model's parameter names, and the schedule that runs them."""
 
     def __init__(
         self,
@@ -43,21 +40,25 @@ class Pipeline(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         tensor: int = 1,
     ) -> None:
-        """Keep of the model what this rank of `mesh` holds. `split` has the number of blocks of each stage; activations are
-        handed on in `dtype`, and each of `tensor` ranks hands on its share of the tokens."""
+        """Keeps the stages of `model` that this rank of `mesh` holds.
+
+        `split` is the number of blocks in each stage. Stages exchange activations in `dtype`, sharded along the sequence over
+        `tensor` ranks.
+        """
         super().__init__()
         self.init_parameter = model.init_parameter
         self.mesh = mesh
-        self.kind = SCHEDULES[schedule]
+        self.schedule_spec = SCHEDULES[schedule]
         self.num_stages = len(split)
         self.dtype = dtype
         self.tensor = tensor
-        embedding = model.get_parameter("tok_embeddings.weight")
-        self.vocab_size, self.dim = embedding.shape
-        # In a dictionary, which torch does not look into: each parameter has one name, that of the whole model.
+        self.vocab_size, self.dim = model.get_parameter(EMBEDDING).shape
+        # A plain dict, whose modules are not registered: each parameter is registered once, under its full-model name.
         self.parts = {
-            stage: _part(model, stage, split)
-            for stage in stages_of(mesh.get_local_rank(), mesh.size(), self.num_stages, v_shaped=self.kind.v_shaped)
+            stage: _stage_module(model, stage, split)
+            for stage in stages_of(
+                mesh.get_local_rank(), mesh.size(), self.num_stages, v_shaped=self.schedule_spec.v_shaped
+            )
         }
         self.layers = nn.ModuleDict()
         for part in self.parts.values():
@@ -66,107 +67,107 @@ class Pipeline(nn.Module):
                     self.layers.update(dict(child.named_children()))
                 else:
                     self.add_module(name, child)
-        # A head that is the embedding becomes a parameter of its own, which has to stay equal to the embedding.
-        self.tied = isinstance(model.output, TiedHead)
-        self.copies = {HEAD: EMBEDDING} if self.tied and self.has_last else {}
+        # The last stage gets its own copy of a tied embedding weight, which is kept equal by summing both gradients.
+        self.tied = isinstance(model.output, TiedLMHead)
+        self.copies = {HEAD: EMBEDDING} if self.tied and self.has_last_stage else {}
         self.schedule: Any = None
-        self.finish: Finish | None = None
+        self.normalize_loss: NormalizeLoss | None = None
 
     @property
-    def has_last(self) -> bool:
+    def has_last_stage(self) -> bool:
         """Whether the loss is computed on this rank."""
         return self.num_stages - 1 in self.parts
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], finish: Finish) -> Tensor:
-        """Gradients of the sum of what `finish` makes of the micro-batches' losses. Returns that sum where the last stage is,
-        0 elsewhere."""
-        # The schedule cuts the batch into micro-batches again, by itself.
+    def forward_backward(self, microbatches: Sequence[MicroBatch], normalize_loss: NormalizeLoss) -> Tensor:
+        """Computes gradients of the sum of the normalized losses. Returns that sum on the last stage's rank, 0 elsewhere."""
+        # The schedule splits the batch into micro-batches by itself.
         inputs = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
         labels = torch.cat([batch.labels for batch in microbatches])
         tokens = inputs.pop("tokens")
         if self.schedule is None:
             self.schedule = self._build_schedule(microbatches[0].labels, len(microbatches))
-        self.finish = finish
+        self.normalize_loss = normalize_loss
         losses: list[Tensor] = []
         self.schedule.step(
             *([tokens] if 0 in self.parts else []),
-            target=labels if self.has_last else None,
+            target=labels if self.has_last_stage else None,
             losses=losses,
             return_outputs=False,
             labels=labels,
             **inputs,
         )
         if self.tied:
-            self._add_tied_gradients()
+            self._sum_tied_gradients()
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=labels.device)
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Tensor:
-        """The sum of the micro-batches' losses where the last stage is, 0 elsewhere."""
+        """Returns the sum of the micro-batches' losses on the last stage's rank, 0 elsewhere."""
         loss = torch.zeros((), device=microbatches[0].labels.device)
-        # As many at once as keep all ranks busy: the activations of all of them are kept.
+        # One micro-batch a rank keeps all ranks busy; more would only take memory for their activations.
         for start in range(0, len(microbatches), self.mesh.size()):
-            some = microbatches[start : start + self.mesh.size()]
-
-            self._forward_only(
-                [batch.inputs | {"labels": batch.labels} for batch in some], lambda found, index: loss.add_(found)
-            )
+            inputs = [
+                batch.inputs | {"labels": batch.labels} for batch in microbatches[start : start + self.mesh.size()]
+            ]
+            self._forward_only(inputs, lambda out: loss.add_(out))
         return loss
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        """Logits on every rank: for a sample, not for training."""
-        logits = self._like(inputs["tokens"], self.vocab_size // self.tensor, inputs["tokens"].shape[1])
-        self._forward_only([inputs], lambda found, index: logits.copy_(found))
+        """Returns logits on every rank, for generation."""
+        logits = self._empty(inputs["tokens"], self.vocab_size // self.tensor, inputs["tokens"].shape[1])
+        self._forward_only([inputs], lambda out: logits.copy_(out))
         group = self.mesh.get_group()
         dist.broadcast(logits, src=dist.get_global_rank(group, self._rank_of(self.num_stages - 1)), group=group)
         return logits
 
     @torch.no_grad()
-    def _forward_only(self, inputs: Sequence[dict[str, Tensor]], take: Callable[[Tensor, int], object]) -> None:
-        """Send micro-batches through all stages. `take` is given what comes out, one after the other, where the last one is.
+    def _forward_only(self, inputs: Sequence[dict[str, Tensor]], consume: Callable[[Tensor], object]) -> None:
+        """Runs micro-batches through all stages and calls `consume` on each output of the last stage, in order.
 
-        Stage by stage, and all that a stage receives before all that it sends: so two ranks that exchange in both
-        directions do so in the same order, and never wait for each other.
+        Each stage posts all its receives before its sends. Two ranks that exchange in both directions then do so in the same
+        order, which avoids a deadlock.
         """
-        group, sent = self.mesh.get_group(), []
-        handed_on: list[Tensor] = []  # from a stage to the next one, where that is on the same rank
+        group = self.mesh.get_group()
+        sends: list[tuple[dist.Work | None, Tensor]] = []
+        local_outputs: list[Tensor] = []  # of the previous stage, where this rank holds it
         for stage, part in self.parts.items():
             received: list[tuple[Tensor, dist.Work | None]] = [(batch["tokens"], None) for batch in inputs]
             if stage > 0 and stage - 1 in self.parts:
-                received = [(h, None) for h in handed_on]
+                received = [(h, None) for h in local_outputs]
             elif stage > 0:
                 source = dist.get_global_rank(group, self._rank_of(stage - 1))
                 for index, batch in enumerate(inputs):
-                    h = self._like(batch["tokens"], self.dim, batch["tokens"].shape[1] // self.tensor)
+                    h = self._empty(batch["tokens"], self.dim, batch["tokens"].shape[1] // self.tensor)
                     received[index] = h, dist.irecv(h, source, group)
-            handed_on = []
-            for index, (h, arrival) in enumerate(received):
-                if arrival is not None:
-                    arrival.wait()
-                out = part(h, **{name: value for name, value in inputs[index].items() if name != "tokens"})
+            local_outputs = []
+            for batch, (h, receive) in zip(inputs, received, strict=True):
+                if receive is not None:
+                    receive.wait()
+                out = part(h, **{name: value for name, value in batch.items() if name != "tokens"})
                 if stage == self.num_stages - 1:
-                    take(out, index)
+                    consume(out)
                 elif stage + 1 in self.parts:
-                    handed_on.append(out)
+                    local_outputs.append(out)
                 else:
                     target = dist.get_global_rank(group, self._rank_of(stage + 1))
-                    sent.append((dist.isend(out.contiguous(), target, group), out))
-        for work, _ in sent:
-            if work is not None:
-                work.wait()
+                    out = out.contiguous()
+                    sends.append((dist.isend(out, target, group), out))
+        for send, _ in sends:
+            if send is not None:
+                send.wait()
 
-    def _like(self, tokens: Tensor, width: int, length: int) -> Tensor:
+    def _empty(self, tokens: Tensor, width: int, length: int) -> Tensor:
         return torch.empty(tokens.shape[0], length, width, dtype=self.dtype, device=tokens.device)
 
     def _build_schedule(self, labels: Tensor, num_microbatches: int) -> Any:
         from torch.distributed import pipelining  # imports the compiler, which takes a second
 
-        if self.kind.splits_backward:
-            # Parts of the graph are walked twice, so compiled code may not reuse the memory of what it has read.
+        if self.schedule_spec.splits_backward:
+            # The backward pass runs over parts of the graph twice, so compiled code must not reuse its saved tensors' memory.
             torch._functorch.config.donated_buffer = False
         batch, length = labels.shape
-        # Saying what is handed on spares torch a trial run on made-up values.
+        # With example inputs and outputs, torch infers no shapes by a trial run.
         tokens = torch.empty(batch, length, dtype=labels.dtype, device="meta")
-        hidden = self._like(tokens, self.dim, length // self.tensor).requires_grad_()
+        hidden = self._empty(tokens, self.dim, length // self.tensor).requires_grad_()
         loss = torch.empty((), device="meta").requires_grad_()
         stages = [
             pipelining.PipelineStage(
@@ -182,55 +183,56 @@ class Pipeline(nn.Module):
         ]
         if labels.device.type == "cpu":
             for stage in stages:
-                # torch 2.11 greets the neighbouring stage first, even on the same rank, which gloo cannot.
+                # torch 2.11 opens connections to neighbouring stages in advance, even on the same rank, which gloo cannot.
                 stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
-        kind = getattr(pipelining, self.kind.torch_class)
+        schedule_class = getattr(pipelining, self.schedule_spec.torch_class)
 
-        def finish(loss: Tensor, _: Tensor) -> Tensor:
-            assert self.finish is not None
-            return self.finish(loss)
+        def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
+            assert self.normalize_loss is not None
+            return self.normalize_loss(loss)
 
-        # Each loss is already divided by the tokens of the whole batch: micro-batches add up.
-        several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
-        return kind(stages if several else stages[0], num_microbatches, loss_fn=finish, scale_grads=False)
+        multi_stage = issubclass(schedule_class, pipelining.schedules.PipelineScheduleMulti)
+        # Losses are already divided by the tokens of the global batch, so gradients of micro-batches are summed.
+        return schedule_class(
+            stages if multi_stage else stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False
+        )
 
-    def _add_tied_gradients(self) -> None:
-        """Give the embedding and the head that is its copy the sum of their gradients, wherever each of them is."""
-        found = {name: parameter for name, parameter in self.named_parameters() if name in (EMBEDDING, HEAD)}
-        gradients = [local_tensor(cast(Tensor, parameter.grad)) for parameter in found.values()]
-        if len(gradients) == 2:
-            total = gradients[0] + gradients[1]
-        elif len(gradients) == 1:
-            group, other = self.mesh.get_group(), self._rank_of(self.num_stages - 1) if EMBEDDING in found else 0
-            theirs = torch.empty_like(gradients[0])
-            peer = dist.get_global_rank(group, other)
+    def _sum_tied_gradients(self) -> None:
+        """Sets the gradients of the embedding and of the tied head to their sum, across the first and last stage."""
+        tied = {name: parameter for name, parameter in self.named_parameters() if name in (EMBEDDING, HEAD)}
+        gradients = [local_tensor(cast(Tensor, parameter.grad)) for parameter in tied.values()]
+        if len(gradients) == 1:
+            group, other_rank = self.mesh.get_group(), self._rank_of(self.num_stages - 1) if EMBEDDING in tied else 0
+            peer = dist.get_global_rank(group, other_rank)
+            remote = torch.empty_like(gradients[0])
             exchange = [
                 dist.P2POp(dist.isend, gradients[0], peer, group),
-                dist.P2POp(dist.irecv, theirs, peer, group),
+                dist.P2POp(dist.irecv, remote, peer, group),
             ]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
-            total = gradients[0] + theirs
-        for gradient in gradients:
-            gradient.copy_(total)
+            gradients[0] += remote
+        elif gradients:
+            gradients[0] += gradients[1]
+            gradients[1].copy_(gradients[0])
 
     def _rank_of(self, stage: int) -> int:
-        return rank_of(stage, self.mesh.size(), v_shaped=self.kind.v_shaped)
+        return rank_of(stage, self.mesh.size(), v_shaped=self.schedule_spec.v_shaped)
 
 
-def _part(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Module:
-    """The model with the blocks and the ends of one stage only."""
-    part: Any = copy.deepcopy(model)  # on the meta device this copies no weights
-    mine = {str(number) for number in blocks_of(stage, split)}
-    part.layers = nn.ModuleDict({name: block for name, block in part.layers.items() if name in mine})
+def _stage_module(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Module:
+    """Returns a copy of the model with the blocks of one stage, and the first or last modules if the stage has them."""
+    part: Any = copy.deepcopy(model)  # on the meta device, so no weights are copied
+    numbers = {str(number) for number in blocks_of(stage, split)}
+    part.layers = nn.ModuleDict({name: block for name, block in part.layers.items() if name in numbers})
     if stage > 0:
-        part.tok_embeddings = None
-        if hasattr(part, "pos_embeddings"):
-            part.pos_embeddings = None
+        for name in part.first_stage_modules:
+            setattr(part, name, None)
     if stage < len(split) - 1:
-        part.norm = part.output = None
-    elif isinstance(part.output, TiedHead):
+        for name in part.last_stage_modules:
+            setattr(part, name, None)
+    elif isinstance(part.output, TiedLMHead):
         embedding = model.get_parameter(EMBEDDING)
         vocab_size, dim = embedding.shape
-        part.output = Head(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
+        part.output = LMHead(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
     return part

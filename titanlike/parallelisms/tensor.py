@@ -1,13 +1,13 @@
-"""Tensor parallelism: each matrix, and the stream between the matrices, is shared by a group of ranks.
+"""Tensor parallelism with sequence parallelism, applied by a per-module plan.
 
-Inside attention and feed-forward each rank has all tokens, and a share of the heads or of the hidden layer; elsewhere it has a
-share of the tokens and all of their width (sequence parallelism). A model says in its plan, by name, which part is what.
+Attention and feed-forward compute all tokens with a local shard of the heads or of the hidden dimension. Elsewhere activations are
+sharded along the sequence. A model's plan maps each module name to one of `STYLES`.
 
-The parameters are DTensors, so that what shards, saves and counts them knows their layout. The arithmetic is on plain tensors.
+Parameters are DTensors, so that FSDP, checkpoints and gradient norms know their layout. The forward pass uses plain tensors.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
@@ -21,79 +21,73 @@ from torch.distributed.tensor.placement_types import Placement
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather, reduce_scatter
 from titanlike.models import blocks
-from titanlike.parallelisms.param_override import seeing
+from titanlike.parallelisms.param_override import override_params
 
-TOKENS = 1  # the dimension of a stream (B, T, D) that is shared between the matrices
-WHOLE, OUT, IN = (
-    Replicate(),
-    Shard(0),
-    Shard(1),
-)  # of a weight: all of it, a share of its outputs, a share of its inputs
+SEQUENCE_DIM = 1  # of activations (B, T, D)
+REPLICATED = Replicate()
 
 
 @dataclass(frozen=True)
 class Style:
-    """How one part of a model is shared: its parameters, what it is given, and what becomes of its result."""
+    """The placements of a module's parameters, and the layouts of its input and output."""
 
-    weight: Placement = WHOLE
-    bias: Placement = WHOLE
-    takes: Literal["what comes", "all tokens", "its tokens", "known words"] = "what comes"
-    adds_up: bool = False  # each rank has a term of the result; a rank goes on with the sum for its share of the tokens
+    weight: Placement = REPLICATED
+    bias: Placement = REPLICATED
+    input_layout: Literal["any", "all_gather", "local_shard", "vocab_mask"] = "any"
+    reduce_output: bool = False  # reduce-scatters partial outputs along the sequence
 
 
 STYLES = {
-    "vocabulary": Style(weight=OUT, takes="known words", adds_up=True),  # an embedding of which each rank has some rows
-    "positions": Style(takes="its tokens"),  # an embedding that every rank has
-    "tokens": Style(),  # a norm
-    "gather": Style(takes="all tokens"),  # what has columns at its beginning
-    "columns": Style(weight=OUT, bias=OUT),  # a matrix of which each rank has some outputs
-    "rows": Style(weight=IN, adds_up=True),  # a matrix of which each rank has some inputs
-    "head": Style(weight=OUT, bias=OUT, takes="all tokens"),  # a matrix at the end: some logits of every token
+    "colwise": Style(weight=Shard(0), bias=Shard(0)),
+    "rowwise": Style(weight=Shard(1), reduce_output=True),
+    "sequence_parallel": Style(),  # a norm: computes the local tokens
+    "all_gather_input": Style(input_layout="all_gather"),  # a container whose first linear layers are colwise
+    "vocab_parallel": Style(weight=Shard(0), input_layout="vocab_mask", reduce_output=True),
+    "position_embedding": Style(input_layout="local_shard"),
+    "lm_head": Style(weight=Shard(0), bias=Shard(0), input_layout="all_gather"),  # logits sharded along the vocabulary
 }
 
 
 def apply_tensor(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Share the model's parts over `mesh` as its plan says. A `*` in the plan stands for a block's number."""
+    """Shards the modules that the plan names over `mesh`. A `*` in a name matches a block's number."""
     if mesh.size() == 1:
         return
-    shared: Any = cache(_shared)  # a class for all parts alike, so that one compiled block serves all
+    cached_class: Any = cache(_tensor_parallel_class)  # blocks of the same classes share one compiled forward
     for name, module in model.named_modules():
-        part = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if part is not None:
-            style = STYLES[part]
+        style_name = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style_name is not None:
+            style = STYLES[style_name]
             for field, parameter in list(module.named_parameters(recurse=False)):
                 placement = style.bias if field == "bias" else style.weight
-                module.register_parameter(  # <- shares a matrix
+                module.register_parameter(  # <- shards a parameter
                     field, nn.Parameter(distribute_tensor(parameter, mesh, [placement], src_data_rank=None))
                 )
-            module.__class__ = shared(type(module), style, mesh)
-    # Shares are looked up in front of a block, outside of what is compiled: there the compiler meets plain tensors only.
-    layers = blocks(model).values()
-    ends = [module for name, module in model.named_children() if name != "layers"]
-    for place in (*layers, *ends):
-        parts = [module for module in place.modules() if hasattr(module, "refresh_local_params")]
-        if parts:
-            place.register_forward_pre_hook(partial(_take_shares, parts))
-    forgotten = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if forgotten:
+            module.__class__ = cached_class(type(module), style, mesh)
+    # Local shards are read before each block runs, outside of compiled code, which then traces plain tensors only.
+    for module in (*blocks(model).values(), *(m for name, m in model.named_children() if name != "layers")):
+        sharded: list[Any] = [child for child in module.modules() if hasattr(child, "refresh_local_params")]
+        if sharded:
+            module.register_forward_pre_hook(partial(_refresh_local_params, sharded))
+    unplanned = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if unplanned:
         raise UserError(
-            f"the tensor-parallel plan of {type(model).__name__} does not name {forgotten[0].rpartition('.')[0]}; "
-            f"add it, as one of {', '.join(STYLES)}"
+            f"the tensor-parallel plan of {type(model).__name__} does not name {unplanned[0].rpartition('.')[0]}; "
+            f"add it with one of the styles {', '.join(STYLES)}"
         )
 
-    def slice_dropout_bits(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        dropout_bits = named.get("dropout_bits")
-        return args, named if dropout_bits is None else named | {"dropout_bits": _its_tokens(dropout_bits, mesh)}
+    def shard_dropout_bits(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        bits = kwargs.get("dropout_bits")
+        return args, kwargs if bits is None else kwargs | {"dropout_bits": _local_tokens(bits, mesh)}
 
-    # Dropout falls on the stream, of which a rank has a share of the tokens.
-    model.register_forward_pre_hook(slice_dropout_bits, with_kwargs=True)
+    # Dropout is applied to activations that are sharded along the sequence.
+    model.register_forward_pre_hook(shard_dropout_bits, with_kwargs=True)
 
 
 def overlap_tensor(mesh: DeviceMesh) -> None:
-    """Async tensor parallelism: the compiler cuts each gather and sum into pieces and multiplies in between."""
+    """Enables async tensor parallelism: the compiler splits each collective and overlaps it with matmuls."""
     if mesh.device_type != "cuda":
         raise UserError(
-            "parallelism.async_tensor_parallel = true wants GPUs that reach each other's memory, but this runs on "
+            "parallelism.async_tensor_parallel = true requires GPUs with peer-to-peer memory access, but the device is "
             f"{mesh.device_type}; set it false"
         )
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -102,57 +96,56 @@ def overlap_tensor(mesh: DeviceMesh) -> None:
     torch._inductor.config._micro_pipeline_tp = True
 
 
-def _shared(kind: Any, style: Style, mesh: DeviceMesh) -> type:
-    """The same kind of module, which sees its parameters as this rank's share, and computes this rank's share."""
+def _tensor_parallel_class(module_class: Any, style: Style, mesh: DeviceMesh) -> type:
+    """Returns a subclass that computes with local shards of its parameters."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
 
-    def share(module: Any, name: str) -> Tensor | None:
-        # Where terms are added up, the bias comes after the sum.
-        return None if style.adds_up and name == "bias" else module.mine.get(name)
+    def get_local_param(module: Any, name: str) -> Tensor | None:
+        # The bias of a reduced output is added once, after the reduction.
+        return None if style.reduce_output and name == "bias" else module.local_params.get(name)
 
-    class Shared(seeing(kind, ("weight", "bias"), share)):  # type: ignore[misc]
-        mine: dict[str, Tensor]  # kept after a pass: the backward pass may recompute with it
-        gather = staticmethod(all_gather)  # a transform may put others in the place of these two
-        scatter_sum = staticmethod(reduce_scatter)
+    class TensorParallel(override_params(module_class, ("weight", "bias"), get_local_param)):  # type: ignore[misc]
+        local_params: dict[str, Tensor]  # kept after the forward pass for recomputation in the backward pass
+        all_gather_input = staticmethod(all_gather)  # float8 replaces these two collectives
+        reduce_scatter_output = staticmethod(reduce_scatter)
 
         def refresh_local_params(self) -> None:
-            """Look up this rank's share of the parameters."""
-            mine = {}
+            """Reads the local shards of the parameters."""
+            self.local_params = {}
             for name, placement in (("weight", style.weight), ("bias", style.bias)):
-                parameter = self.own(name)
+                parameter = self.original_param(name)
                 if isinstance(parameter, DTensor):
-                    # Of a parameter that all ranks have, each computes the gradient of its share of the work.
-                    gradient = Partial() if placement == WHOLE else placement
-                    mine[name] = parameter.to_local(grad_placements=[gradient])
-            self.mine = mine
+                    # A replicated parameter's local gradient covers the local tokens only.
+                    gradient = Partial() if placement.is_replicate() else placement
+                    self.local_params[name] = parameter.to_local(grad_placements=[gradient])
 
         def forward(self, x: Tensor, *others: Any) -> Tensor:
-            known = None
-            if style.takes == "all tokens":
-                x = self.gather(x, TOKENS, group)
-            elif style.takes == "its tokens":
-                x = _its_tokens(x, mesh)
-            elif style.takes == "known words":
+            in_vocab_shard = None
+            if style.input_layout == "all_gather":
+                x = self.all_gather_input(x, SEQUENCE_DIM, group)
+            elif style.input_layout == "local_shard":
+                x = _local_tokens(x, mesh)
+            elif style.input_layout == "vocab_mask":
                 rows = self.num_embeddings // mesh.size()
-                known = (x >= rank * rows) & (x < (rank + 1) * rows)
-                x = (x - rank * rows).where(known, 0)
+                in_vocab_shard = (x >= rank * rows) & (x < (rank + 1) * rows)
+                x = (x - rank * rows).where(in_vocab_shard, 0)
             out: Tensor = super().forward(x, *others)
-            if known is not None:
-                out = out.where(known[..., None], 0.0)
-            if style.adds_up:
-                out = self.scatter_sum(out, TOKENS, group)
-                out = out + self.mine["bias"] if "bias" in self.mine else out
+            if in_vocab_shard is not None:
+                out = out.where(in_vocab_shard[..., None], 0.0)
+            if style.reduce_output:
+                out = self.reduce_scatter_output(out, SEQUENCE_DIM, group)
+                out = out + self.local_params["bias"] if "bias" in self.local_params else out
             return out
 
-    Shared.style = style
-    Shared.__name__ = Shared.__qualname__ = kind.__name__
-    return Shared
+    TensorParallel.style = style
+    TensorParallel.__name__ = TensorParallel.__qualname__ = module_class.__name__
+    return TensorParallel
 
 
-def _take_shares(parts: Sequence[Any], *call: object) -> None:
-    for part in parts:
-        part.refresh_local_params()
+def _refresh_local_params(modules: list[Any], *hook_args: object) -> None:
+    for module in modules:
+        module.refresh_local_params()
 
 
-def _its_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return x.chunk(mesh.size(), TOKENS)[mesh.get_local_rank()]
+def _local_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return x.chunk(mesh.size(), SEQUENCE_DIM)[mesh.get_local_rank()]

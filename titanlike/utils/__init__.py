@@ -1,1 +1,1 @@
-"""Helpers that know nothing of training."""
+"""Utilities without knowledge of training."""

@@ -1,31 +1,31 @@
-"""Numbers on their way from a device to the host. Asking for one at once would make the host wait, and then the device."""
+"""Asynchronous device-to-host copies of scalars: an immediate read would stall the host, and then the device."""
 
 import torch
 from torch import Tensor
 
 
 class AsyncD2H:
-    """Numbers of some tensors, asked for now and read later: on a GPU, while it works on what comes next."""
+    """Starts copying the values of some tensors to the host. On a GPU, the device continues with queued work meanwhile."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        # All to the first one's device: with offloading, norms are on the host and the loss is not.
+        # With CPU offloading, gradient norms are on the host and the loss is on the GPU.
         device = tensors[0].device
-        numbers = torch.cat([tensor.detach().flatten().float().to(device) for tensor in tensors])
-        self.numbers = numbers
-        self.arrival: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self.numbers.copy_(numbers, non_blocking=True)
-            self.arrival = torch.cuda.Event()
-            self.arrival.record()
+        values = torch.cat([tensor.detach().flatten().float().to(device) for tensor in tensors])
+        self.values = values
+        self.copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self.values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
 
     @property
     def here(self) -> bool:
-        """Whether reading them needs no waiting on this kind of device."""
-        return self.arrival is None
+        """Whether the tensors were on the host, so that `read` never waits."""
+        return self.copied is None
 
     def read(self) -> list[float]:
-        """The numbers, waited for if need be."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return self.numbers.tolist()
+        """Returns the values, after waiting for the copy if necessary."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.values.tolist()

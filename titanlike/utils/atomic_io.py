@@ -11,13 +11,18 @@ from typing import BinaryIO
 def atomic_writer(path: Path, *, suffix: str = ".partial", durable: bool = True) -> Iterator[BinaryIO]:
     """Opens `path` + `suffix` for unbuffered writing and renames it to `path` when the block ends without an error.
 
-    With `durable`, the content reaches the disk before the rename. The rename itself is durable after `fsync_directory`.
+    With `durable`, the content reaches the disk before the rename. The rename itself is durable after `fsync_directory`. If the
+    block raises, the partial file is deleted.
     """
     partial = path.with_name(f"{path.name}{suffix}")
-    with partial.open("wb", buffering=0) as file:
-        yield file
-        if durable:
-            os.fsync(file.fileno())
+    try:
+        with partial.open("wb", buffering=0) as file:
+            yield file
+            if durable:
+                os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
 
 

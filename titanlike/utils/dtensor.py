@@ -1,5 +1,7 @@
-"""Recognizing a DTensor without importing `torch.distributed.tensor`, which takes most of a second and which a single process
-does not need. Where it has not been imported, no tensor can be one."""
+"""DTensor helpers that do not import `torch.distributed.tensor`, which takes most of a second and which one process does not need.
+
+If the module has not been imported, no tensor is a DTensor.
+"""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> "TypeIs[DTensor]":
-    """`isinstance(value, DTensor)`."""
+    """Whether `value` is a DTensor."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, as plain memory."""
-    mine = tensor.to_local() if is_dtensor(tensor) else tensor
-    return getattr(mine, "stored", mine)  # of a shard that FSDP gathers in float8
+    """Returns this rank's shard of a tensor as a plain tensor."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return getattr(local, "stored", local)  # a shard with float8 all-gather wraps its tensor
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that have other parts of the tensor."""
+    """Returns the process groups over which a tensor is sharded."""
     if not is_dtensor(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements

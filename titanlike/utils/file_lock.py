@@ -1,4 +1,4 @@
-"""One process at a time: a lock that the system itself takes back when its holder dies, however it dies. No torch."""
+"""Exclusive file locks that the operating system releases when their holder dies. Does not import torch."""
 
 import errno
 import fcntl
@@ -8,49 +8,52 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# Of file systems that have no locks: some networks', Lustre without its option.
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-HELD = (errno.EWOULDBLOCK, errno.EACCES)  # EACCES where locks go over a network
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # some network file systems, and Lustre without its option
+HELD = (errno.EWOULDBLOCK, errno.EACCES)  # EACCES on network file systems
 
 
 class LockHeld(Exception):
-    """Another process has the lock. The text is what it wrote of itself."""
+    """Raised if another process holds the lock. The message identifies that process."""
 
 
 class FileLock:
-    """A file that one process holds. While it is held it says who holds it; afterwards it stays, and is empty."""
+    """A file that one process holds at a time.
+
+    While the lock is held, the file identifies the holder. After `release` it is empty.
+
+    Creates missing directories above the file. Raises `LockHeld` if another process holds the lock, and `OSError` if the file
+    cannot be created.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Take the lock, and make the folders above it. Raises `Held`, or `OSError` where there can be no such file."""
         self.path = path
-        self._made = [folder for folder in path.parents if not folder.exists()]
+        self._created_directories = [directory for directory in path.parents if not directory.exists()]
         self._descriptor: int | None = None
-        self.works = True
-        """Whether the file system has locks. Without them nobody is kept out."""
-        # Another may take the folder away between our opening the file and locking it: then it is not the file of that name.
+        self.is_supported = True
+        """Whether the file system supports locks. If not, nothing excludes other processes."""
+        # Another process may delete the file after we open it and before we lock it.
         while self._descriptor is None or not os.fstat(self._descriptor).st_nlink:
             self._close()
-            self._take()
-        # A child that were to hold the file open would hold the lock after our death. It is closed for what is executed; a
-        # child that is a mere copy of this process closes it here.
+            self._acquire()
+        # A forked child would keep the lock after our death. Executed programs do not inherit the descriptor.
         os.register_at_fork(after_in_child=self._close)
-        words = f"process {os.getpid()} on host {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        os.ftruncate(self._descriptor, 0)  # what a killed one has left
-        os.pwrite(self._descriptor, f"{words}\n".encode(), 0)
+        holder = f"process {os.getpid()} on host {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        os.ftruncate(self._descriptor, 0)  # a killed holder leaves its text behind
+        os.pwrite(self._descriptor, f"{holder}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let others have it. Folders that were made for the lock, and hold nothing else, are taken away."""
+        """Releases the lock. Deletes directories that were created for it if they contain nothing else."""
         if self._descriptor is None:
             return
         os.ftruncate(self._descriptor, 0)
-        if self._made and list(self._made[0].iterdir()) == [self.path]:
+        if self._created_directories and list(self.path.parent.iterdir()) == [self.path]:
             self.path.unlink()
-        with suppress(OSError):  # there is something in it
-            for folder in self._made:
-                folder.rmdir()
+        with suppress(OSError):  # not empty
+            for directory in self._created_directories:
+                directory.rmdir()
         self._close()
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -60,10 +63,10 @@ class FileLock:
                 holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip()
                 self._close()
                 raise LockHeld(holder or "another process") from None
-            if error.errno not in WITHOUT_LOCKS:
+            if error.errno not in UNSUPPORTED:
                 self._close()
                 raise
-            self.works = False
+            self.is_supported = False
 
     def _close(self) -> None:
         if self._descriptor is not None:

@@ -1,4 +1,4 @@
-"""The generators that a program of your own may draw from: Python's, numpy's and torch's. The library draws from none of them."""
+"""Global random generators of Python, numpy and torch, for user code. The library itself draws from none of them."""
 
 import random
 from typing import Any
@@ -8,37 +8,37 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Begin all of them anew."""
+    """Seeds all generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def generator_states() -> dict[str, Any]:
-    """Where all of them stand on this rank, as JSON."""
+    """Returns the states of all generators of this rank, as JSON values."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
-        "torch": _text(torch.get_rng_state()),
-        "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "torch": _to_hex(torch.get_rng_state()),
+        "cuda": _to_hex(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
     }
     states["numpy"]["state"]["key"] = states["numpy"]["state"]["key"].tolist()
     return states
 
 
 def restore_generators(states: dict[str, Any]) -> None:
-    """Put all of them back to where they stood."""
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    """Restores the states of all generators."""
+    version, internal_state, gauss_next = states["python"]
+    random.setstate((version, tuple(internal_state), gauss_next))
     np.random.set_state(states["numpy"])
-    torch.set_rng_state(_bytes(states["torch"]))
+    torch.set_rng_state(_from_hex(states["torch"]))
     if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(states["cuda"]))
+        torch.cuda.set_rng_state(_from_hex(states["cuda"]))
 
 
-def _text(state: torch.Tensor) -> str:
+def _to_hex(state: torch.Tensor) -> str:
     return bytes(state.tolist()).hex()
 
 
-def _bytes(text: str) -> torch.Tensor:
+def _from_hex(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Importing torchao without what it tells of kernels for other machines that it cannot load here."""
+"""Suppression of torchao's import-time warnings about kernels that this platform cannot load."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def suppress_import_warnings() -> Iterator[None]:
-    """Only errors, while this lasts."""
+    """Raises the log level of torchao and of torch's pytree module to ERROR."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""What this machine has, and how a process behaves on it: cores, GPUs, memory, caches, the death of its parent.
+"""Resources of this machine and settings of this process: cores, GPUs, memory, caches, the death of the parent process.
 
 Together with `titanlike.distributed.environment` the only reader of environment variables. Does not import torch.
 """
@@ -16,69 +16,73 @@ from pathlib import Path
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end this process without a stack trace, while there is nothing yet to tidy up."""
+    """Makes Ctrl-C end this process without a stack trace, as long as there is nothing to clean up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def kill_with_parent(parent: int) -> None:
-    """Be killed when this process dies, which has started us. Linux alone can do this."""
+    """Sends SIGKILL to this process when its parent dies. Linux only."""
     signal_at_parent_death(parent, signal.SIGKILL)
 
 
-def signal_at_parent_death(parent: int, how: signal.Signals) -> None:
-    """Have this process receive the signal when its parent dies. Linux only."""
+def signal_at_parent_death(parent: int, number: signal.Signals) -> None:
+    """Sends a signal to this process when its parent dies. Linux only."""
     if sys.platform == "linux":
-        tell_me = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(tell_me, how)
-        if os.getppid() != parent:  # it has just died
-            os.kill(os.getpid(), how)
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+        if os.getppid() != parent:  # it has died already
+            os.kill(os.getpid(), number)
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """NVIDIA GPUs that a process started here may use, found without torch."""
+    """Returns the number of NVIDIA GPUs that this process may use, without importing torch."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
     if shutil.which("nvidia-smi"):
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
         return sum(line.startswith("GPU ") for line in listing.splitlines())
-    return len([device for device in Path("/dev").glob("nvidia[0-9]*")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def share_cores(processes: int) -> dict[str, str]:
-    """Variables that give each of so many processes an even share of the cores."""
+    """Returns variables that divide the cores evenly among processes."""
     return {"OMP_NUM_THREADS": str(max(1, num_cores() // processes))}
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:
-    """Let the process keep what it frees: the next step takes the same sizes again, and the system is slow to give them anew.
-    Does nothing where the C library is not glibc, or the user has set its variables."""
-    keep_all, from_system_never = (-1, -1), (-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
+    """Makes glibc keep freed memory: every step allocates the same sizes again, and page faults are slow.
+
+    Has no effect without glibc, or if the user has set its variables.
+    """
+    never_trim, never_mmap = (-1, -1), (-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt and not any(name.startswith("MALLOC_") for name in environ):
-        for setting in (keep_all, from_system_never):
+        for setting in (never_trim, never_mmap):
             mallopt(*setting)
 
 
 def skip_isa_checks() -> dict[str, str]:
-    """Variables that spare torch.compile its trials of the processor's instructions, seven seconds of a first start on a CPU:
-    a compiler of these years knows them all."""
+    """Returns variables that skip torch.compile's checks of the compiler's instruction sets, 7 s of the first start on a CPU.
+
+    GCC 11 and later support all of them.
+    """
     command = [os.environ.get("CXX", "g++"), "-dumpversion"]
     try:
-        version = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition(".")[0].strip()
     except OSError:
         return {}
-    recent = version.partition(".")[0].strip().isdigit() and int(version.partition(".")[0]) >= 11
-    return {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if recent and platform.machine() == "x86_64" else {}
+    is_recent = version.isdigit() and int(version) >= 11
+    return {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if is_recent and platform.machine() == "x86_64" else {}
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a server could listen on this port now."""
+    """Whether a server could listen on this port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -88,12 +92,14 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-def cache_folder(given: str = "", environ: Mapping[str, str] = os.environ) -> Path:
-    """Where what can be made again is kept for later runs: the given folder, or the user's own."""
-    return Path(given or environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / ("" if given else "titanlike")
+def cache_folder(folder: str = "", environ: Mapping[str, str] = os.environ) -> Path:
+    """Returns the directory for reproducible files that later runs reuse: `folder`, or one in the user's cache directory."""
+    if folder:
+        return Path(folder)
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlike"
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """Set variables that a library reads, except those that the user has set."""
+    """Sets environment variables that a library reads, unless the user has set them."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)

@@ -1,27 +1,29 @@
-"""What is refused before anything starts."""
+"""Preflight checks: recipes that cannot work are refused, with the remedy, before anything starts."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import blocks_of, split_blocks, stages_of
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
+from titanlike.metrics.hardware import device_name
 from titanlike.run.preflight import check_machine, check_recipe
-from titanlike.run.run_dir import summary_lines
+from titanlike.run.run_dir import summary
 
 
 def recipe(**sections: Any) -> PretrainRecipe:
-    """Defaults, with keyword arguments for some sections' fields, or whole sections."""
+    """Returns the default recipe with sections replaced, or with the given fields of sections replaced."""
     base = PretrainRecipe()
     changed = {n: replace(getattr(base, n), **v) if isinstance(v, dict) else v for n, v in sections.items()}
     return replace(base, **changed)
 
 
-def test_the_defaults_are_right() -> None:
+def test_the_defaults_are_valid() -> None:
     check_recipe(PretrainRecipe(), 1)
     check_recipe(PretrainRecipe(), 8)
     check_recipe(recipe(training=dict(steps=3)), 1)  # shorter than the warm-up
@@ -53,17 +55,17 @@ def test_the_defaults_are_right() -> None:
         (
             dict(optimizer=dict(state_dtype="bfloat16", beta2=0.999)),
             1,
-            "as long as beta2 = 0.999: what a step changes is less than its last digit; use beta2 = 0.98 or less",
+            "with beta2 = 0.999: the change of a step is below its precision; use beta2 = 0.98 or less",
         ),
         (
             dict(training=dict(non_finite="skip", skip_limit=8, skip_window=8)),
             1,
-            "skip_limit = 8 among skip_window = 8 steps lets all be skipped, for ever; use skip_window = 9 or more",
+            "skip_limit = 8 within skip_window = 8 steps allows skipping every step; use skip_window = 9 or more",
         ),
         (
             dict(optimizer=dict(stochastic_rounding=True)),
             1,
-            "'float32' rounds nothing that matters; set training.master",
+            "has no effect on training.master_dtype = 'float32'; set training.master",
         ),
         (
             dict(
@@ -72,7 +74,7 @@ def test_the_defaults_are_right() -> None:
                 parallelism=dict(tensor=2),
             ),
             2,
-            "keeps 64 neighbours together, but parallelism.tensor = 2 cuts the 192 inputs of attention.wo in between; use",
+            "blocks of 64 elements, but parallelism.tensor = 2 splits the 192 inputs of attention.wo within a block; use",
         ),
         (dict(model=LlamaConfig(num_heads=5)), 1, "num_heads = 5 does not divide model.dim = 192; use 3, 4, 6 or 8"),
         (
@@ -90,14 +92,18 @@ def test_the_defaults_are_right() -> None:
         (
             dict(activation_checkpoint=dict(mode="memory_budget"), compile=dict(mode="none")),
             1,
-            "a choice that the compiler makes, but compile.mode = 'none'; set compile.mode = 'block'",
+            "implemented by the compiler, but compile.mode = 'none'; set compile.mode = 'block'",
         ),
-        (dict(data=dict(holdout_every=0)), 1, "holds nothing out; set validation.interval = 0, or"),
-        (dict(data=dict(holdout_every=1)), 1, "holdout_every = 1 holds everything out; use 2 or more"),
-        (dict(parallelism=dict(cpu_offload=True), run=dict(device="cpu")), 1, "but run.device = 'cpu'; set it false"),
+        (dict(data=dict(holdout_every=0)), 1, "holds out nothing; set validation.interval = 0, or"),
+        (dict(data=dict(holdout_every=1)), 1, "holdout_every = 1 holds out every sequence; use 2 or more"),
+        (
+            dict(parallelism=dict(cpu_offload=True), run=dict(device="cpu")),
+            1,
+            "but run.device = 'cpu'; set it to false",
+        ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], processes: int, message: str) -> None:
+def test_an_invalid_recipe_is_refused_with_the_remedy(sections: dict[str, Any], processes: int, message: str) -> None:
     with pytest.raises(UserError) as caught:
         check_recipe(recipe(**sections), processes)
     assert message in str(caught.value)
@@ -125,23 +131,23 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
         (
             dict(parallelism=dict(tensor=2), training=dict(seq_len=127)),
             2,
-            "seq_len = 127 does not divide into 2 pieces (tensor); use 126 or 128",
+            "seq_len = 127 is not divisible into 2 chunks (tensor); use 126 or 128",
         ),
         (
             dict(parallelism=dict(context=3), training=dict(seq_len=128)),
             3,
-            "seq_len = 128 does not divide into 6 pieces (twice context); use 126 or 132",
+            "seq_len = 128 is not divisible into 6 chunks (2 x context); use 126 or 132",
         ),
         (
             dict(parallelism=dict(context=2, tensor=2), training=dict(seq_len=4)),
             4,
-            "does not divide into 8 pieces (tensor x twice context); use 8",
+            "is not divisible into 8 chunks (tensor x 2 x context); use 8",
         ),
-        (dict(parallelism=dict(tensor=2), compile=dict(mode="model")), 2, "does not go with parallelism.tensor = 2"),
+        (dict(parallelism=dict(tensor=2), compile=dict(mode="model")), 2, "does not support parallelism.tensor = 2"),
         (
             dict(parallelism=dict(pipeline=2), compile=dict(mode="model")),
             2,
-            "does not go with parallelism.pipeline = 2",
+            "does not support parallelism.pipeline = 2",
         ),
         (
             dict(parallelism=dict(tensor=2), training=dict(global_batch_size=7)),
@@ -160,23 +166,23 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
                 training=dict(global_batch_size=14, local_batch_size=1),
             ),
             3,
-            "wants a multiple of 3 micro-batches, but a rank has 14 (14 sequences, training.local_batch_size = 1); "
+            "requires a multiple of 3 micro-batches, but a rank has 14 (14 sequences, training.local_batch_size = 1); "
             "raise training.global_batch_size, or",
         ),
         (
             dict(parallelism=dict(async_tensor_parallel=True)),
             1,
-            "nothing to overlap while parallelism.tensor = 1; set it false",
+            "nothing to overlap while parallelism.tensor = 1; set it to false",
         ),
         (
             dict(parallelism=dict(async_tensor_parallel=True, tensor=2), compile=dict(mode="none")),
             2,
-            "it is the compiler that overlaps, but compile.mode = 'none'; set it false",
+            "the compiler does the overlapping, but compile.mode = 'none'; set it to false",
         ),
         (
             dict(parallelism=dict(async_tensor_parallel=True, tensor=2), run=dict(device="cpu")),
             2,
-            "wants GPUs that reach each other's memory, but run.device = 'cpu'; set it false",
+            "requires GPUs with peer-to-peer access, but run.device = 'cpu'; set it to false",
         ),
         (
             dict(parallelism=dict(pipeline=8)),
@@ -192,7 +198,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
         (
             dict(parallelism=dict(pipeline=2, pipeline_split=(1, 2, 1))),
             2,
-            "3 stages, which do not divide over pipeline = 2",
+            "3 stages, which pipeline = 2 ranks cannot share equally",
         ),
         (
             dict(parallelism=dict(pipeline=2, pipeline_split=(1, 2))),
@@ -207,13 +213,13 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
         (
             dict(parallelism=dict(pipeline=2, pipeline_split=(2, 2), pipeline_stages=2)),
             2,
-            "2 stages, but pipeline_stages x pipeline = 2 x 2; leave out pipeline_stages",
+            "2 stages, but pipeline_stages x pipeline = 2 x 2; remove pipeline_stages",
         ),
         (dict(parallelism=dict(pipeline=2, pipeline_stages=2)), 2, "'1f1b' has 1 stage(s) on each rank, not 2"),
         (
             dict(parallelism=dict(pipeline=4), training=dict(global_batch_size=8, local_batch_size=4)),
             4,
-            "over 4 ranks wants 4 or more micro-batches, but a rank has 2 (8 sequences, training.local_batch_size = 4); "
+            "over 4 ranks requires 4 or more micro-batches, but a rank has 2 (8 sequences, training.local_batch_size = 4); "
             "use training.local_batch_size = 1 or 2",
         ),
         (
@@ -222,7 +228,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
                 training=dict(global_batch_size=10, local_batch_size=2),
             ),
             2,
-            "wants a multiple of 2 micro-batches, but a rank has 5",
+            "requires a multiple of 2 micro-batches, but a rank has 5",
         ),
         (
             dict(parallelism=dict(pipeline=4), training=dict(global_batch_size=2, local_batch_size=1)),
@@ -236,7 +242,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
                 compile=dict(mode="none"),
             ),
             2,
-            "can be recomputed once only; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'",
+            "supports one; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'",
         ),
         (
             dict(parallelism=dict(tensor=2, pipeline=2)),
@@ -250,21 +256,19 @@ def test_what_cannot_work_is_refused_with_the_remedy(sections: dict[str, Any], p
         ),
     ],
 )
-def test_an_impossible_layout_is_refused_with_the_remedy(
-    sections: dict[str, Any], processes: int, message: str
-) -> None:
+def test_an_invalid_layout_is_refused_with_the_remedy(sections: dict[str, Any], processes: int, message: str) -> None:
     with pytest.raises(UserError) as caught:
         check_recipe(recipe(**sections), processes)
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_remedy_that_would_be_wrong_is_not_given() -> None:
+def test_no_remedy_that_would_fail_is_suggested() -> None:
     with pytest.raises(UserError, match=r"there are 3 processes; start 4$"):
         check_recipe(recipe(parallelism=dict(tensor=2, shard=2), training=dict(global_batch_size=6)), 3)
 
 
-def test_shard_takes_what_all_others_leave() -> None:
+def test_shard_minus_one_is_resolved_over_five_dimensions() -> None:
     layout = Parallelism(pipeline=2, replicate=2, context=2, tensor=4).resolve(128)
     assert layout.dimensions() == {"pipeline": 2, "replicate": 2, "shard": 4, "context": 2, "tensor": 4}
 
@@ -273,14 +277,14 @@ def test_shard_takes_what_all_others_leave() -> None:
     ("num_blocks", "num_stages", "head", "split"),
     [
         (8, 4, 0.1, [2, 2, 2, 2]),
-        (9, 4, 0.1, [2, 2, 3, 2]),  # one more where no end is, and late: the first ranks keep more activations
-        (32, 4, 2.4, [9, 9, 8, 6]),  # Llama 3 8B: its head costs as much as 2.4 blocks
+        (9, 4, 0.1, [2, 2, 3, 2]),  # the extra block goes to a late middle stage: the first ranks keep more activations
+        (32, 4, 2.4, [9, 9, 8, 6]),  # Llama 3 8B: the LM head costs as much as 2.4 blocks
         (16, 8, 4.3, [2, 2, 2, 2, 2, 2, 3, 1]),  # each stage has a block
         (4, 4, 9.0, [1, 1, 1, 1]),
         (3, 1, 0.5, [3]),
     ],
 )
-def test_blocks_are_split_so_that_the_slowest_stage_is_as_fast_as_can_be(
+def test_the_split_minimizes_the_cost_of_the_slowest_stage(
     num_blocks: int, num_stages: int, head: float, split: list[int]
 ) -> None:
     found = split_blocks(num_blocks, num_stages, head)
@@ -292,57 +296,57 @@ def test_blocks_are_split_so_that_the_slowest_stage_is_as_fast_as_can_be(
     assert slowest(found) == slowest(split), found
 
 
-def test_a_v_shaped_pipeline_comes_back_to_where_it_began() -> None:
+def test_a_v_shaped_schedule_puts_the_first_and_last_stage_on_one_rank() -> None:
     assert [stages_of(rank, 2, 4, v_shaped=True) for rank in range(2)] == [[0, 3], [1, 2]]
     assert [stages_of(rank, 2, 4, v_shaped=False) for rank in range(2)] == [[0, 2], [1, 3]]
     assert [list(blocks_of(stage, [1, 3, 2])) for stage in range(3)] == [[0], [1, 2, 3], [4, 5]]
 
 
-def test_the_layout_is_shown_as_a_table() -> None:
+def test_the_summary_shows_the_layout() -> None:
     given = recipe(
         model=LlamaConfig(num_layers=6),
         parallelism=dict(pipeline=2, pipeline_schedule="interleaved_1f1b", tensor=2),
         training=dict(global_batch_size=8, local_batch_size=2, seq_len=128),
     )
-    shown = summary_lines(given, given.parallelism.resolve(8).dimensions(), "cpu", 1000)
+    shown = summary(given, given.parallelism.resolve(8).dimensions(), torch.device("cpu"), "").splitlines()
     assert shown[-5:] == [
         "batch   8 sequences x 128 tokens a step; each rank takes 2 x 2",
-        "ranks   8 on cpu; compute bfloat16, compile block",
+        f"ranks   8 on {device_name(torch.device('cpu'))}; compute bfloat16, compile block",
         "          pipeline     2  interleaved_1f1b, stages of 1 + 2 + 2 + 1 blocks",
-        "          shard        2  shares of weights, gradients and optimizer state",
-        "          tensor       2  shares of a matrix, 2 heads each",
+        "          shard        2  shards of weights, gradients and optimizer state",
+        "          tensor       2  shards of a matrix, 2 heads each",
     ]
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         check_recipe(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(decay_steps=5000)), 1)
     assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(("processes", "passes"), [(1, 4), (2, 2), (4, 1), (8, 1), (16, 1)])
-def test_the_rest_of_the_batch_is_accumulated(processes: int, passes: int) -> None:
+def test_gradient_accumulation_covers_the_global_batch(processes: int, passes: int) -> None:
     assert Training(global_batch_size=32, local_batch_size=8).num_microbatches(processes) == passes
 
 
-def test_shard_takes_what_is_left() -> None:
+def test_shard_minus_one_is_resolved() -> None:
     assert Parallelism(replicate=2).resolve(8) == Parallelism(replicate=2, shard=4)
     assert Parallelism(replicate=2, shard=1).resolve(2) == Parallelism(replicate=2, shard=1)
 
 
-def test_a_missing_data_path_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.path = '.*/none' does not exist here.*data\.source = 'synthetic'"):
+def test_a_missing_data_path_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.path = '.*/none' does not exist; .*data\.source = 'synthetic'"):
         check_machine(recipe(data=Data(source="text", path=str(tmp_path / "none")), run=Run(dir=str(tmp_path))))
 
 
-def test_a_missing_tokenizer_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokenizer\.encoding = '.*tokenizer\.model': there is no such file"):
+def test_a_missing_tokenizer_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.encoding = '.*tokenizer\.model': no such file"):
         check_machine(
             recipe(tokenizer=Tokenizer(encoding=str(tmp_path / "tokenizer.model")), run=Run(dir=str(tmp_path)))
         )
 
 
-def test_an_unknown_encoding_is_told(tmp_path: Path) -> None:
+def test_an_unknown_encoding_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'\?"):
         check_machine(recipe(tokenizer=Tokenizer(encoding="gpt-2"), run=Run(dir=str(tmp_path))))
 
@@ -352,7 +356,7 @@ def test_a_data_path_may_have_any_name(tmp_path: Path) -> None:
     check_machine(recipe(data=Data(source="text", path=str(tmp_path / "d [v1]")), run=Run(dir=str(tmp_path))))
 
 
-def test_a_run_folder_below_a_file_is_told_and_nothing_is_made(tmp_path: Path) -> None:
+def test_a_run_directory_below_a_file_is_refused_and_nothing_is_created(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(UserError, match=r"taken is a file, not a folder; choose another run\.dir"):
         check_machine(recipe(run=Run(dir=str(tmp_path / "taken" / "runs"), name="x")))

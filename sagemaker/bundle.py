@@ -1,0 +1,101 @@
+"""The files that a job needs: the library, the recipe's program, the recipe as one file, and the tokenizer."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tomli
+from pydantic import TypeAdapter
+
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.load import joined
+from titanlike.distributed import environment
+from titanlike.run.preflight import check_recipe
+from titanlike.run.start import REPOSITORY, program_of
+
+RECIPE = "recipe.toml"
+LIBRARY = ("titanlike/**/*.py", "recipes/*.py", "sagemaker/entry.py", "sagemaker/smoke.py")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The content of a job's files, and how they are started."""
+
+    contents: Mapping[str, bytes]  # by path in the job
+    arguments: Sequence[str]  # of ./run_train.sh: the recipe in the bundle, then overrides
+    recipe: PretrainRecipe  # the recipe with the overrides applied
+
+    def write(self, folder: Path) -> None:
+        """Writes all files below a folder."""
+        for name, content in self.contents.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+def make_bundle(path: Path, overrides: Mapping[str, str], num_processes: int, *, s3: bool = True) -> Bundle:
+    """Checks a recipe for a number of processes, and collects the job's files."""
+    values = dict(overrides)
+    program = program_of(path, values.pop("recipe", None))
+    files = {
+        str(file.relative_to(REPOSITORY)): file
+        for pattern in LIBRARY
+        for file in REPOSITORY.glob(pattern)
+        if "__pycache__" not in file.parts
+    }
+    if program.parent == REPOSITORY / "recipes":
+        name = program.stem
+    else:
+        name = f"program/{program.name}"
+        files |= {f"program/{file.name}": file for file in program.parent.glob("*.py")}
+    if program == REPOSITORY / "recipes" / "pretrain.py":
+        recipe = load(PretrainRecipe, path, values)
+        check_recipe(recipe, num_processes)
+    else:
+        # The program's own sections are unknown here, so the program checks its recipe itself.
+        arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
+        _run_program(program, *arguments, f"--check={num_processes}")
+        recipe = _known_sections(_run_program(program, *arguments, "--resolved"))
+    tokenizer = Path(recipe.tokenizer.encoding)
+    if tokenizer.is_file():
+        # A tokenizer.json has its special tokens in a file beside it.
+        config = tokenizer.with_name("tokenizer_config.json")
+        files |= {f"tokenizer/{file.name}": file for file in (tokenizer, config) if file.is_file()}
+        values["tokenizer.encoding"] = f"tokenizer/{tokenizer.name}"
+    texts = {RECIPE: joined(path, recipe=name), "requirements.txt": requirements(recipe, s3=s3)}
+    contents = {name: file.read_bytes() for name, file in files.items()}
+    contents |= {name: text.encode() for name, text in texts.items()}
+    return Bundle(dict(sorted(contents.items())), [RECIPE, *(f"--{k}={v}" for k, v in values.items())], recipe)
+
+
+def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
+    """Returns the requirements that the job's image must satisfy. The image's torch is never replaced."""
+    project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *(extras["s3"] if s3 else [])]
+    if recipe.data.source in ("text", "stream") or recipe.tokenizer.encoding.endswith(".json"):
+        required += extras["data"]
+    return "".join(f"{line}\n" for line in required)
+
+
+def _run_program(program: Path, *arguments: str) -> str:
+    """Returns the output of a recipe's program, or raises its error."""
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment.variables({"PYTHONPATH": str(REPOSITORY)}),
+    )
+    if done.returncode:
+        raise UserError("\n".join(line.removeprefix("error: ") for line in done.stderr.splitlines()))
+    return done.stdout
+
+
+def _known_sections(resolved: str) -> PretrainRecipe:
+    """Returns the sections of a resolved recipe that the shipped recipes have too."""
+    known = {field.name for field in fields(PretrainRecipe)}
+    values = {key: value for key, value in tomli.loads(resolved).items() if key in known}
+    return TypeAdapter(PretrainRecipe).validate_json(json.dumps(values))

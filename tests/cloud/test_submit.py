@@ -1,0 +1,195 @@
+"""Jobs submitted to moto's server on loopback, which replaces SageMaker and S3."""
+
+import functools
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import launch
+import monitor
+import pytest
+import submit
+
+from tests.cloud.aws import ACCOUNT, BUCKET, Aws, exit_code
+from tests.launching import ROOT
+from titanlike.config import UserError
+
+ARGUMENTS = [
+    "train_configs/debug.toml",
+    "--instances=2",
+    f"--role=arn:aws:iam::{ACCOUNT}:role/job",
+    f"--bucket={BUCKET}",
+]
+
+
+REQUESTS: list[dict[str, Any]] = []  # parameters of CreateTrainingJob
+
+
+@pytest.fixture(autouse=True)
+def recorded(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Records the submitted requests."""
+    REQUESTS.clear()
+    monkeypatch.setattr("service.make_clients", lambda region="": aws.clients)
+    event, record = "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: REQUESTS.append(params)
+    aws.clients.session.events.register(event, record)
+    yield
+    aws.clients.session.events.unregister(event, record)
+
+
+def files(aws: Aws, prefix: str) -> dict[str, bytes]:
+    pages = aws.clients.s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+    keys = [one["Key"] for page in pages for one in page.get("Contents", [])]
+    return {key.removeprefix(prefix): aws.clients.s3.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
+
+
+def test_files_and_request_are_submitted(
+    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--training.steps=7") == 0
+    (name,) = (one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"])
+    out = capsys.readouterr().out
+    assert (
+        f"submitted with boto3: {name}\nto monitor it: python sagemaker/launch.py wait {name} --region us-east-1\n"
+        in out
+    )
+    uploaded = files(aws, f"titanlike/code/{name}/")
+    assert f"uploaded {len(uploaded)} files, {sum(map(len, uploaded.values())):,} bytes" in out
+    assert uploaded["recipes/pretrain.py"] == (ROOT / "recipes/pretrain.py").read_bytes()
+    assert uploaded["sagemaker/entry.py"] == (ROOT / "sagemaker/entry.py").read_bytes()
+    assert not any(file.startswith(("tests/", "docs/", "runs/")) for file in uploaded)
+    request = json.loads(uploaded["request.json"])
+    (submitted,) = REQUESTS
+    assert submitted == request and request["TrainingJobName"] == name
+    assert "--training.steps=7" in request["AlgorithmSpecification"]["ContainerArguments"]
+    description = aws.clients.sagemaker.describe_training_job(TrainingJobName=name)
+    assert description["ResourceConfig"] == request["ResourceConfig"]
+
+
+def test_a_run_has_one_job_at_a_time(
+    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    active = aws.running("debug")
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS) == 2
+    assert (
+        f"error: run debug has an active job, {active}: python sagemaker/launch.py wait {active}"
+        in capsys.readouterr().err
+    )
+    assert REQUESTS == []
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--run=other") == 0
+
+
+def test_wait(aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("monitor.wait", functools.partial(monitor.wait, interval=0.05))
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--wait") == 0
+    assert "Completed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--bucket=nobody-has-this",), "--bucket nobody-has-this does not exist; create it (aws s3 mb s3://nobody-has-this"),
+        (("--bucket=over-there",), "--bucket over-there is in eu-west-1, but the job would run in us-east-1; use one region"),
+        (("--bucket=Not_A_Bucket",), "--bucket Not_A_Bucket: expected 3 to 63"),
+        (("--role=me",), "--role me: expected the ARN"),
+        (("--region=here",), "--region here: the account of the AWS image is unknown"),
+        (("--region=here", "--image=x"), "--region here: expected a region, such as us-east-1"),
+        ((f"--run={'long' * 12}",), "SageMaker's limit is 63; use"),
+        (("--data.source=shards", "--data.path=here"), "data.path = 'here' is a local path, which the job cannot read"),
+        (("--parallelism.tensor=32",), "parallelism.tensor = 32"),
+    ],
+)  # fmt: skip
+def test_nothing_is_uploaded_after_an_error(
+    aws: Aws,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    error: str,
+) -> None:
+    location = {"LocationConstraint": "eu-west-1"}
+    aws.clients.s3.create_bucket(Bucket="over-there", CreateBucketConfiguration=location)
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, *arguments) == 2
+    assert error in capsys.readouterr().err
+    assert files(aws, "") == {} and aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"] == []
+
+
+def test_default_bucket(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    aws.clients.s3.create_bucket(Bucket=f"sagemaker-us-east-1-{ACCOUNT}")
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS[:-1]) == 0
+    (submitted,) = REQUESTS
+    assert submitted["OutputDataConfig"] == {"S3OutputPath": f"s3://sagemaker-us-east-1-{ACCOUNT}/titanlike/output"}
+
+
+def test_a_local_tokenizer_is_uploaded(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.model").write_bytes(b"IQ== 0\n")
+    (tmp_path / "tokenizer_config.json").write_bytes(b"{}")
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/mine.model") == 0
+    (submitted,) = REQUESTS
+    assert "--tokenizer.encoding=tokenizer/mine.model" in submitted["AlgorithmSpecification"]["ContainerArguments"]
+    assert files(aws, f"titanlike/code/{submitted['TrainingJobName']}/").items() >= {
+        ("tokenizer/mine.model", b"IQ== 0\n"),
+        ("tokenizer/tokenizer_config.json", b"{}"),
+    }
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Makes the senders find only these modules."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in modules else None)
+
+
+MODULES = {"modeltrainer": "sagemaker.train", "estimator": "sagemaker.pytorch", "boto3": "boto3"}
+INSTALL = {
+    "modeltrainer": 'pip install "sagemaker-train>=1.10"',
+    "estimator": 'pip install "sagemaker>=2.250,<3"',
+    "boto3": 'pip install "boto3>=1.40"',
+}
+
+
+def test_the_default_sender_is_the_first_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for skipped, sender in enumerate(MODULES):
+        install(monkeypatch, *list(MODULES.values())[skipped:])
+        assert submit.select_sender() == sender
+    install(monkeypatch)
+    assert submit.select_sender() == "boto3"  # creating the clients reports that it is missing
+
+
+@pytest.mark.parametrize("sender", MODULES)
+def test_a_sender_can_be_chosen(sender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, *MODULES.values())
+    assert submit.select_sender(sender) == sender
+    install(monkeypatch, *(module for name, module in MODULES.items() if name != sender))
+    with pytest.raises(UserError) as error:
+        submit.select_sender(sender)
+    assert (
+        str(error.value) == f"--sender {sender}: the module {MODULES[sender]} is not installed; run: {INSTALL[sender]}"
+    )
+
+
+def test_submit_uses_the_chosen_sender(
+    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    senders: list[str] = []
+
+    def record(request: dict[str, Any], session: Any, prefix: str) -> str:
+        senders.append(prefix)
+        return str(request["TrainingJobName"])
+
+    monkeypatch.setattr(submit, "submit_with_estimator", record)
+    monkeypatch.setattr(submit, "select_sender", lambda name: name)
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--sender=estimator") == 0
+    assert "submitted with estimator: titanlike-debug-" in capsys.readouterr().out
+    assert senders == [f"{BUCKET}/titanlike"] and REQUESTS == []
+
+
+def test_a_missing_sdk_is_refused_before_the_upload(
+    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submit, "_is_installed", lambda module: False)
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--sender=modeltrainer") == 2
+    error = capsys.readouterr().err
+    assert (
+        error
+        == f"error: --sender modeltrainer: the module sagemaker.train is not installed; run: {INSTALL['modeltrainer']}\n"
+    )
+    assert files(aws, "") == {}

@@ -1,0 +1,176 @@
+"""A third architecture, registered from outside of the package, trains under tensor x pipeline parallelism."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, SMALL, run
+from tests.recipes.test_copy import edited
+from tests.recipes.test_verify import verify
+
+CONFIG = '''
+from typing import Literal
+
+from titanlike.config import PretrainRecipe, section
+from titanlike.config.base import Positive
+from titanlike.config.model_configs import TransformerConfig
+
+
+@section
+class ParallelConfig(TransformerConfig):
+    """Parallel attention and feed-forward, multi-query attention, squared ReLU, no position embedding."""
+
+    name: Literal["parallel"] = "parallel"
+    """Architecture."""
+    dim: Positive = 64
+    """Model dimension."""
+    num_layers: Positive = 4
+    """Number of blocks."""
+    num_heads: Positive = 4
+    """Number of heads."""
+    hidden_dim: Positive = 96
+    """Hidden dimension of the feed-forward layers."""
+    vocab_size: Positive = 320
+    """Vocabulary."""
+    max_seq_len: Positive = 512
+    """Maximum sequence length."""
+
+    def block_matrices(self):
+        projections = dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "attention.wo"), (self.dim, self.dim))
+        return projections | {"feed_forward.w1": (self.hidden_dim, self.dim), "feed_forward.w2": (self.dim, self.hidden_dim)}
+
+    def num_parameters(self):
+        return self.num_matmul_parameters() + self.vocab_size * self.dim + (self.num_layers + 1) * self.dim
+
+    def tensor_parallel_sizes(self):
+        return super().tensor_parallel_sizes() | {"hidden_dim": self.hidden_dim}
+
+
+@section
+class ParallelRecipe(PretrainRecipe):
+    """A recipe for this architecture."""
+
+    model: ParallelConfig = ParallelConfig()
+'''
+
+MODEL = """
+from torch import nn
+
+from parallel_config import ParallelConfig
+from titanlike.models import register_model
+from titanlike.models.layers import CausalAttention, Embedding, LMHead
+
+
+@register_model(ParallelConfig)
+class ParallelModel(nn.Module):
+    tensor_plan = {
+        "tok_embeddings": "vocab_parallel",
+        "layers.*.norm": "sequence_parallel",
+        "layers.*.attention": "all_gather_input",
+        "layers.*.attention.wq": "colwise",
+        "layers.*.attention.wk": "colwise",
+        "layers.*.attention.wv": "colwise",
+        "layers.*.attention.wo": "rowwise",
+        "layers.*.feed_forward": "all_gather_input",
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+        "norm": "sequence_parallel",
+        "output": "lm_head",
+    }
+    first_stage_modules = ("tok_embeddings",)
+    last_stage_modules = ("norm", "output")
+
+    def __init__(self, config):
+        super().__init__()
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.output = LMHead(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens, position_ids=None, document_ids=None, dropout_bits=None, labels=None):
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            h = block(h, document_ids)
+        h = h if self.norm is None else self.norm(h)
+        return h if self.output is None else self.output(h, labels)
+
+    def init_parameter(self, name, value, generator):
+        value.fill_(1.0) if "norm" in name else value.normal_(0.0, 0.02, generator=generator)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x, document_ids):
+        h = self.norm(x)
+        return x + self.attention(h, document_ids) + self.feed_forward(h)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
+        self.attend = CausalAttention()
+
+    def forward(self, x, document_ids):
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.attend(q, k, v, document_ids).transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(self.w1(x).relu().square())
+"""
+
+
+def write_program(folder: Path, model: str = MODEL) -> str:
+    """Writes the architecture, a copy of the shipped program that imports it, and a recipe. Returns the recipe's name."""
+    (folder / "parallel_config.py").write_text(CONFIG)
+    (folder / "parallel_model.py").write_text(model)
+    program = edited(
+        (ROOT / "recipes/pretrain.py").read_text(),
+        (
+            "from titanlike.config import PretrainRecipe\n",
+            "from parallel_config import ParallelRecipe as PretrainRecipe\n",
+        ),
+        ("import torch\nfrom torch", "import parallel_model\nimport torch\nfrom torch"),
+    )
+    (folder / "parallel.py").write_text(program)
+    (folder / "parallel.toml").write_text(
+        'recipe = "parallel"\n[training]\nseq_len = 64\nglobal_batch_size = 8\nlocal_batch_size = 1\n[compile]\nmode = "none"\n'
+    )
+    return "parallel.toml"
+
+
+def test_a_registered_architecture_matches_one_process_under_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
+    done = verify(tmp_path, write_program(tmp_path), "--layout", "tensor=2,pipeline=2", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\nequal within tolerance\n")
+
+
+def test_a_registered_architecture_is_checked_like_the_shipped_ones(tmp_path: Path) -> None:
+    words = {name: SMALL[name] for name in SMALL if not name.startswith("model.")}
+    done = run(tmp_path, write_program(tmp_path), **words | {"run.name": "r"})
+    assert done.returncode == 0, done.stderr
+    assert "model   parallel: 155,968 parameters" in done.stdout
+    refused = run(tmp_path, "parallel.toml", "--model.hidden_dim=95", "--parallelism.tensor=2", "--check", "2")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: parallelism.tensor = 2 does not divide model.hidden_dim = 95; use 1\n"
+
+
+@pytest.mark.slow
+def test_a_style_missing_from_the_plan_is_reported(tmp_path: Path) -> None:
+    recipe = write_program(tmp_path, MODEL.replace('        "layers.*.norm": "sequence_parallel",\n', ""))
+    done = verify(tmp_path, recipe, "--layout", "tensor=2")
+    assert done.returncode == 1
+    assert "the tensor-parallel plan of ParallelModel does not name layers.0.norm; add it" in done.stderr

@@ -1,0 +1,34 @@
+"""The example of docs/data.md: a user's StatefulDataLoader in a copied recipe, trained and resumed."""
+
+import re
+import shutil
+from pathlib import Path
+
+from tests.launching import ROOT, SMALL, losses, run
+from tests.recipes.test_copy import edited
+
+
+def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    [example] = [block for block in blocks if "StatefulDataLoader" in block]
+    (tmp_path / "my_data.py").write_text(example)
+    program = edited(
+        (ROOT / "recipes/pretrain.py").read_text(),
+        ("from titanlike.data.sources import open_sources\n", "from my_data import open_sources\n"),
+    )
+    (tmp_path / "mine.py").write_text(program)
+    debug = (ROOT / "train_configs/debug.toml").read_text()
+    (tmp_path / "mine.toml").write_text(edited(debug, ('recipe = "pretrain"', 'recipe = "mine"')))
+    options = SMALL | {"run.name": "run", "checkpoint.interval": "3"}
+
+    first = run(tmp_path, "mine.toml", **options)
+    assert first.returncode == 0, first.stderr
+    assert "24 sequences of a user's loader" in first.stdout
+    expected = losses(tmp_path / "runs/run")
+    assert set(expected) == {1, 2, 3, 4, 5, 6}
+
+    shutil.rmtree(tmp_path / "runs/run/checkpoints/step-00000006")
+    (tmp_path / "runs/run/metrics.jsonl").unlink()
+    resumed = run(tmp_path, "mine.toml", **options)
+    assert "resumed at step 3" in resumed.stdout, resumed.stderr
+    assert losses(tmp_path / "runs/run") == {step: expected[step] for step in (4, 5, 6)}

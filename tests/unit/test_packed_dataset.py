@@ -1,0 +1,258 @@
+"""Packed sequences and batches: epochs, order on every layout, shares of a mixture, document masking, prefetching."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from titanlike.config import UserError
+from titanlike.data.loader import BatchLoader
+from titanlike.data.packed_dataset import (
+    BatchSource,
+    InMemoryTokens,
+    PackedDataset,
+    SequenceBatch,
+    ShuffledMixture,
+    document_ids_and_positions,
+)
+from titanlike.data.shuffle import CYCLE, Mixture, shuffled
+from titanlike.data.text.tokenizer import Separator
+from titanlike.models.loss import IGNORE
+
+
+def batches(
+    data: PackedDataset | BatchSource,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    local: int = 2,
+    seed: int = 0,
+    document_separator: Separator | None = None,
+) -> BatchLoader:
+    source = ShuffledMixture([data], seed=seed, global_batch_size=8) if isinstance(data, PackedDataset) else data
+    return BatchLoader(
+        source, global_batch_size=8, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=seed,
+        device=torch.device("cpu"), document_separator=document_separator,
+    )  # fmt: skip
+
+
+def counting(count: int, *, held_out: bool = False, every: int = 0, seq_len: int = 4, start: int = 0) -> PackedDataset:
+    """Returns sequences of 0 1 2 3 | 4 5 6 7 | ..., identified by their first token."""
+    tokens = InMemoryTokens(np.arange(start, start + count * seq_len + 1, dtype=np.uint32))
+    return PackedDataset(tokens, seq_len, held_out=held_out, holdout_every=every)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
+def test_a_shuffle_is_a_permutation(size: int) -> None:
+    permutation = shuffled(np.arange(size), size, seed=3).tolist()
+    assert sorted(permutation) == list(range(size))
+    assert permutation[:3] == [int(shuffled(np.array([index]), size, seed=3)[0]) for index in range(min(3, size))]
+    if size == 1000:
+        assert permutation != shuffled(np.arange(size), size, seed=4).tolist()
+        # The mean distance of neighbours is that of a random permutation: a third of the size.
+        assert 280 < np.abs(np.diff(permutation)).mean() < 390
+
+
+def test_labels_are_the_next_tokens() -> None:
+    batch = batches(counting(8)).microbatches(1)[0]
+    assert torch.equal(batch.labels, batch.inputs["tokens"] + 1)
+    assert batch.inputs["tokens"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("every", [0, 2, 3, 10, 50])
+def test_training_and_validation_are_disjoint_and_complete(every: int) -> None:
+    train = counting(101, every=every)
+    found = set(train.read(np.arange(train.num_sequences))[0][:, 0] // 4)
+    assert len(found) == train.num_sequences
+    if every:
+        assert train.num_sequences == 101 - 101 // every
+        held_out = counting(101, every=every, held_out=True)
+        reserved = set(held_out.read(np.arange(held_out.num_sequences))[0][:, 0] // 4)
+        assert not found & reserved
+        found |= reserved
+    assert found == set(range(101))
+
+
+def test_each_epoch_reads_every_sequence_once_in_a_new_order() -> None:
+    loader = batches(counting(24))
+    firsts = [
+        int(row[0]) // 4
+        for step in range(1, 7)
+        for batch in loader.microbatches(step)
+        for row in batch.inputs["tokens"]
+    ]
+    assert sorted(firsts[:24]) == sorted(firsts[24:]) == list(range(24))
+    assert firsts[:24] != firsts[24:]
+
+
+def test_an_epoch_may_end_within_a_batch() -> None:
+    loader = batches(counting(5))
+    firsts = [
+        int(row[0]) // 4
+        for step in (1, 2, 3, 4, 5)
+        for part in loader.microbatches(step)
+        for row in part.inputs["tokens"]
+    ]
+    for epoch in range(8):
+        assert sorted(firsts[5 * epoch : 5 * epoch + 5]) == list(range(5))
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 8), (1, 1), (2, 2), (4, 8), (8, 1)])
+def test_the_global_order_does_not_depend_on_the_layout(ranks: int, local: int) -> None:
+    dataset = counting(50)
+    for step in (1, 7):
+        expected = torch.cat([part.inputs["tokens"] for part in batches(dataset).microbatches(step)])
+        parts = [batches(dataset, ranks=ranks, rank=rank, local=local).microbatches(step) for rank in range(ranks)]
+        assert torch.equal(torch.cat([part.inputs["tokens"] for rank in parts for part in rank]), expected)
+
+
+def test_num_distinct_counts_batches_before_a_sequence_repeats() -> None:
+    assert batches(counting(33)).num_distinct(10) == 4  # batches of 8
+    assert batches(counting(33)).num_distinct(2) == 2
+    assert batches(counting(5)).num_distinct(2) == 1
+
+
+def test_the_order_depends_on_the_seed() -> None:
+    one, other = (batches(counting(50), seed=seed).microbatches(1)[0].inputs["tokens"] for seed in (0, 1))
+    assert not torch.equal(one, other)
+
+
+def test_too_few_tokens_are_refused() -> None:
+    with pytest.raises(UserError, match=r"the data has 9 tokens, too few for training sequences .* = 16"):
+        PackedDataset(InMemoryTokens(np.arange(9, dtype=np.uint16)), 16)
+    with pytest.raises(UserError, match=r"too few for validation sequences .* one in 50 held out"):
+        counting(10, held_out=True, every=50)
+
+
+def test_a_mixture_has_exact_shares_and_an_epoch_per_dataset() -> None:
+    parts = [counting(100), counting(10, start=1000), counting(3, start=2000)]
+    source = ShuffledMixture(parts, [0.7, 0.2, 0.1], seed=0, global_batch_size=8)
+    assert source.mixture.counts == [717, 205, 102]
+    firsts = np.concatenate([source.read(step, range(8)).tokens[:, 0] for step in range(1, CYCLE // 8 + 1)])
+    for number, (part, count) in enumerate(zip(parts, source.mixture.counts, strict=True)):
+        selected = firsts[(firsts >= 1000 * number) & (firsts < 1000 * (number + 1))]
+        assert len(selected) == count
+        size = part.num_sequences
+        epochs = selected[: count // size * size].reshape(-1, size)
+        assert (np.sort(epochs, axis=1) == np.sort(epochs[0])).all()  # each sequence once an epoch
+    assert [round(epochs, 1) for epochs in source.epochs(CYCLE // 8)] == [7.2, 20.5, 34.0]
+    assert source.describe(CYCLE // 8).startswith(
+        "the data 70%, 401 tokens read 7.2 times; the data 20%, 41 tokens read 20"
+    )
+    assert source.num_distinct == 3 * CYCLE // 102 // 8
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1, 1], [1e-6, 1], [5, 3, 2, 1e-9], [1e6, 1e-6, 1e-6]])
+def test_the_shares_of_a_mixture_add_up_for_any_weights(weights: list[float]) -> None:
+    mixture = Mixture(weights, seed=1)
+    assert sum(mixture.counts) == CYCLE
+    assert min(mixture.counts) >= 1
+    streams, offsets = mixture.pick(np.arange(3 * CYCLE))
+    for number in range(len(weights)):
+        assert offsets[streams == number].tolist() == list(range((streams == number).sum()))
+
+
+def test_document_masks_separate_documents() -> None:
+    tokens = InMemoryTokens(np.array([7, 9, 1, 2, 9, 3, 4, 5, 6, 9, 8], np.uint16))
+    loader = batches(
+        ShuffledMixture([PackedDataset(tokens, 10)], seed=0, global_batch_size=8),
+        document_separator=Separator(9, closes=True),
+    )
+    batch = loader.microbatches(1)[0]
+    assert batch.inputs["tokens"][0].tolist() == [7, 9, 1, 2, 9, 3, 4, 5, 6, 9]
+    assert batch.inputs["document_ids"][0].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert batch.inputs["position_ids"][0].tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4]
+    # The first token of a document cannot be predicted from its own document.
+    assert batch.labels[0].tolist() == [9, IGNORE, 2, 9, IGNORE, 4, 5, 6, 9, IGNORE]
+    opened = document_ids_and_positions(np.array([[9, 7, 9, 1, 2]]), Separator(9, closes=False))
+    assert [part.tolist() for part in opened] == [[[0, 0, 1, 1, 1]], [[0, 1, 0, 1, 2]]]
+
+
+def test_masked_tokens_are_not_labels() -> None:
+    class Masked(InMemoryTokens):
+        def loss_mask(self, starts: np.ndarray, length: int) -> np.ndarray:
+            return self.tokens[starts[:, None] + np.arange(length)] % 3 != 0
+
+    for batch in batches(PackedDataset(Masked(np.arange(41)), 4)).microbatches(1):
+        following = batch.inputs["tokens"] + 1
+        assert torch.equal(batch.labels, torch.where(following % 3 != 0, following, IGNORE))
+
+
+class StepSource:
+    """A source whose tokens are the step number. Optionally fails or blocks at a step."""
+
+    seq_len = 2
+
+    def __init__(self, *, fails_at: int = 0, blocks_at: int = 0) -> None:
+        self.fails_at, self.blocks_at = fails_at, blocks_at
+        self.steps_read: list[int] = []
+        self.unblock = threading.Event()
+
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        if step == self.fails_at:
+            raise UserError(f"step {step} has no data")
+        if step == self.blocks_at:
+            self.unblock.wait(60)
+        self.steps_read.append(step)
+        return SequenceBatch(np.array(rows), np.full((len(rows), 3), step))
+
+    def position(self) -> list[int]:
+        return [self.steps_read[-1]]
+
+    def begin(self, position: object) -> None: ...
+
+    def describe(self, steps: int) -> str:
+        return ""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_prefetched_batches_come_with_the_position_of_the_batch_taken() -> None:
+    source = StepSource()
+    loader = batches(source)
+    threads = set(threading.enumerate())
+    with loader.prefetch(3, first_step=5, last_step=20):
+        for step in (5, 6):
+            assert int(loader.microbatches(step)[0].labels[0, 0]) == step
+            wait_until(lambda step=step: source.steps_read[-1] == step + 3)
+            assert loader._position == [step]
+        time.sleep(0.05)
+        assert source.steps_read[-1] == 9  # no more than three ahead
+    assert loader.microbatches(9)  # without prefetching again
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+
+
+def test_prefetching_ends_with_the_last_step() -> None:
+    loader = batches(StepSource())
+    threads = set(threading.enumerate())
+    with loader.prefetch(2, first_step=1, last_step=3):
+        assert [int(loader.microbatches(step)[0].labels[0, 0]) for step in (1, 2, 3)] == [1, 2, 3]
+        wait_until(lambda: set(threading.enumerate()) <= threads)
+
+
+def test_an_exception_while_prefetching_is_raised_unchanged_at_its_step() -> None:
+    source = StepSource(fails_at=3)
+    loader = batches(source)
+    with loader.prefetch(5, first_step=1, last_step=9):
+        assert [len(loader.microbatches(step)) for step in (1, 2)] == [4, 4]
+        with pytest.raises(UserError, match=r"^step 3 has no data$"):
+            loader.microbatches(3)
+    assert source.steps_read == [1, 2]
+
+
+def test_prefetching_stops_while_a_read_blocks() -> None:
+    source = StepSource(blocks_at=2)
+    loader = batches(source)
+    with loader.prefetch(2, first_step=1, last_step=9):
+        assert loader.microbatches(1)
+        started = time.monotonic()
+    assert time.monotonic() - started < 10  # not the 60 s of the blocked read
+    source.unblock.set()

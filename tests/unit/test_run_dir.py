@@ -1,0 +1,38 @@
+"""Interrupted writes to a run directory, and to any file that is replaced atomically."""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+
+from tests.training import tiny
+from titanlike.config import UserError
+from titanlike.run.run_dir import RunDirectory
+from titanlike.utils import atomic_io
+
+
+@pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])
+def test_interrupted_open_leaves_complete_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+    """A truncated recipe would still be valid, with default values for the missing keys."""
+    recipe = tiny(tmp_path, "run")
+    run = RunDirectory(recipe)
+    run.open(torch.device("cpu"), resumed_step=0)
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    write_all = atomic_io.write_all
+
+    def write_half(file: BinaryIO, content: bytes) -> None:
+        if not Path(file.name).name.startswith(victim):
+            return write_all(file, content)
+        write_all(file, content[: len(content) // 2])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(atomic_io, "write_all", write_half)
+    with pytest.raises(
+        UserError, match=r"cannot write to .*run: the disk is full; fix this, or choose another run\.dir"
+    ):
+        run.open(torch.device("cpu"), resumed_step=2)
+    kept = [path for path in before if path.stem == victim]
+    assert kept and all(path.read_bytes() == before[path] for path in kept)
+    assert {path for path in run.path.iterdir() if path.is_file()} == before.keys()

@@ -1,0 +1,118 @@
+"""Diagnosis of missing ranks from heartbeats, and the watchdog in a single process and in two."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.pool import Pool
+from titanlike.distributed.heartbeat import Heartbeat, diagnose_missing_ranks, format_ranks
+from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Watchdog, flight_records, group_timeout, stack_location
+
+
+def heartbeat(step: int, location: str = "all_reduce (x.py:1)", **other: object) -> Heartbeat:
+    return Heartbeat(step, "host", 100 + step, 1, time=1000.0, location=location, **other)  # type: ignore[arg-type]
+
+
+def test_silent_rank_is_named_first() -> None:
+    assert diagnose_missing_ranks({0: heartbeat(57), 1: heartbeat(56)}, [1], now=1031.4) == [
+        "rank 1 (pid 156 on host) sent its last heartbeat 31 s ago at step 56: its process is stopped, or its host is down",
+        "rank 0 waits in all_reduce (x.py:1)",
+    ]
+
+
+def test_rank_without_any_heartbeat_is_named() -> None:
+    assert diagnose_missing_ranks({0: heartbeat(1), 1: None}, [1], now=1031.4)[0] == (
+        "rank 1 has sent no heartbeat: it has not reached the training loop, or its host is down"
+    )
+
+
+def test_rank_at_an_earlier_step_is_named_with_its_location() -> None:
+    heartbeats = {0: heartbeat(57), 1: heartbeat(56, "main (own.py:3)"), 2: heartbeat(57)}
+    assert diagnose_missing_ranks(heartbeats, [], now=1000.0) == [
+        "rank 1 (pid 156 on host) is alive at step 56; the others wait at step 57",
+        "rank 1 waits in main (own.py:3)",
+        "ranks 0, 2 wait in all_reduce (x.py:1)",
+    ]
+
+
+def test_rarest_location_at_the_same_step_comes_first() -> None:
+    heartbeats: dict[int, Heartbeat | None] = {rank: heartbeat(57) for rank in range(64)}
+    heartbeats[40] = heartbeat(57, "main (own.py:3)")
+    assert diagnose_missing_ranks(heartbeats, [], now=1000.0) == [
+        "all 64 ranks are alive at step 57",
+        "rank 40 waits in main (own.py:3)",
+        "ranks 0-39, 41-63 wait in all_reduce (x.py:1)",
+    ]
+
+
+def test_finished_rank_is_named() -> None:
+    found = diagnose_missing_ranks({0: heartbeat(57), 1: heartbeat(56, finished=True)}, [], now=1000.0)
+    assert found[0] == "rank 1 left the training loop at step 56"
+
+
+def test_number_of_lines_is_limited() -> None:
+    found = diagnose_missing_ranks(dict.fromkeys(range(512), heartbeat(3)), range(100, 400), now=1000.0)
+    assert len(found) == 10
+    assert found[8] == "no heartbeat from ranks 108-399 either"
+    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
+
+
+def test_stack_location_is_the_innermost_function_and_its_caller_outside_libraries() -> None:
+    def within(barrier: threading.Barrier) -> None:
+        barrier.wait()
+        barrier.wait()
+
+    barrier = threading.Barrier(2)
+    thread = threading.Thread(target=within, args=(barrier,))
+    thread.start()
+    barrier.wait()
+    time.sleep(0.2)
+    found = stack_location(sys._current_frames()[thread.ident or 0])
+    barrier.wait()
+    thread.join()
+    assert found.startswith("wait (")
+    assert ", called from within (unit/test_watchdog.py:" in found
+
+
+def test_watchdog_leaves_no_threads_and_no_files(tmp_path: Path, alone: None) -> None:
+    before = set(threading.enumerate())  # some of them, which served another test, may end meanwhile
+    for _ in range(3):
+        with Watchdog(1, tmp_path) as watchdog:
+            for step in range(3):
+                watchdog.step(step)
+            with watchdog.pause():  # longer than the timeout: no alarm
+                time.sleep(1.2)
+    assert set(threading.enumerate()) <= before
+    assert not list(tmp_path.iterdir())
+
+
+def test_process_group_times_out_after_the_watchdog() -> None:
+    assert group_timeout(5) > PAUSE_TIMEOUT
+    assert group_timeout(3600) > 3600
+
+
+def test_torch_keeps_flight_records(alone: None) -> None:
+    assert set(flight_records()) <= {"flight_gloo", "flight_nccl"}
+    assert "flight_gloo" in flight_records()
+
+
+def test_watchdogs_of_one_process_use_separate_keys(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    assert ranks(2).run(run_watchdogs, tmp_path, 2) == [[2, 2], [2, 2]]
+
+
+def run_watchdogs(run_dir: Path, count: int) -> list[int]:
+    """Returns the number of ranks that each of several consecutive watchdogs has a heartbeat of."""
+    found = []
+    for _ in range(count):
+        with Watchdog(600, run_dir) as watchdog:
+            watchdog.step(1)
+            end = time.monotonic() + 60
+            num_ranks = 0
+            while num_ranks < 2 and time.monotonic() < end:
+                heartbeats, _ = watchdog._heartbeats.call(watchdog._heartbeats.read_all) or ({}, [])
+                num_ranks = sum(beat is not None for beat in heartbeats.values())
+            found.append(num_ranks)
+            assert not watchdog._heartbeats.is_alarm_raised
+    return found

@@ -1,0 +1,120 @@
+"""A user's own dataset, read with torchdata's StatefulDataLoader or any other loader with a state."""
+
+import base64
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torchdata.nodes import Stateful
+
+from titanlike.config import UserError
+from titanlike.data.packed_dataset import Position, SequenceBatch
+
+
+class StatefulLoader(Stateful, Protocol):
+    """An iterable with `state_dict` and `load_state_dict`, such as `StatefulDataLoader` or `torchdata.nodes.Loader`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class StatefulLoaderSource:
+    """A `BatchSource` that reads one loader per data rank and keeps the state of each in the checkpoint.
+
+    `build_loader(data_rank, num_data_ranks, epoch)` returns the loader of a rank, once per epoch. An item holds the rows of the
+    rank for one step: global batch size / data ranks sequences of `seq_len` + 1 token ids, as a tensor or array (N, T + 1), or
+    a dict of such `tokens` and a `loss_mask` of the same shape, True where a token is a label.
+    """
+
+    def __init__(
+        self, build_loader: Callable[[int, int, int], StatefulLoader], *, seq_len: int, global_batch_size: int
+    ) -> None:
+        self.build_loader = build_loader
+        self.seq_len = seq_len
+        self.global_batch_size = global_batch_size
+        self._resumed: Position = []
+        self._position: Position = []
+        self._items: Iterator[tuple[Any, Position]] | None = None
+
+    def describe(self, steps: int) -> str:
+        return f"{steps * self.global_batch_size:,} sequences of a user's loader"
+
+    def begin(self, position: Position | None) -> None:
+        self._resumed, self._items = position or [], None
+
+    def position(self) -> Position:
+        """Returns the rank, the number of ranks, the epoch and the state of the loader, which is empty at an epoch's start."""
+        return self._position
+
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        """Returns the next item of the loader. Steps must be read in order."""
+        if self._items is None:
+            self._items = self._read_epochs(rows.start // len(rows), self.global_batch_size // len(rows))
+        item, self._position = next(self._items)
+        arrays = item if isinstance(item, dict) else {"tokens": item}
+        tokens = self._to_numpy("tokens", arrays["tokens"], len(rows)).astype(np.int64)
+        loss_mask = None
+        if "loss_mask" in arrays:
+            loss_mask = self._to_numpy("loss_mask", arrays["loss_mask"], len(rows)).astype(bool)
+        sequence_ids = np.array(rows, np.int64) + (step - 1) * self.global_batch_size
+        return SequenceBatch(sequence_ids, tokens, loss_mask)
+
+    def _read_epochs(self, rank: int, num_ranks: int) -> Iterator[tuple[Any, Position]]:
+        """Yields the items of all epochs, each with the position after it.
+
+        Every epoch has a new loader, and the state after its last item is never used: torchdata 0.11 neither restores the
+        generator of a shuffle for later epochs nor resumes every loader that is exhausted."""
+        epoch, state = 0, ""
+        if self._resumed:
+            _, num_saved, epoch, state = self._resumed[min(rank, len(self._resumed) - 1)]
+            if num_saved != num_ranks:
+                raise UserError(
+                    f"the checkpoint holds the loader states of {num_saved} data ranks, but this run has {num_ranks}; they cannot "
+                    f"be redistributed, so resume with {num_saved} data ranks"
+                )
+        while True:
+            loader = self.build_loader(rank, num_ranks, epoch)
+            if state:
+                loader.load_state_dict(_decode(state))  # before `iter`, which would start from the first item
+            items = iter(loader)
+            item = next(items, None)
+            if item is None:
+                raise UserError(f"the loader of data rank {rank} yields no items in epoch {epoch}")
+            while item is not None:
+                state = _encode(loader.state_dict())
+                following = next(items, None)
+                if following is None:
+                    epoch, state = epoch + 1, ""
+                yield item, [[rank, num_ranks, epoch, state]]
+                item = following
+
+    def _to_numpy(self, name: str, values: Any, num_rows: int) -> npt.NDArray[Any]:
+        array, expected = np.asarray(values), (num_rows, self.seq_len + 1)
+        if array.shape != expected:
+            raise UserError(
+                f"the loader yields {name} of shape {array.shape}, not {expected}: training.global_batch_size / data ranks "
+                "sequences of training.seq_len + 1 tokens"
+            )
+        return array
+
+
+def _encode(state: dict[str, Any]) -> str:
+    """Serializes a state, which may contain tensors, as text for the checkpoint's JSON."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    text = base64.b64encode(buffer.getvalue()).decode()
+    try:
+        _decode(text)  # fails in the first step, not on resume
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"a loader's state_dict() may hold only tensors, numbers, strings, bytes, None, lists, tuples and dicts: {error}"
+        ) from None
+    return text
+
+
+def _decode(text: str) -> dict[str, Any]:
+    """Restores a state. `weights_only` refuses to unpickle anything but tensors and plain Python values."""
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

@@ -1,0 +1,87 @@
+"""The registry of model architectures: a config class and the `nn.Module` that it describes.
+
+An architecture registers itself beside its definition, in this package or in a program outside of it:
+
+    @register_model(MyConfig)
+    class MyModel(nn.Module): ...
+
+The config class derives from `TransformerConfig` and holds sizes, published variants, FLOPs and validity checks. It does not import
+torch, so that a recipe is checked within a second. The module holds what needs tensors; see `LanguageModel`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.config.model_configs import TransformerConfig
+
+
+class LanguageModel(Protocol):
+    """What the library requires of a registered module, besides `nn.Module`.
+
+    The token embedding is named `tok_embeddings`, the output projection `output`, and each block has its attention at
+    `attention.attend`, which is a `CausalAttention`. A pipeline stage sets the modules of other stages to None and deletes their
+    blocks, so `forward` skips a module that is None.
+    """
+
+    tensor_plan: ClassVar[Mapping[str, str]]
+    """The tensor-parallel style of each submodule, by name; `*` stands for the index of a block. See `parallelisms/tensor.py`."""
+    first_stage_modules: ClassVar[tuple[str, ...]]
+    """Names of the children that only the first pipeline stage has."""
+    last_stage_modules: ClassVar[tuple[str, ...]]
+    """Names of the children that only the last pipeline stage has."""
+    layers: nn.ModuleDict
+    """The blocks. A `ModuleDict`, so that names survive when a stage deletes the blocks of other stages."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_bits: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Returns logits (B, T, V) for tokens (B, T), or the loss summed over the valid `labels` (B, T)."""
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Fills one full parameter with its initial value."""
+
+
+M = TypeVar("M", bound=type[nn.Module])
+REQUIRED = ("tensor_plan", "first_stage_modules", "last_stage_modules", "init_parameter")
+
+_models: dict[type[TransformerConfig], type[nn.Module]] = {}
+
+
+def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
+    """Registers the decorated module class as the model that `config_class` describes."""
+
+    def register(model_class: M) -> M:
+        missing = [name for name in REQUIRED if not hasattr(model_class, name)]
+        if missing:
+            raise TypeError(
+                f"{model_class.__name__} has no {', '.join(missing)}; see titanlike.models.registry.LanguageModel"
+            )
+        _models[config_class] = model_class
+        return model_class
+
+    return register
+
+
+def build_model(config: TransformerConfig) -> nn.Module:
+    """Builds the model that a config describes. Call it under `torch.device("meta")`; `initialize` allocates and fills it."""
+    if type(config) not in _models:
+        known = ", ".join(sorted(one.__name__ for one in _models))
+        raise ValueError(
+            f"no model is registered for {type(config).__name__}; registered configs: {known}; use register_model"
+        )
+    return _models[type(config)](config)
+
+
+def blocks(model: nn.Module) -> nn.ModuleDict:
+    """Returns the blocks of a model by name: the unit of compilation, recomputation and sharding."""
+    layers = model.get_submodule("layers")
+    assert isinstance(layers, nn.ModuleDict)
+    return layers
