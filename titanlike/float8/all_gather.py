@@ -1,4 +1,4 @@
-"""FSDP all-gather in float8: each rank casts its shard before the all-gather, which sends one byte an element.
+"""FSDP all-gather in float8: each rank casts its shard before the all-gather, which sends one byte per element.
 
 A shard is cast with the scale of the full weight. All scales become stale at once, after an optimizer step. They are recomputed
 together, by one all-reduce for all weights of a model, before the first all-gather of the next step.
