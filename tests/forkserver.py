@@ -1,12 +1,12 @@
-"""Start Python programs by forking a process that has already imported torch, torchao and the library.
+"""Starts Python programs by forking a process that has already imported torch, torchao and the library.
 
-Importing them takes four to five CPU seconds a process, which is most of what a small distributed test costs. `Forked` is a
+These imports take four to five CPU seconds per process, most of the time of a small distributed test. `Forked` is a
 `subprocess.Popen` whose program starts within milliseconds. The program is a real process with its own session, environment,
 working directory and signal handlers. Python programs that it starts in turn are forked as well, so that the processes of a
 launcher remain its children.
 
-The server forks twice and the process in between ends, so the program becomes a child of the nearest subreaper, which is this
-process. `poll`, `wait` and `communicate` then work as for any other child.
+The server forks twice and the intermediate process exits, so that the program becomes a child of the nearest subreaper, which is
+this process. `poll`, `wait` and `communicate` work as for any other child.
 """
 
 import atexit
@@ -40,31 +40,31 @@ _start_process = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 class ForkServer:
-    """The process that forks. It starts at the first request and ends when this process ends."""
+    """The forking process. It is started at the first request and exits with this process."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], streams: Sequence[int]) -> int:
-        """Fork a process with these three standard streams. Returns its process id."""
+        """Forks a process with these three standard streams. Returns its process id."""
         with self.lock:
             if self.process is None:
                 self._start()
             socket.send_fds(self.control, [json.dumps(request).encode() + b"\n"], list(streams))
-            answer = self.replies.readline()
-        assert answer, "the fork server ended"
-        return int(answer)
+            reply = self.replies.readline()
+        assert reply, "the fork server exited"
+        return int(reply)
 
     def _start(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self.control, theirs = socket.socketpair()
+        self.control, remote = socket.socketpair()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())], cwd=ROOT, env=environment,
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+            [sys.executable, "-m", "tests.forkserver", str(remote.fileno())], cwd=ROOT, env=environment,
+            stdin=subprocess.DEVNULL, pass_fds=[remote.fileno()], start_new_session=True,
         )  # fmt: skip
-        theirs.close()
+        remote.close()
         self.replies = self.control.makefile("rb")
         atexit.register(self._stop)
 
@@ -84,77 +84,83 @@ class Forked(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, *others: Any) -> None:
         call = _Call(args, *others)
         assert call.program is not None, f"{args} is not a Python program"
-        streams = [mine if mine != -1 else own for own, mine in enumerate(call.streams)]
-        request = {
-            "program": call.program,
-            "cwd": str(Path(call.cwd or ".").absolute()),
-            "environment": dict(os.environ if call.env is None else call.env),
-            "new_session": call.new_session,
-            "pass_fds": [],
-        }
-        self.pid = SERVER.fork(request, streams)
+        self.pid = SERVER.fork(call.request(pass_fds=[]), call.child_streams())
         self._child_created = True
         self._close_pipe_fds(*call.pipes)  # type: ignore[attr-defined]
 
 
 class _Call:
-    """The arguments of `Popen._execute_child` that are used here. Their order is the same from Python 3.10 to 3.13."""
+    """The arguments of `Popen._execute_child` that `Forked` supports. Their order is the same from Python 3.10 to 3.13."""
 
     def __init__(self, args: Any, *others: Any) -> None:
-        words = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
-        self.program = _python_program(words)
+        command = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
+        self.program = _python_program(command)
         self.pass_fds, self.cwd, self.env = others[3], others[4], others[5]
         self.pipes = others[9:15]
-        self.streams = (self.pipes[0], self.pipes[3], self.pipes[5])  # what the child reads, and what it writes
+        self.streams = (self.pipes[0], self.pipes[3], self.pipes[5])  # of the child; -1: inherited
         self.new_session = bool(others[20])
 
+    def child_streams(self) -> list[int]:
+        """Returns the descriptors of the child's standard streams."""
+        return [stream if stream != -1 else inherited for inherited, stream in enumerate(self.streams)]
 
-def _python_program(words: Sequence[str]) -> list[str] | None:
-    """The words after `python`, if they name a script or a module."""
-    rest = list(words[1:])
+    def request(self, pass_fds: Sequence[int]) -> dict[str, Any]:
+        """Returns what `become` needs, as JSON values."""
+        return {
+            "program": self.program,
+            "cwd": str(Path(self.cwd or ".").absolute()),
+            "environment": dict(os.environ if self.env is None else self.env),
+            "new_session": self.new_session,
+            "pass_fds": list(pass_fds),
+        }
+
+
+def _python_program(command: Sequence[str]) -> list[str] | None:
+    """Returns the arguments of `python` if the command runs a script or a module."""
+    rest = list(command[1:])
     while rest[:1] == ["-u"]:
         rest.pop(0)
-    is_python = bool(words) and Path(words[0]).name.startswith("python")
+    is_python = bool(command) and Path(command[0]).name.startswith("python")
     return rest if is_python and rest and (rest[0].endswith(".py") or rest[0] == "-m") else None
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Fork at each request until the other side closes the connection."""
+    """Forks at each request until the client closes the connection."""
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a forked process does not touch, and so copy, these objects
+    gc.freeze()  # a garbage collection in a forked process does not touch, and so copy, these objects
     while True:
         content, streams, _, _ = socket.recv_fds(control, 2**20, 3)
         if not content:
             os._exit(0)
         while not content.endswith(b"\n"):
             content += control.recv(2**20)
-        ours, theirs = os.pipe()
-        between = os.fork()
-        if between == 0:
+        read_end, write_end = os.pipe()
+        intermediate = os.fork()
+        if intermediate == 0:
             child = os.fork()
             if child:
-                os.write(theirs, f"{child}\n".encode())
+                os.write(write_end, f"{child}\n".encode())
                 os._exit(0)
-            os.close(theirs)
+            os.close(write_end)
             become(json.loads(content), streams)
-        os.waitpid(between, 0)  # from here on the process is a child of the subreaper
-        control.sendall(os.read(ours, 32))
-        for descriptor in (ours, theirs, *streams):
+        os.waitpid(intermediate, 0)  # the program is now a child of the subreaper
+        control.sendall(os.read(read_end, 32))
+        for descriptor in (read_end, write_end, *streams):
             os.close(descriptor)
 
 
 def become(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
-    """Be the requested program, from here to the end of this process."""
+    """Runs the requested program in this process, and exits."""
     if request["new_session"]:
         os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    streams = [os.dup(stream) for stream in streams]  # first, for one of them may be in the place of another
-    for own, stream in enumerate(streams):
-        os.dup2(stream, own)
+    streams = [os.dup(stream) for stream in streams]  # dup2 could overwrite one that is still needed
+    for descriptor, stream in enumerate(streams):
+        os.dup2(stream, descriptor)
     kept = sorted({0, 1, 2, *request["pass_fds"]})
     for low, high in zip(kept, [*kept[1:], 2**16], strict=True):
         os.closerange(low + 1, high)
@@ -173,34 +179,34 @@ def become(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
 
 
 def _run(program: list[str]) -> int:
-    """Run a script or module as `__main__`. Returns the exit code that Python would give."""
+    """Runs a script or module as `__main__`. Returns the exit code of the interpreter."""
     try:
         if program[0] == "-m":
             sys.argv = program[1:]
             sys.path[0] = str(Path.cwd())
-            sys.modules.pop(program[1], None)  # it may be among the preloaded ones
+            sys.modules.pop(program[1], None)  # it may be preloaded
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = program
             sys.path[0] = str(Path(program[0]).resolve().parent)
             runpy.run_path(str(Path(program[0]).absolute()), run_name="__main__")
-    except SystemExit as left:
-        if left.code is None or isinstance(left.code, int):
-            return (left.code or 0) & 0xFF
-        print(left.code, file=sys.stderr)
+    except SystemExit as exit:
+        if exit.code is None or isinstance(exit.code, int):
+            return (exit.code or 0) & 0xFF
+        print(exit.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:  # noqa: BLE001  as the interpreter does
+    except BaseException:  # noqa: BLE001  like the interpreter
         traceback.print_exc()
         return 1
     return 0
 
 
 def _fork_or_start(self: Any, args: Any, *others: Any) -> None:
-    """In a forked process, for what it starts: fork once more where that is a Python program."""
+    """Replaces `Popen._execute_child` in a forked process: forks again for Python programs."""
     call = _Call(args, *others)
     if call.program is None or not args[0].startswith(sys.prefix):
         _start_process(self, args, *others)
@@ -209,16 +215,9 @@ def _fork_or_start(self: Any, args: Any, *others: Any) -> None:
     sys.stderr.flush()
     self.pid = os.fork()
     if self.pid == 0:
-        gc.freeze()  # objects of the parent stay: what they hold would close files of this process
-        atexit._clear()  # and what the parent cleans up at its end is not for this process to clean up
-        request = {
-            "program": call.program,
-            "cwd": str(Path(call.cwd or ".").absolute()),
-            "environment": dict(os.environ if call.env is None else call.env),
-            "new_session": call.new_session,
-            "pass_fds": list(call.pass_fds),
-        }
-        become(request, [mine if mine != -1 else own for own, mine in enumerate(call.streams)])
+        gc.freeze()  # finalizers of the parent's objects would close files of this process
+        atexit._clear()  # exit handlers belong to the parent
+        become(call.request(call.pass_fds), call.child_streams())
     self._child_created = True
     self._close_pipe_fds(*call.pipes)
 

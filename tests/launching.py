@@ -1,6 +1,6 @@
-"""Run `./run_train.sh` and read what it leaves behind.
+"""Runs `./run_train.sh` and reads its output files.
 
-Processes are forked (`tests/forkserver.py`) unless a test asks for `real=True`: a shell, a new interpreter and all imports.
+Processes are forked (`tests/forkserver.py`) unless a test passes `real=True`, which starts a shell and a new interpreter.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.forkserver import ROOT, Forked
 
-# A moment's work, for what is not about the numbers of the debug recipe itself.
+# Overrides of the debug recipe for a run of about a second.
 SMALL = {
     "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "96",
     "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "4",
@@ -25,13 +25,13 @@ SMALL = {
 
 
 def command(*words: str, real: bool = False, **overrides: str) -> list[str]:
-    """The command line of a run. The shell script does no more than to run this program."""
+    """Returns the command line of a run. The shell script only executes this program."""
     program = [str(ROOT / "run_train.sh")] if real else [sys.executable, str(ROOT / "titanlike/cli/launch.py")]
     return [*program, *words, *(f"--{key}={value}" for key, value in overrides.items())]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Ours, with this python first on the path and without what another launcher may have set."""
+    """Returns this environment with this Python first on the path, without variables set by a launcher."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -45,12 +45,12 @@ def environment(**variables: str) -> dict[str, str]:
 def run(
     folder: Path, *words: str, variables: dict[str, str] | None = None, real: bool = False, **overrides: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a recipe to its end."""
+    """Runs a recipe and waits for it to end."""
     return _end(start(folder, variables, *words, real=real, **overrides))
 
 
 def python(folder: Path, *words: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a script, or with `-m` a module, in a forked process to its end."""
+    """Runs a script, or a module with `-m`, in a forked process and waits for it to end."""
     started = Forked(
         [sys.executable, *words], cwd=folder, env=environment(**variables or {}), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -60,17 +60,17 @@ def python(folder: Path, *words: str, variables: dict[str, str] | None = None) -
 
 def _end(job: "subprocess.Popen[str]") -> subprocess.CompletedProcess[str]:
     try:
-        said, errors = job.communicate(timeout=300)
+        output, errors = job.communicate(timeout=300)
     except BaseException:
         job.kill()
         raise
-    return subprocess.CompletedProcess(job.args, job.returncode, said, errors)
+    return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
 
 
 def start(
     folder: Path, variables: dict[str, str] | None = None, *words: str, real: bool = False, **overrides: str
 ) -> subprocess.Popen[str]:
-    """Start a run in a session of its own."""
+    """Starts a run in a new session."""
     started = subprocess.Popen if real else Forked
     return started(
         command(*words, real=real, **overrides), cwd=folder, env=environment(**variables or {}), stdout=subprocess.PIPE,
@@ -79,7 +79,7 @@ def start(
 
 
 def free_port() -> str:
-    """A port of this machine that nobody listens on."""
+    """Returns a port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -101,13 +101,13 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
 
 
 def cpu_seconds() -> float:
-    """What processes that were started here, and have ended, took of the processor."""
+    """Returns the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def descendants(parent: int) -> list[int]:
-    """A process and all that it started."""
+    """Returns a process and its descendants."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
     found = [parent]

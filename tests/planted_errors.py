@@ -1,9 +1,9 @@
-"""Show that the default tests find errors: plant one in each subsystem, run the tests of its folder, and expect a failure.
+"""Shows that the default tests detect errors: plants one in each subsystem, runs its tests, and expects a failure.
 
-    python -m tests.planted_errors             # all of them, ten minutes
+    python -m tests.planted_errors             # all, about ten minutes
     python -m tests.planted_errors loss check  # some
 
-The errors are planted in a copy of the repository. Ends with 1 if an error is not found.
+The errors are planted in a copy of the repository. The exit code is 1 if an error is not detected.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Planted:
-    """An error: `old` becomes `new` in a file, and these tests of the default tier have to notice."""
+    """An error: `old` is replaced by `new` in a file, and these default tests must fail."""
 
     file: str
     old: str
@@ -89,8 +89,8 @@ ERRORS = {
 }
 
 
-def found_by(error: Planted, folder: Path) -> str:
-    """The first test that fails with the error in place; empty if none does."""
+def detected_by(error: Planted, folder: Path) -> str:
+    """Returns the first test that fails with the planted error, or an empty string."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
     for changed in subprocess.run(
         ["git", "diff", "--name-only", "--diff-filter=AM", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -98,7 +98,7 @@ def found_by(error: Planted, folder: Path) -> str:
         (folder / changed).write_bytes((ROOT / changed).read_bytes())
     file = folder / error.file
     text = file.read_text()
-    assert text.count(error.old) == 1, f"{error.file} no longer has one {error.old!r}"
+    assert text.count(error.old) == 1, f"{error.file} does not contain exactly one {error.old!r}"
     file.write_text(text.replace(error.old, error.new))
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *error.tests.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -107,13 +107,13 @@ def found_by(error: Planted, folder: Path) -> str:
 
 
 def main() -> int:
-    """Plant one after another. Returns the exit code."""
+    """Plants the errors in sequence. Returns the exit code."""
     missed = 0
     for name in sys.argv[1:] or ERRORS:
         with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-            found = found_by(ERRORS[name], Path(folder, "repository"))
-        print(f"{name:<18} {found or 'NOT FOUND'}", flush=True)
-        missed += not found
+            test = detected_by(ERRORS[name], Path(folder, "repository"))
+        print(f"{name:<18} {test or 'NOT DETECTED'}", flush=True)
+        missed += not test
     return 1 if missed else 0
 
 

@@ -1,4 +1,4 @@
-"""Processes in one gloo group: a distributed test is a plain function that every rank runs."""
+"""Pools of processes in one gloo group. A distributed test is a function that every rank of a pool runs."""
 
 import pickle
 import socket
@@ -13,21 +13,21 @@ from tests.forkserver import ROOT, Forked
 
 
 class Pool:
-    """So many ranks, started at the first use and shared by the tests, until they have twice the threads of their first run.
+    """A pool of ranks, started at the first run and shared by tests. Restarted once its ranks have twice the initial threads.
 
-    Process groups cannot be destroyed between runs, for caches of torch hold the meshes that refer to them, and with gloo each
-    has three threads that poll: after many layouts, idle ranks would take the processor from those that work. Fresh processes
-    cost a tenth of a second.
+    Process groups cannot be destroyed between runs, because torch caches meshes that refer to them. With gloo, each group has three
+    polling threads: after many layouts, idle ranks would compete with working ones for the CPU. New processes take a tenth of a
+    second.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.workers: list[Forked] = []
         self.pipes: list[Any] = []
-        self.threads: list[int] = []  # the most that a rank had after each run
+        self.threads: list[int] = []  # maximum per rank, after each run
 
     def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
-        """What the function returns on each rank. If one fails, the others are ended, and its trace is raised."""
+        """Runs a function on each rank. Returns the results. If a rank fails, kills the others and raises its stack trace."""
         if not self.workers:
             self._start()
         for pipe in self.pipes:
@@ -36,7 +36,7 @@ class Pool:
         threads = [0]
         while len(results) < self.world_size:
             ready = wait([p for rank, p in enumerate(self.pipes) if rank not in results], timeout=300)
-            assert ready, f"no rank of {self.world_size} answered in 300 s"
+            assert ready, f"no rank of {self.world_size} finished within 300 s"
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
@@ -49,11 +49,11 @@ class Pool:
                     raise AssertionError(f"rank {rank} of {self.world_size}: {results[rank]}")
         self.threads.append(max(threads))
         if self.threads[-1] > 2 * self.threads[0]:
-            self.close()  # the next run starts fresh processes
+            self.close()  # the next run starts new processes
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes."""
+        """Kills the processes."""
         for worker in self.workers:
             worker.kill()
             worker.wait()
@@ -64,8 +64,9 @@ class Pool:
     def _start(self) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
-            here, there = socket.socketpair()
-            words = [str(rank), str(self.world_size), str(self.store.port), *sys.path]  # where tests are imported from
-            with there:
-                self.workers.append(Forked([sys.executable, "-m", "tests.pool_worker", *words], cwd=ROOT, stdin=there))
-            self.pipes.append(Connection(here.detach()))
+            local, remote = socket.socketpair()
+            arguments = [str(rank), str(self.world_size), str(self.store.port), *sys.path]  # to import the tests from
+            with remote:
+                program = [sys.executable, "-m", "tests.pool_worker", *arguments]
+                self.workers.append(Forked(program, cwd=ROOT, stdin=remote))
+            self.pipes.append(Connection(local.detach()))

@@ -1,4 +1,4 @@
-"""One rank of a pool: runs the functions that tests send."""
+"""A rank of a pool. Runs the functions that tests send."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def serve(rank: int, world_size: int, port: int) -> None:
-    """Run what the test sends, until it closes the connection. It is standard input."""
+    """Runs the functions received on standard input, a socket, until the test closes it."""
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -31,10 +31,10 @@ def serve(rank: int, world_size: int, port: int) -> None:
         try:
             function, arguments, named = pickle.loads(received)
             failed, result = False, function(*arguments, **named)
-        except BaseException:  # noqa: BLE001  whatever it is, the test must see it
+        except BaseException:  # noqa: BLE001  reported to the test
             failed, result = True, traceback.format_exc()
         threads = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else 0
-        pipe.send_bytes(pickle.dumps((failed, result, threads)))  # not `send`: it would share the memory of tensors
+        pipe.send_bytes(pickle.dumps((failed, result, threads)))  # `send` would share the memory of tensors
 
 
 if __name__ == "__main__":

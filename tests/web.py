@@ -1,4 +1,4 @@
-"""A web server on this machine: files from memory, with ranges, that can vanish or fail while they are read."""
+"""A local web server that serves files from memory, with range requests and injected failures."""
 
 import re
 import threading
@@ -8,14 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Web:
-    """What the server has, and what it was asked for."""
+    """The files of the server, and the requests it has received."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.address = ""
         self.asked: list[tuple[str, str]] = []  # path and range
-        self.ranges = True  # as most servers
-        self.failures = 0  # so many answers to come are failures
+        self.ranges = True  # supports range requests
+        self.failures = 0  # number of GET requests that will fail
 
 
 @contextmanager
@@ -24,39 +24,41 @@ def web() -> Iterator[Web]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = 2**16  # head and body together: apart, the one waits for the other's receipt
+        wbufsize = (
+            2**16
+        )  # header and body in one packet: otherwise the body waits for the acknowledgement of the header
 
         def do_HEAD(self) -> None:
-            self._answer(body=False)
+            self._respond(body=False)
 
         def do_GET(self) -> None:
-            self._answer(body=True)
+            self._respond(body=True)
 
-        def _answer(self, body: bool) -> None:
-            path, wanted = self.path.lstrip("/"), self.headers.get("Range", "") if served.ranges else ""
-            served.asked.append((path, wanted if body else "HEAD"))
+        def _respond(self, body: bool) -> None:
+            path, requested = self.path.lstrip("/"), self.headers.get("Range", "") if served.ranges else ""
+            served.asked.append((path, requested if body else "HEAD"))
             if served.failures and body:
                 served.failures -= 1
-                self._say(500, b"", body)
+                self._send(500, b"", body)
             elif path not in served.files:
-                self._say(404, b"", body)
-            elif match := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted):
+                self._send(404, b"", body)
+            elif match := re.fullmatch(r"bytes=(\d+)-(\d*)", requested):
                 content = served.files[path]
                 first, last = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
                 if first > last:
-                    self._say(416, b"", body)
+                    self._send(416, b"", body)
                 else:
-                    place = f"bytes {first}-{last}/{len(content)}"
-                    self._say(206, content[first : last + 1], body, {"Content-Range": place})
+                    content_range = f"bytes {first}-{last}/{len(content)}"
+                    self._send(206, content[first : last + 1], body, {"Content-Range": content_range})
             else:
-                self._say(200, served.files[path], body)
+                self._send(200, served.files[path], body)
 
-        def _say(self, code: int, content: bytes, body: bool, more: dict[str, str] | None = None) -> None:
+        def _send(self, code: int, content: bytes, body: bool, headers: dict[str, str] | None = None) -> None:
             self.send_response(code)
             self.send_header("Content-Length", str(len(content)))
             if served.ranges:
                 self.send_header("Accept-Ranges", "bytes")
-            for name, value in (more or {}).items():
+            for name, value in (headers or {}).items():
                 self.send_header(name, value)
             self.end_headers()
             if body:

@@ -1,4 +1,4 @@
-"""A user's mistakes: each gets one sentence, at once, and leaves nothing behind."""
+"""User errors: each is reported in one line, within a second, and creates no files."""
 
 import re
 import socket
@@ -53,7 +53,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "variables", "message"), MISTAKES, ids=lambda value: str(value)[:40])
-def test_a_mistake_gets_one_sentence_at_once_and_leaves_nothing(
+def test_a_user_error_is_reported_in_one_line_and_creates_no_files(
     tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], message: str
 ) -> None:
     done = run(tmp_path, *words, variables=variables)
@@ -65,18 +65,20 @@ def test_a_mistake_gets_one_sentence_at_once_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("words", [("--help",), ("--training.stepz=3",)], ids=" ".join)
-def test_help_and_refusals_answer_within_a_second_without_torch(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_help_and_errors_take_less_than_a_second_and_do_not_import_torch(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     times = []
     for _ in range(3):
-        begun = cpu_seconds()
+        start = cpu_seconds()
         done = run(tmp_path, *words, real=True, variables={"PYTHONPROFILEIMPORTTIME": "1"} if not times else {})
-        times.append(cpu_seconds() - begun)
+        times.append(cpu_seconds() - start)
         assert not re.search(r"\|\s+torch$", done.stderr, flags=re.MULTILINE)
-        assert bool(times) or re.search(r"\|\s+pydantic$", done.stderr, flags=re.MULTILINE)  # the look-out works
-    assert min(times) < 1.0  # of the processor, and the least of three: the machine may be busy
+        assert bool(times) or re.search(r"\|\s+pydantic$", done.stderr, flags=re.MULTILINE)  # the import log works
+    assert min(times) < 1.0  # CPU seconds, minimum of three: the machine may be busy
 
 
-def test_a_python_without_the_install_is_told_what_to_run(tmp_path: Path) -> None:
+def test_missing_packages_are_reported_with_the_install_command(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     done = run(tmp_path, real=True, variables={"PATH": f"{tmp_path / 'bare' / 'bin'}:/usr/bin:/bin"})
     assert done.returncode == 2
@@ -84,13 +86,13 @@ def test_a_python_without_the_install_is_told_what_to_run(tmp_path: Path) -> Non
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.socket() as server:
         server.bind(("0.0.0.0", 0))
         server.listen()
         port = str(server.getsockname()[1])
-        machines = {"NPROC": "1", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        launched = run(tmp_path, variables=machines)
+        nodes = {"NPROC": "1", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launched = run(tmp_path, variables=nodes)
         rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         by_hand = run(tmp_path, variables=rank)
     for done in (launched, by_hand):
@@ -101,33 +103,33 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_offloading_from_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_cpu_offload_without_a_gpu_is_reported(tmp_path: Path) -> None:
     done = run(tmp_path, **SMALL | {"parallelism.cpu_offload": "true"})
     assert done.returncode == 2
     assert done.stderr.startswith("error: parallelism.cpu_offload = true moves weights from a GPU")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_reported(tmp_path: Path) -> None:
     done = run(tmp_path, **SMALL | {"run.device": "cuda"})
     assert done.returncode == 2
     assert "run.device = 'cuda', but torch finds no GPU; set run.device = 'cpu'" in done.stderr
-    # The machine has GPUs and torch cannot use them: training on the CPU in silence would waste them.
+    # The machine has GPUs that torch cannot use: training on the CPU without a message would waste them.
     done = run(tmp_path, variables={"CUDA_VISIBLE_DEVICES": "0"}, **SMALL)
     assert done.returncode == 2
     assert "this machine has 1 GPU(s) that the installed torch" in done.stderr
 
 
-def test_check_answers_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
+def test_check_validates_for_other_machines(tmp_path: Path) -> None:
     recipe = str(ROOT / "train_configs/llama3_8b.toml")
-    have = ["--data.source=synthetic", "--tokenizer.encoding=bytes"]
-    assert run(tmp_path, recipe, *have, "--check", "128").returncode == 0
-    refused = run(tmp_path, recipe, *have, "--check", "96")
+    available = ["--data.source=synthetic", "--tokenizer.encoding=bytes"]
+    assert run(tmp_path, recipe, *available, "--check", "128").returncode == 0
+    refused = run(tmp_path, recipe, *available, "--check", "96")
     assert refused.returncode == 2
     assert "training.global_batch_size = 128 does not divide over 96 data ranks" in refused.stderr
 
 
-def test_a_recipe_that_names_no_program_means_the_shipped_one(tmp_path: Path) -> None:
+def test_the_default_program_is_the_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "pretrain.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "silent.toml").write_text("")
     assert program_of(tmp_path / "silent.toml") == ROOT / "recipes" / "pretrain.py"

@@ -34,8 +34,7 @@ IDENTIFIERS = {
     "readback|Readback": "async_d2h",
     "roll_call|RollCall": "heartbeat",
     "Sign": "Heartbeat",
-    "watch|Watch": "watchdog, Watchdog",
-    "beat": "step",
+    "Watch": "Watchdog",
     "patient|someone_is_patient|PATIENCE": "pause",
     "ask": "begin_sync",
     "answer|answers": "result, response",
@@ -54,12 +53,10 @@ IDENTIFIERS = {
     "apart": "document_separator",
     "learnt": "loss_mask",
     "given": "prompt, or what the value is",
-    "visible": "document_causal_mask",
     "odds": "probs",
     "head_loss": "chunked_linear_cross_entropy",
     "loss_in_place": "cross_entropy_inplace",
     "averages|AVERAGES": "moments",
-    "levels|LEVELS": "codebook",
     "windows": "sequences",
     "feed|Feed": "source, BatchSource",
     "lane|lanes|Lane": "reader, readers",
@@ -82,16 +79,17 @@ IDENTIFIERS = {
     "parcel": "bundle",
     "senders": "submit",
     "talk|talks": "communicate",
-    "told|tell|tells": "log, report",
+    "told|tells": "log, report",
     "said|say|says": "output, message",
 }
 
 # The same for names that are standard in other folders.
 LOCAL_IDENTIFIERS = {
-    "titanlike": {"noise": "counter_rng", "order": "shuffle", "FLOORS": "LAYERS"},
-    "titanlike/models": {"words": "vocab"},
-    "titanlike/parallelisms": {"words": "vocab"},
-    "sagemaker": {"machines|Machine|MACHINES": "instances", "limits": "validation", "sent": "job_status"},
+    "titanlike": {"noise": "counter_rng", "FLOORS": "LAYERS"},
+    "titanlike/models": {"words": "vocab", "visible": "document_causal_mask"},
+    "titanlike/optim": {"levels|LEVELS": "codebook"},
+    "titanlike/parallelisms": {"words": "vocab", "visible": "document_causal_mask"},
+    "sagemaker": {"machines|Machine|MACHINES": "instances", "sent": "job_status"},
 }
 
 # Matched in text of any kind: code, comments, docstrings, messages and pages. A space also matches a line break.
@@ -124,6 +122,7 @@ PHRASES = {
     r"told( apart)?": "reported; distinguished",
     r"(is|are|was|were|be|been) said": "is printed, is logged",
     r"heard (of|from)": "received",
+    r"watch(dog)?\.(beat|patient)": "watchdog.step, watchdog.pause",
     r"people read": "",
     r"one after the other": "in sequence",
     r"so many(?! \w+ that)": "a number of",
@@ -138,7 +137,7 @@ PHRASES = {
     # Modules, keys and values that have been renamed.
     r"titanlike[./](transform|noise|quietly|readback|roll_call|signals|watch|adamw|run_folder)(?=\.py|\.\w+ import| import)":
         "the present name of the module",
-    r"(?<![\w/.])(quietly|noise|readback|roll_call|adamw|run_folder|transform|windows|parcel|watching|senders|sent)\.py":
+    r"(?<![\w/.])(quietly|noise|readback|roll_call|adamw|run_folder|transform|windows|parcel|watching|senders|sent|data/order|data/show|data/units|sagemaker/limits)\.py":
         "the present name of the module",
     r"optimizer\.state(?= = [\"'(]?(full|8bit|bfloat16))|(?<!\w)state = '(8bit|bfloat16)'": "optimizer.state_dtype",
     r"hang_seconds|validation_every|async_tensor": "the present name of the key",

@@ -32,11 +32,11 @@ class UserError(ValueError):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def section(cls: type[T]) -> type[T]:
-    """Turn a class of annotated fields into a recipe section, or into a recipe made of sections."""
+    """Turns a class of annotated fields into a recipe section, or into a recipe made of sections."""
     return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))
 
 
 def one_of(values: list[int]) -> str:
-    """Format numbers as a list of alternatives: "1, 2 or 4"."""
+    """Formats numbers as a list of alternatives: "1, 2 or 4"."""
     *others, last = [str(value) for value in values]
     return f"{', '.join(others)} or {last}" if others else last

@@ -38,7 +38,7 @@ SCHEDULES = {
 
 
 def split_blocks(num_blocks: int, num_stages: int, lm_head_cost: float) -> list[int]:
-    """Balance blocks over pipeline stages. Returns the number of blocks of each stage, at least one.
+    """Balances blocks over pipeline stages. Returns the number of blocks of each stage, at least one.
 
     Minimizes the cost of the slowest stage. `lm_head_cost` is the cost of the LM head in blocks; the embedding is a look-up
     and costs nothing.
@@ -124,5 +124,5 @@ def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ran
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """Format dimensions as "replicate x shard = 2 x 4"."""
+    """Formats dimensions as "replicate x shard = 2 x 4"."""
     return f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"

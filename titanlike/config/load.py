@@ -36,7 +36,7 @@ RENAMED = {
 
 
 def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None = None) -> T:
-    """Load a recipe of the given type. Raises `UserError` with one line for each invalid key."""
+    """Loads a recipe of the given type. Raises `UserError` with one line for each invalid key."""
     values, origins = read(path)
     _apply_overrides(recipe_type, values, origins, overrides or {})
     _apply_model_size(recipe_type, values)
@@ -48,7 +48,7 @@ def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None =
 
 
 def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read a TOML file and the files it extends. Returns the merged values and, for each dotted key, the file that sets it."""
+    """Reads a TOML file and the files it extends. Returns the merged values and, for each dotted key, the file that sets it."""
     try:
         values = tomli.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def nearest(name: str, choices: Sequence[str]) -> str | None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a command-line value as TOML. Returns the text itself if it is not TOML."""
+    """Parses a command-line value as TOML. Returns the text itself if it is not TOML."""
     try:
         return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
@@ -154,7 +154,7 @@ def _apply_overrides(
 
 
 def _apply_model_size(recipe_type: type, values: dict[str, Any]) -> None:
-    """Set the fields of a named model size that the recipe does not set. Validation reports an unknown size."""
+    """Sets the fields of a named model size that the recipe does not set. Validation reports an unknown size."""
     for field, hint in typing.get_type_hints(recipe_type).items():
         table = values.get(field)
         if not isinstance(table, dict):
@@ -173,7 +173,7 @@ def _refuse_dates(path: Path, value: Any) -> str:
 
 
 def _format_error(recipe_type: type, detail: dict[str, Any], origins: Mapping[str, str], path: Path) -> str:
-    """Format one pydantic error as: origin, key, value and remedy."""
+    """Formats one pydantic error as: origin, key, value and remedy."""
     location = [str(part) for part in detail["loc"]]
     # pydantic puts the variant of a table, such as "llama", between the table and the key.
     variants = {key.variant for key in describe(recipe_type) if key.name.startswith(f"{location[0]}.")}
