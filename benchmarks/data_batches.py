@@ -37,11 +37,14 @@ from titanlike.data.token_shards import Manifest, Shards, ShardWriter
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE, DOCUMENT = 50_257, 800  # tokens; the length is typical of web text
 SHARD = 2**26  # tokens
+# The kind of data, the number of prefetched batches, the number of steps, and whether each step computes for a few ms.
 COMPARED = {
-    "shards, not prefetched": ("shards", 0),
-    "shards, 2 batches prefetched": ("shards", 2),
-    "stream, not prefetched": ("stream", 0),
-    "stream, 2 batches prefetched": ("stream", 2),
+    "shards, not prefetched": ("shards", 0, 3000, False),
+    "shards, 2 batches prefetched": ("shards", 2, 3000, False),
+    "shards, 2 batches prefetched, steps of a few ms": ("shards", 2, 500, True),
+    "stream, not prefetched": ("stream", 0, 500, False),
+    "stream, 2 batches prefetched": ("stream", 2, 500, False),
+    "stream, 2 batches prefetched, steps of a few ms": ("stream", 2, 500, True),
 }
 
 
@@ -122,16 +125,19 @@ def measure_shards(num_shards: int, rounds: int) -> dict[str, list[float]]:
 def measure_case(name: str) -> dict[str, float]:
     """Returns the throughput, the CPU time and the peak memory of a case, read by this process."""
     torch.set_num_threads(1)
-    kind, num_prefetched = COMPARED[name]
+    kind, num_prefetched, steps, computes = COMPARED[name]
+    matrix = torch.ones(512, 512)
     with tempfile.TemporaryDirectory() as folder:
         if kind == "shards":
-            loader, steps = shard_loader([write_shards(Path(folder, "shards"), 2, 2**22)], 1024, 8), 3000
+            loader = shard_loader([write_shards(Path(folder, "shards"), 2, 2**22)], 1024, 8)
         else:
-            loader, steps = stream_loader(write_text(Path(folder, "text")), 1024, 8), 1000
+            loader = stream_loader(write_text(Path(folder, "text")), 1024, 8)
         tokens, cpu, started = 0, time.process_time(), time.perf_counter()
         with loader.prefetch(num_prefetched, 1, steps):
             for step in range(1, steps + 1):
                 tokens += sum(batch.labels.numel() for batch in loader.microbatches(step))
+                if computes:
+                    _ = matrix @ matrix
         seconds = time.perf_counter() - started
     return {
         "tokens_per_second": tokens / seconds,

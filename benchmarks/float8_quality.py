@@ -1,7 +1,7 @@
-"""What float8 does to the loss: the study's four recipes on a small model, two processes on a CPU, 500 steps.
+"""The effect of float8 on the loss: the study's four recipes on a small model, two processes on a CPU, 500 steps.
 
-python benchmarks/float8_quality.py docs/float8        trains, keeps the runs' metrics there, and draws them
-python benchmarks/float8_quality.py docs/float8 --draw  draws what is there
+python benchmarks/float8_quality.py docs/float8          trains, writes the metrics and the plot
+python benchmarks/float8_quality.py docs/float8 --draw   plots existing metrics
 """
 
 import json
@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 ROOT = Path(__file__).parents[1]
 VARIANTS = ["baseline", "compile", "float8", "float8_all_gather"]
 
-# The model of the debug recipe, and its data; everything else is the study's own. Float8 is emulated: rounded alike.
+# The model and data of the debug recipe; all other settings are the study's. Float8 is emulated, which rounds alike.
 SMALL = {
     "model.size": "debug",
     "tokenizer.encoding": "bytes",
@@ -29,7 +29,7 @@ SMALL = {
     "training.global_batch_size": 16,
     "training.local_batch_size": 8,
     "optimizer.lr": 6e-4,
-    "schedule.warmup_steps": 100,  # after a rough start, rounding alone sends equal runs to different places
+    "schedule.warmup_steps": 100,  # after an unstable start, rounding alone makes equal runs diverge
     "activation_checkpoint.mode": "none",
     "checkpoint.enabled": "false",
     "validation.interval": 25,
@@ -41,22 +41,22 @@ FLOAT8 = {"float8.emulate": "true", "float8.skip_small": "false"}
 
 
 def train(variant: str, folder: Path, overrides: list[str]) -> None:
-    """Run one recipe and keep its metrics."""
+    """Runs one recipe and copies its metrics."""
     with tempfile.TemporaryDirectory() as runs:
         keys = SMALL | (FLOAT8 if variant.startswith("float8") else {}) | {"run.dir": runs, "run.name": variant}
         recipe = ROOT / "train_configs" / "study" / f"{variant}.toml"
-        words = [
+        command = [
             str(ROOT / "run_train.sh"),
             str(recipe),
             *(f"--{key}={value}" for key, value in keys.items()),
             *overrides,
         ]
-        subprocess.run(words, env=os.environ | {"NPROC": "2"}, check=True)
+        subprocess.run(command, env=os.environ | {"NPROC": "2"}, check=True)
         (folder / f"{variant}.jsonl").write_text((Path(runs) / variant / "metrics.jsonl").read_text())
 
 
 def read(folder: Path) -> dict[str, dict[int, float]]:
-    """The validation losses of each variant, by step."""
+    """Reads the validation losses of each variant, by step."""
     runs = {
         name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in VARIANTS
     }
@@ -67,20 +67,22 @@ def read(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def draw(folder: Path) -> None:
-    """One picture of the four, and a line for each in the terminal."""
+    """Plots the four variants, and prints the final loss of each."""
     validation = read(folder)
-    figure, (losses, distances) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=130)
+    figure, (losses, differences) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=130)
     for name, style in zip(VARIANTS, ["-", "--", "-.", ":"], strict=True):
         found = validation[name]
         losses.plot(list(found), list(found.values()), style, linewidth=1.6, label=name)
-        apart = [100 * (found[step] / validation["baseline"][step] - 1) for step in found]
-        distances.plot(list(found), apart, style, linewidth=1.6, label=name)
+        percent = [100 * (found[step] / validation["baseline"][step] - 1) for step in found]
+        differences.plot(list(found), percent, style, linewidth=1.6, label=name)
         last = max(found)
-        print(f"{name:<18} validation loss {found[last]:.4f} after {last} steps, {apart[-1]:+.2f}% of the baseline")
-    losses.set(xlabel="step", ylabel="validation loss a byte (nats)")
-    distances.set(xlabel="step", ylabel="% from the baseline")
-    distances.axhspan(-1, 1, color="black", alpha=0.06)
-    for axes in (losses, distances):
+        print(
+            f"{name:<18} validation loss {found[last]:.4f} after {last} steps, {percent[-1]:+.2f}% relative to the baseline"
+        )
+    losses.set(xlabel="step", ylabel="validation loss per byte (nats)")
+    differences.set(xlabel="step", ylabel="% relative to the baseline")
+    differences.axhspan(-1, 1, color="black", alpha=0.06)
+    for axes in (losses, differences):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     losses.legend(frameon=False)

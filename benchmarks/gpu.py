@@ -1,9 +1,9 @@
-"""All that is measured on one GPU, in stages that take less than ten minutes each and leave their JSON.
+"""Runs all single-GPU benchmarks, in stages of less than ten minutes that each write JSON files.
 
     python -m benchmarks.gpu limits --out benchmarks/results/h200
     python -m benchmarks.gpu 1b --out benchmarks/results/h200 --python torchtitan=peer/bin/python --path nanochat=nanochat
 
-Words after the stage go to benchmarks/run.py as they are. `--list` says what each stage runs.
+Further arguments are passed to benchmarks/run.py. `--list` prints the commands of each stage.
 """
 
 import argparse
@@ -14,20 +14,20 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 570  # of a stage; what is left then is ended, and what is done is kept
+SECONDS = 570  # time limit of a stage; results so far are kept
 PEERS = "plain,titanlike,torchtitan,litgpt,nanochat"
 
 
 def run(model: str, precision: str, subjects: str, rows: str = "best", **options: str) -> str:
-    """A command of benchmarks/run.py."""
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
+    """Returns a command of benchmarks/run.py."""
+    arguments = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
     return (
         f"benchmarks.run --device cuda --model {model} --precision {precision} --subject {subjects} --rows {rows} "
-        + " ".join(words)
+        + " ".join(arguments)
     )
 
 
-# In each stage, what matters most comes first. The name of a command is that of its JSON.
+# Each command writes a JSON file of its name. The most important commands of a stage come first.
 STAGES = {
     "limits": {
         f"limits_{model}": f"benchmarks.limits --device cuda --model {model}"
@@ -46,7 +46,7 @@ STAGES = {
 
 
 def main() -> None:
-    """Run a stage."""
+    """Runs a stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", nargs="?", choices=list(STAGES))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
@@ -60,15 +60,15 @@ def main() -> None:
     end = time.monotonic() + SECONDS
     for name, command in STAGES[arguments.stage].items():
         file = str(arguments.out.absolute() / f"{name}.json")
-        words = [*shlex.split(command), *([file] if command.endswith("--record") else ["--out", file])]
-        if words[0] == "benchmarks.run":
-            words += others
+        argv = [*shlex.split(command), *([file] if command.endswith("--record") else ["--out", file])]
+        if argv[0] == "benchmarks.run":
+            argv += others
         try:
             subprocess.run(
-                [sys.executable, "-m", *words], cwd=ROOT, timeout=max(1.0, end - time.monotonic()), check=False
+                [sys.executable, "-m", *argv], cwd=ROOT, timeout=max(1.0, end - time.monotonic()), check=False
             )
         except subprocess.TimeoutExpired:
-            print(f"{name}: not done after {SECONDS} seconds", file=sys.stderr)
+            print(f"{name}: stopped after {SECONDS} seconds", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ class Model:
 
     config: dict[str, Any]
     seq_len: int
-    batch_size: int  # sequences a step
-    micro_batch_size: int  # sequences a forward pass, by default
-    lr: float = (
-        1e-3  # low enough for a stable start, in which rounding does not make the losses of the subjects diverge
-    )
+    batch_size: int  # sequences per step
+    micro_batch_size: int  # sequences per forward pass, by default
+    # Low enough for a stable start, in which rounding does not make the losses of the subjects diverge.
+    lr: float = 1e-3
 
 
 def llama(**fields: Any) -> dict[str, Any]:

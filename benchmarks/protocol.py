@@ -34,11 +34,11 @@ class Task:
     device: str  # "cpu" or "cuda"
     precision: str  # "float32", "bfloat16" (mixed precision, float32 weights), or "float8" (the same, float8 matmuls)
     seq_len: int
-    batch_size: int  # sequences a step
-    micro_batch_size: int  # sequences a forward pass
+    batch_size: int  # sequences per step
+    micro_batch_size: int  # sequences per forward pass
     warmup: int  # untimed steps
     steps: int  # timed steps
-    block: int  # steps a turn, which are timed together
+    block: int  # steps per turn, timed together
     batches_file: str  # (steps, batch_size, seq_len + 1) token ids
     weights_file: str  # initial weights by titanlike's names, written by torch.save
     tokens_file: str  # all token ids, for a subject that builds the same batches itself

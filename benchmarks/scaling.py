@@ -1,10 +1,10 @@
-"""What a token costs on more ranks: the same recipe and the same global batch on 1, 2, 4 ... processes.
+"""Strong scaling: the cost of a token with the same recipe and global batch on 1, 2, 4 ... processes.
 
     python -m benchmarks.scaling --out benchmarks/results/scaling_cpu.json
     python -m benchmarks.scaling train_configs/llama3_1b.toml --processes 1,2,4,8 --data.source=synthetic --tokenizer.encoding=bytes
 
-On a CPU all processes share the same cores, so that what rises with their number is the cost of sharing itself. On GPUs each
-has one of its own, and the cost is counted in seconds of all of them. Rounds go through all layouts in turn; the median counts.
+On a CPU all processes share the same cores, so the cost rises only by the overhead of parallelism. With `--own-devices` each
+process has its own device, and the cost is device-seconds. Each round runs all layouts; results are medians over rounds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.figures import cpu_name
 
 ROOT = Path(__file__).parents[1]
 STEPS = 30
-# Ways to share the same work, by the dimension that all ranks are in.
+# Layouts by the dimension that has all ranks; N is the number of processes.
 LAYOUTS = {
     "shard": {},
     "replicate": {"parallelism.replicate": "N", "parallelism.shard": "1"},
@@ -36,23 +36,23 @@ SMALL = {
 
 
 def step_seconds(recipe: str, processes: int, changes: dict[str, str]) -> float:
-    """Median seconds of a step of one run, without its first ten."""
+    """Returns the median step time of one run, without its first ten steps."""
     with tempfile.TemporaryDirectory() as runs:
         keys = changes | {
             "training.steps": str(STEPS), "run.dir": runs, "run.name": "run", "checkpoint.enabled": "false",
             "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "5", "metrics.tensorboard": "false",
         }  # fmt: skip
-        words = [str(ROOT / "run_train.sh"), recipe, *(f"--{key}={value}" for key, value in keys.items())]
-        subprocess.run(words, check=True, env=os.environ | {"NPROC": str(processes)}, stdout=subprocess.DEVNULL)
+        command = [str(ROOT / "run_train.sh"), recipe, *(f"--{key}={value}" for key, value in keys.items())]
+        subprocess.run(command, check=True, env=os.environ | {"NPROC": str(processes)}, stdout=subprocess.DEVNULL)
         records = [json.loads(line) for line in (Path(runs) / "run/metrics.jsonl").read_text().splitlines()]
     return statistics.median(record["step_seconds"] for record in records if record["step"] > 10)
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as the documents have it."""
+    """Returns the result as a table."""
     counts = result["processes"]
     lines = [
-        "| Shared by | " + " | ".join(f"{count} processes" for count in counts if count > 1) + " |",
+        "| Dimension | " + " | ".join(f"{count} processes" for count in counts if count > 1) + " |",
         "|---|" + "---|" * sum(count > 1 for count in counts),
     ]
     for layout, costs in result["relative_cost"].items():
@@ -61,16 +61,16 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, write, and print the cost of a token relative to one process."""
+    """Measures, writes and prints the cost of a token relative to one process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default=str(ROOT / "train_configs/debug.toml"))
     parser.add_argument("--processes", default="1,2,4")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--own-devices", action="store_true", help="each process has a device of its own")
+    parser.add_argument("--own-devices", action="store_true", help="each process has its own device")
     parser.add_argument("--out", type=Path)
     arguments, others = parser.parse_known_args()
-    overrides = dict(word.removeprefix("--").split("=", 1) for word in others)
+    overrides = dict(argument.removeprefix("--").split("=", 1) for argument in others)
     small = SMALL if Path(arguments.recipe).stem == "debug" else {}
     counts = [int(count) for count in arguments.processes.split(",")]
     cases = [("shard", 1)] + [(layout, n) for layout in arguments.layouts.split(",") for n in counts if n > 1]
@@ -79,12 +79,12 @@ def main() -> None:
         for layout, processes in cases:
             changes = {key: value.replace("N", str(processes)) for key, value in LAYOUTS[layout].items()}
             found[layout, processes].append(step_seconds(arguments.recipe, processes, small | overrides | changes))
-            print(f"{layout} {processes}: {found[layout, processes][-1]:.3f} s a step", flush=True)
-    alone = statistics.median(found["shard", 1])
+            print(f"{layout} {processes}: {found[layout, processes][-1]:.3f} s per step", flush=True)
+    baseline = statistics.median(found["shard", 1])
     relative: dict[str, dict[str, float]] = {}
     for (layout, processes), times in found.items():
         devices = processes if arguments.own_devices else 1
-        relative.setdefault(layout, {})[str(processes)] = devices * statistics.median(times) / alone
+        relative.setdefault(layout, {})[str(processes)] = devices * statistics.median(times) / baseline
     result = {
         "command": "python -m benchmarks.scaling " + " ".join(others),
         "date": time.strftime("%Y-%m-%d"),

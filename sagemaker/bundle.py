@@ -87,7 +87,7 @@ def _run_program(program: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env=environment.variables({"PYTHONPATH": str(REPOSITORY)}),
+        env=environment.child_environment({"PYTHONPATH": str(REPOSITORY)}),
     )
     if done.returncode:
         raise UserError("\n".join(line.removeprefix("error: ") for line in done.stderr.splitlines()))

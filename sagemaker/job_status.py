@@ -33,7 +33,7 @@ class JobStatus:
         self.is_spot = bool(description.get("EnableManagedSpotTraining"))
         self.created: datetime = description["CreationTime"]
         self.started: datetime | None = description.get("TrainingStartTime")  # provisioning is not billed
-        self.ended: datetime = description.get("TrainingEndTime", description["LastModifiedTime"])
+        self.ended: datetime = description.get("TrainingEndTime", description.get("LastModifiedTime", self.created))
         self.history: list[dict[str, Any]] = description.get("SecondaryStatusTransitions", [])
         self.resources: dict[str, Any] = description.get("ResourceConfig", {})
         self.instances = f"{self.resources.get('InstanceCount', '?')} x {self.resources.get('InstanceType', '?')}"

@@ -134,6 +134,8 @@ def table(jobs: Sequence[JobStatus], prefix: str, region: str) -> str:
 def details(job: JobStatus, region: str) -> str:
     """Formats all facts about a job."""
     cost = job.cost()
+    billed, trained = (job.description.get(f"{name}TimeInSeconds") for name in ("Billable", "Training"))
+    saved = f", {1 - billed / trained:.0%} saved by spot" if job.is_spot and billed is not None and trained else ""
     facts = {
         "status": _state(job),
         "reason": job.reason,
@@ -141,7 +143,7 @@ def details(job: JobStatus, region: str) -> str:
         "instances": f"{job.instances}{', spot' if job.is_spot else ''}, {region}",
         "created": f"{job.created.astimezone():%Y-%m-%d %H:%M:%S}",
         "duration": job.duration(),
-        "billed": _billed(job),
+        "billed": "" if billed is None or job.is_active else f"{billed:,} seconds per instance{saved}",
         "cost": f"{cost} ({PRICE_SOURCE})" if "$" in cost else cost,
         **job.locations(),
         "logs": f"{GROUP}, {job.name}/",
@@ -159,11 +161,3 @@ def details(job: JobStatus, region: str) -> str:
 
 def _state(job: JobStatus) -> str:
     return job.status if job.secondary == job.status else f"{job.status}: {job.secondary}"
-
-
-def _billed(job: JobStatus) -> str:
-    billed, trained = (job.description.get(f"{name}TimeInSeconds") for name in ("Billable", "Training"))
-    if billed is None or job.is_active:
-        return ""
-    saved = f", {1 - billed / trained:.0%} saved by spot" if job.is_spot and trained else ""
-    return f"{billed:,} seconds per instance{saved}"

@@ -23,6 +23,7 @@ IMAGES = {
     "2.12": "2.12-cu130-amzn2023-sagemaker",
     "2.13": "2.13-cu133-amzn2023-sagemaker",
 }
+REPEATABLE: Any = {"action": "append", "default": []}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,38 +51,25 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-hours", type=_positive_float, default=24.0, metavar="H", help="maximum duration of the job (24)")
     add("--wait-hours", type=_positive_float, default=24.0, metavar="H", help="maximum wait for spot capacity (24)")
     add("--volume-gb", type=positive_int, default=200, metavar="N", help="disk of instance types without one (200)")
-    add(
-        "--keep-alive", dest="keep_alive_minutes", type=positive_int, default=0, metavar="MINUTES",
-        help="keep the instances in a warm pool for the next job",
-    )  # fmt: skip
+    add("--keep-alive", type=positive_int, default=0, metavar="MINUTES", help="use a warm pool, kept for the next job")
     add("--training-plan", default="", metavar="ARN", help="reserved capacity")
     add("--retries", type=positive_int, default=0, metavar="N", help="restarts after internal errors of SageMaker")
     add = parser.add_argument_group("account").add_argument
-    add(
-        "--sender", choices=["modeltrainer", "estimator", "boto3"], default="",
-        help="ModelTrainer of SageMaker SDK v3, PyTorch estimator of SDK v2, or boto3 (the first installed)",
-    )  # fmt: skip
+    senders = "ModelTrainer of SageMaker SDK v3, PyTorch estimator of SDK v2, or boto3 (the first installed)"
+    add("--sender", choices=["modeltrainer", "estimator", "boto3"], default="", help=senders)
     add("--run", default="", metavar="NAME", help="name of the run, which later jobs resume (name of the recipe)")
     add("--region", default="", help="(AWS_REGION, or the configured region)")
     add("--role", default="", metavar="ARN", help="IAM role of the job (SAGEMAKER_ROLE)")
     add("--bucket", default="", help="for code, checkpoints, metrics (SAGEMAKER_BUCKET, or sagemaker-REGION-ACCOUNT)")
     add("--prefix", default=PREFIX, help=f"prefix of S3 keys and job names ({PREFIX})")
-    add("--subnet", dest="subnets", action="append", default=[], metavar="ID", help="of a VPC; repeatable")
-    add(
-        "--security-group",
-        dest="security_groups",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="of a VPC; repeatable",
-    )
+    add("--subnet", dest="subnets", metavar="ID", help="of a VPC; repeatable", **REPEATABLE)
+    add("--security-group", dest="security_groups", metavar="ID", help="of the VPC; repeatable", **REPEATABLE)
     add("--kms-key", default="", metavar="ID", help="key to encrypt disks and output")
-    pairs: Any = {"action": "append", "default": [], "type": _pair}
-    add("--tag", dest="tags", metavar="NAME=VALUE", help="tag of the job; repeatable", **pairs)
-    add("--env", dest="environment", metavar="NAME=VALUE", help="environment variable; repeatable", **pairs)
+    add("--tag", dest="tags", metavar="NAME=VALUE", type=_pair, help="tag of the job; repeatable", **REPEATABLE)
+    add("--env", dest="environment", metavar="NAME=VALUE", type=_pair, help="variable; repeatable", **REPEATABLE)
     add = parser.add_argument_group("data").add_argument
     add(
-        "--channel", dest="channels", metavar="KEY=URI", **pairs,
+        "--channel", dest="channels", metavar="KEY=URI", type=_pair, **REPEATABLE,
         help="data for a recipe key such as data.path: s3://BUCKET/PREFIX, copied before the start (with the suffix ,FastFile: "
         "streamed), or fsx://FILESYSTEM/MOUNT/FOLDER; repeatable",
     )  # fmt: skip

@@ -22,6 +22,7 @@ def report(options: argparse.Namespace, job: Job, request: dict[str, Any], bundl
     num_gpus = job.num_instances * hardware.num_gpus
     layout = ", ".join(f"{k} {n}" for k, n in recipe.parallelism.resolve(num_gpus).dimensions().items() if n > 1)
     training = recipe.training
+    num_tokens = training.steps * training.global_batch_size * training.seq_len
     efa = ", connected by EFA" if "FI_PROVIDER" in request["Environment"] else ""
     sizes = {name: len(content) for name, content in bundle.contents.items()}
     lines = [
@@ -30,8 +31,8 @@ def report(options: argparse.Namespace, job: Job, request: dict[str, Any], bundl
         f"layout      {layout or 'one process'}; valid for {num_gpus} processes",
         memory_line(recipe, num_gpus, job),
         f"batch       {training.global_batch_size} sequences x {training.seq_len:,} tokens, {training.steps:,} steps: "
-        f"{total_tokens(recipe):.3g} tokens",
-        *price_lines(options, job, recipe, num_gpus),
+        f"{num_tokens:.3g} tokens",
+        *price_lines(options, job, num_tokens / num_gpus),
         f"image       {job.image}",
         f"code        {job.code}",
         f"checkpoints {job.checkpoints.uri if job.checkpoints else f'{job.root}/checkpoints/{job.run}'}",
@@ -59,22 +60,18 @@ def _validate(request: dict[str, Any]) -> str:
     return "request valid according to botocore's model of the service"
 
 
-def bytes_per_parameter(recipe: PretrainRecipe) -> float:
-    """Returns the size of weight, gradient and optimizer state."""
-    weight = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
-    moments = {"full": 2 * weight, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
-    return weight + weight + moments
-
-
 def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
     """Returns the memory of the sharded training state, and refuses one that exceeds a GPU's memory."""
     if recipe.parallelism.cpu_offload:
         return "memory      weights, gradients and optimizer state in host memory (parallelism.cpu_offload)"
     layout = recipe.parallelism.resolve(num_gpus)
     shards = layout.shard * layout.context * layout.tensor * layout.pipeline
-    per_parameter, count, limit = bytes_per_parameter(recipe), recipe.model.num_parameters(), job.instance_type.gpu_gib
-    size = per_parameter * count / shards / GIB
-    text = f"{per_parameter:g} bytes x {count / 1e9:.3g} billion parameters / {shards} shards = {size:.3g} GiB"
+    weight = {"float32": 4, "bfloat16": 2}[recipe.training.master_dtype]
+    moments = {"full": 2 * weight, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
+    state = weight + weight + moments  # bytes per parameter, with the gradient
+    count, limit = recipe.model.num_parameters(), job.instance_type.gpu_gib
+    size = state * count / shards / GIB
+    text = f"{state} bytes x {count / 1e9:.3g} billion parameters / {shards} shards = {size:.3g} GiB"
     if size > limit:
         raise UserError(
             f"weights, gradients and optimizer state do not fit: {text}, but a GPU of {job.instance_type.name} has {limit} GiB; "
@@ -83,12 +80,7 @@ def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
     return f"memory      {text} of {limit} GiB per GPU, without activations"
 
 
-def total_tokens(recipe: PretrainRecipe) -> int:
-    """Returns the number of tokens of the run."""
-    return recipe.training.steps * recipe.training.global_batch_size * recipe.training.seq_len
-
-
-def price_lines(options: argparse.Namespace, job: Job, recipe: PretrainRecipe, num_gpus: int) -> list[str]:
+def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float) -> list[str]:
     """Returns the price per hour, the maximum price of the job, and if the throughput is known, that of the run."""
     price = options.price or job.instance_type.price
     if price is None:
@@ -104,7 +96,7 @@ def price_lines(options: argparse.Namespace, job: Job, recipe: PretrainRecipe, n
     speed = options.tokens_per_second or (measured_speed(options.measured) if options.measured else None)
     if speed is None:
         return [*lines, "full run    unknown; set --tokens-per-second per GPU, or --measured metrics.jsonl"]
-    hours = total_tokens(recipe) / (speed * num_gpus) / 3600
+    hours = tokens_per_gpu / speed / 3600
     cost = f", ${hours * price * job.num_instances:,.2f}" if price is not None else ""
     text = f"full run    {hours:,.1f} hours{cost}, at {speed:,.0f} tokens/s per GPU, without startup and checkpointing"
     if hours > job.max_hours:

@@ -99,7 +99,7 @@ class Job:
     max_hours: float = 24.0
     wait_hours: float = 0.0  # time allowed for spot capacity, in addition to max_hours
     volume_gb: int = 200
-    keep_alive_minutes: int = 0
+    keep_alive: int = 0  # minutes
     training_plan: str = ""
     retries: int = 0
     subnets: Sequence[str] = ()
@@ -138,7 +138,7 @@ def request_for(job: Job) -> dict[str, Any]:
         "InstanceType": job.instance_type.name,
         "InstanceCount": job.num_instances,
         "VolumeSizeInGB": job.volume_gb,
-        "KeepAlivePeriodInSeconds": job.keep_alive_minutes * 60,
+        "KeepAlivePeriodInSeconds": job.keep_alive * 60,
         "TrainingPlanArn": job.training_plan,
         "VolumeKmsKeyId": job.kms_key,
     }

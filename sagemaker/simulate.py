@@ -1,7 +1,7 @@
 """Runs a job locally: one process per host, each with its own /opt/ml, the real entry point and the real request. No Docker.
 
-FOLDER/s3/BUCKET/KEY replaces s3://BUCKET/KEY. Each host's /opt/ml is a directory prepared as SageMaker prepares it; a thread
-synchronizes its /opt/ml/checkpoints with S3, as SageMaker's agent does.
+FOLDER/s3/BUCKET/KEY replaces s3://BUCKET/KEY. Each host's /opt/ml is a directory prepared as SageMaker prepares it, whose
+/opt/ml/checkpoints is synchronized with S3, as by SageMaker's agent.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from request import CODE, OPT
 from titanlike.utils.system import share_cores
 
 KILL_DELAY = 120.0  # seconds from SIGTERM to SIGKILL, as on SageMaker
+SYNC_INTERVAL = 0.5  # seconds
 NOTICE_DELAY = 2.0  # seconds until the service notices a failed host
 
 
@@ -52,7 +53,7 @@ class Host:
         for channel in local["InputDataConfig"]:
             self._prepare_channel(channel, folder)
         checkpoints, algorithm = local["CheckpointConfig"], local["AlgorithmSpecification"]
-        self.agent = SyncAgent(Path(checkpoints["LocalPath"]), _path(checkpoints["S3Uri"]))
+        self.checkpoints = SyncedFolder(Path(checkpoints["LocalPath"]), _path(checkpoints["S3Uri"]))
         own = {"SAGEMAKER_BASE_DIR": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, *algorithm["ContainerEntrypoint"][1:], *algorithm["ContainerArguments"]],
@@ -82,7 +83,7 @@ class Host:
         code = self.process.wait()
         self.kill()  # orphans of the first process
         self.reader.join(timeout=10)
-        self.agent.close()
+        self.checkpoints.sync()
         failure = self.root / "output/failure"
         return Result(self.label, code, failure.read_text() if failure.exists() else "")
 
@@ -96,10 +97,10 @@ class Host:
             "network_interface_name": "lo",
             "current_instance_type": request["ResourceConfig"]["InstanceType"],
         }
-        channels = {channel["ChannelName"]: channel for channel in request["InputDataConfig"]}
-        for name, content in (("resource", resources), ("inputdata", channels)):
-            (folder / f"{name}config.json").write_text(json.dumps(content))
+        (folder / "resourceconfig.json").write_text(json.dumps(resources))
         (folder / "hyperparameters.json").write_text("{}")
+        channels = {channel["ChannelName"]: channel for channel in request["InputDataConfig"]}
+        (folder / "inputdataconfig.json").write_text(json.dumps(channels))
 
     def _prepare_channel(self, channel: dict[str, Any], folder: Path) -> None:
         target = self.root / "input/data" / channel["ChannelName"]
@@ -124,30 +125,15 @@ class Host:
                 print(f"[{self.label}] {line}", end="", flush=True)
 
 
-class SyncAgent(threading.Thread):
-    """Restores a directory from S3, then copies changed files to S3 and deletes removed ones there, periodically."""
+class SyncedFolder:
+    """A directory that is restored from S3, and whose changes are copied to S3."""
 
-    def __init__(self, local: Path, remote: Path, interval: float = 0.5) -> None:
-        super().__init__(daemon=True)
-        self.local, self.remote, self.interval = local, remote, interval
+    def __init__(self, local: Path, remote: Path) -> None:
+        self.local, self.remote = local, remote
         local.mkdir(parents=True, exist_ok=True)
         if remote.exists():
             shutil.copytree(remote, local, dirs_exist_ok=True)
         self.synced = self._scan()
-        self.closing = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        """Synchronizes until `close`, and a last time then."""
-        is_last = False
-        while not is_last:
-            is_last = self.closing.wait(self.interval)
-            self._sync()
-
-    def close(self) -> None:
-        """Stops after the last synchronization."""
-        self.closing.set()
-        self.join()
 
     def _scan(self) -> dict[Path, tuple[int, int]]:
         files = {}
@@ -158,7 +144,8 @@ class SyncAgent(threading.Thread):
                     files[path.relative_to(self.local)] = (status.st_mtime_ns, status.st_size)
         return files
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """Copies changed files to S3, and deletes removed ones there."""
         files = self._scan()
         for name in (name for name, status in files.items() if self.synced.get(name) != status):
             (self.remote / name).parent.mkdir(parents=True, exist_ok=True)
@@ -202,6 +189,7 @@ class Simulation:
     def wait(self) -> list[Result]:
         """Waits for all hosts. When one fails, the others are stopped, as on SageMaker."""
         stopped_at: float | None = None
+        synced_at = time.monotonic()
         while any(host.process.poll() is None for host in self.hosts):
             has_failed = any(host.process.poll() not in (None, 0) for host in self.hosts)
             if stopped_at is None and (has_failed or time.monotonic() > self.deadline):
@@ -210,6 +198,10 @@ class Simulation:
                 self.stop()
             if stopped_at is not None and time.monotonic() - stopped_at > KILL_DELAY:
                 self.kill()
+            if time.monotonic() - synced_at > SYNC_INTERVAL:
+                for host in self.hosts:
+                    host.checkpoints.sync()
+                synced_at = time.monotonic()
             time.sleep(0.05)
         return [host.result() for host in self.hosts]
 

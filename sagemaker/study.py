@@ -60,7 +60,15 @@ def study(arguments: list[str], variants: list[str], out: Path, *, submit: bool)
                 print(f"study: {variant} failed (exit code {code}); repeat the command to resume", file=sys.stderr)
                 return code
         fetch(options, out / variant)
-    results = {name: figures(out / name) for name in variants if (out / name / "metrics.jsonl").exists()}
+    results: dict[str, Any] = {}
+    for metrics in (out / variant / FILES[0] for variant in variants):
+        if metrics.exists():
+            records = [record for record in read_records(metrics) if "loss" in record]
+            results[metrics.parent.name] = {
+                "tokens_per_second_per_gpu": measured_speed(metrics),
+                "steps": [record["step"] for record in records],
+                "losses": [record["loss"] for record in records],
+            }
     if not results:
         return 0
     (out / "study.json").write_text(json.dumps({"command": sys.argv, "variants": results}, indent=1) + "\n")
@@ -71,8 +79,9 @@ def study(arguments: list[str], variants: list[str], out: Path, *, submit: bool)
 
 
 @cache
-def _clients(region: str) -> Clients:
-    return make_clients(region)
+def _bucket(region: str, name: str) -> tuple[Clients, str]:
+    clients = make_clients(region)
+    return clients, name or clients.default_bucket()
 
 
 def fetch(options: argparse.Namespace, folder: Path) -> int:
@@ -85,23 +94,13 @@ def fetch(options: argparse.Namespace, folder: Path) -> int:
             if options.simulate:
                 content = (options.folder / "s3" / (options.bucket or EXAMPLE_BUCKET) / key).read_bytes()
             else:
-                clients = _clients(options.region)
-                content = clients.read_object(options.bucket or clients.default_bucket(), key)
+                clients, bucket = _bucket(options.region, options.bucket)
+                content = clients.read_object(bucket, key)
         except (FileNotFoundError, NotFound):
             return 0
         folder.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(content)
     return max((record["step"] for record in read_records(folder / FILES[0]) if "loss" in record), default=0)
-
-
-def figures(folder: Path) -> dict[str, Any]:
-    """Returns the measured figures of a run."""
-    records = [record for record in read_records(folder / "metrics.jsonl") if "loss" in record]
-    return {
-        "tokens_per_second_per_gpu": measured_speed(folder / "metrics.jsonl"),
-        "steps": [record["step"] for record in records],
-        "losses": [record["loss"] for record in records],
-    }
 
 
 def table(results: dict[str, Any]) -> str:

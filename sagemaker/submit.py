@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from bundle import Bundle
 
 NO_TELEMETRY = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}}
+# Keys of the request that ModelTrainer accepts under the same name.
+MODEL_TRAINER_KEYS = ("input_data_config", "output_data_config", "stopping_condition", "checkpoint_config", "tags")
 # The module that each sender requires, and how to install it. Without --sender, the first one installed is used.
 SENDERS = {
     "modeltrainer": ("sagemaker.train", 'pip install "sagemaker-train>=1.10"'),
@@ -102,18 +104,13 @@ def submit(sender: str, request: dict[str, Any], session: Any, prefix: str) -> s
 def submit_with_model_trainer(request: dict[str, Any], session: Any, prefix: str) -> str:
     """Submits through ModelTrainer, which replaces the timestamp of the job name and starts the entry point from a script."""
     from sagemaker.core.helper.session_helper import Session
-    from sagemaker.core.shapes import Channel, CheckpointConfig, MetricDefinition, OutputDataConfig, RetryStrategy, Tag
-    from sagemaker.core.training.configs import Compute, Networking, SourceCode, StoppingCondition
+    from sagemaker.core.shapes import MetricDefinition, RetryStrategy
     from sagemaker.train import ModelTrainer
 
-    def convert(kind: Any, value: dict[str, Any], **more: Any) -> Any:
-        return kind(**snake_case(value), **more)
-
     bucket, _, folder = prefix.partition("/")
-    algorithm, network = request["AlgorithmSpecification"], request.get("VpcConfig")
+    algorithm, settings = request["AlgorithmSpecification"], snake_case(request)
     sdk_session = Session(boto_session=session, default_bucket=bucket, default_bucket_prefix=f"{folder}/code")
     sdk_session.sagemaker_config = NO_TELEMETRY
-    spot = request.get("EnableManagedSpotTraining")
     # `exec` replaces the shell, which would not forward SageMaker's SIGTERM to the entry point.
     entry_point = f"exec {shlex.join(algorithm['ContainerEntrypoint'])}"
     trainer = ModelTrainer(
@@ -121,19 +118,18 @@ def submit_with_model_trainer(request: dict[str, Any], session: Any, prefix: str
         base_job_name=TIMESTAMP_SUFFIX.sub("", request["TrainingJobName"]),
         training_image=algorithm["TrainingImage"],
         training_input_mode=algorithm["TrainingInputMode"],
-        source_code=SourceCode(command=entry_point, args=algorithm["ContainerArguments"]),
+        source_code={"command": entry_point, "args": algorithm["ContainerArguments"]},
         role=request["RoleArn"],
-        input_data_config=[convert(Channel, channel) for channel in request["InputDataConfig"]],
-        output_data_config=convert(OutputDataConfig, request["OutputDataConfig"]),
-        compute=convert(Compute, request["ResourceConfig"], enable_managed_spot_training=spot),
-        networking=convert(Networking, network) if network else None,
-        stopping_condition=convert(StoppingCondition, request["StoppingCondition"]),
-        checkpoint_config=convert(CheckpointConfig, request["CheckpointConfig"]),
+        compute={
+            **settings["resource_config"],
+            "enable_managed_spot_training": request.get("EnableManagedSpotTraining"),
+        },
+        networking=settings.get("vpc_config"),
         environment=request["Environment"],
-        tags=[convert(Tag, tag) for tag in request["Tags"]],
-    ).with_metric_definitions([convert(MetricDefinition, metric) for metric in algorithm["MetricDefinitions"]])
+        **{key: settings[key] for key in MODEL_TRAINER_KEYS},
+    ).with_metric_definitions([MetricDefinition(**snake_case(metric)) for metric in algorithm["MetricDefinitions"]])
     if "RetryStrategy" in request:
-        trainer = trainer.with_retry_strategy(convert(RetryStrategy, request["RetryStrategy"]))
+        trainer = trainer.with_retry_strategy(RetryStrategy(**settings["retry_strategy"]))
     trainer.train(wait=False, logs=False)
     return str(trainer._latest_training_job.training_job_name)
 

@@ -34,10 +34,10 @@ def job_errors(job: Job) -> Iterator[str]:
         )
     if job.spot and job.training_plan:
         yield "--spot and --training-plan exclude each other: a training plan is not spot capacity; remove one"
-    if job.spot and job.keep_alive_minutes:
+    if job.spot and job.keep_alive:
         yield "--spot and --keep-alive exclude each other: SageMaker has no warm pools of spot instances; remove one"
-    if job.keep_alive_minutes > 360:
-        yield f"--keep-alive {job.keep_alive_minutes}: SageMaker's limit is 360 minutes"
+    if job.keep_alive > 360:
+        yield f"--keep-alive {job.keep_alive}: SageMaker's limit is 360 minutes"
     if bool(job.subnets) != bool(job.security_groups):
         yield "--subnet and --security-group must be used together"
     on_fsx = [channel for channel in (*job.channels, job.checkpoints) if channel and channel.uri.startswith("fsx:")]

@@ -82,7 +82,7 @@ ERRORS = {
     ),
     "watchdog": Planted(
         "titanlike/distributed/watchdog.py",
-        "return not any(beat and beat.paused and rank not in silent for rank, beat in heartbeats.items())",
+        "return not any(heartbeat and heartbeat.paused and rank not in silent for rank, heartbeat in heartbeats.items())",
         "return False",
         "tests/unit/test_watchdog.py tests/faults/test_hang.py",
     ),

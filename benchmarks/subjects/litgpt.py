@@ -1,11 +1,10 @@
-"""litgpt: its GPT in the shape of a Llama, and `main` of its `litgpt/pretrain.py` with Fabric, fed with the task's batches.
+"""litgpt: its GPT configured as a Llama, and `main` of its `litgpt/pretrain.py` with Fabric, on the task's batches.
 
-    row "shipped"   its defaults: the model compiled as a whole, the loss in pieces of 128 tokens, each step logged
-    row "best"      the loss in one piece, AdamW fused on a CPU too, no log
+    row "shipped"   its defaults: full model compiled, loss in chunks of 128 tokens, every step logged
+    row "best"      unchunked loss, fused AdamW also on a CPU, no logging
 
-In bfloat16 its default would be to keep the weights in bfloat16; here it is told "bf16-mixed", the precision of all others.
-By default it would decay the norms' weights too; here it does as all others do, or the losses part. It has no float8 of
-torch's. `options`: `chunk_size` and `log_interval`.
+Differences from its defaults: bfloat16 runs use "bf16-mixed" like all other subjects, not bfloat16 weights, and norms have no
+weight decay, so that losses match. It has no float8 training. `options`: `chunk_size` and `log_interval`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.protocol import Clock, Task
 
-PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}  # by Fabric's names
+PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}  # names in Fabric
 NAMES = {
     "tok_embeddings": "transformer.wte", "output": "lm_head", "norm": "transformer.ln_f", "layers": "transformer.h",
     "attention_norm": "norm_1", "ffn_norm": "norm_2", "attention": "attn", "wo": "proj",
@@ -37,7 +36,7 @@ NAMES = {
 
 
 class Sequences(IterableDataset):
-    """The task's micro-batches on the host, as its loop wants them: with the last label at the end."""
+    """The task's micro-batches on the host, (micro_batch_size, seq_len + 1)."""
 
     def __init__(self, task: Task) -> None:
         self.task = replace(task, device="cpu")
@@ -49,7 +48,7 @@ class Sequences(IterableDataset):
 
 
 class Data(DataModule):
-    """Its kind of a data set. Two batches of the second loader are its check of the settings."""
+    """The data module. litgpt reads two validation batches as a sanity check."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class Data(DataModule):
 
 
 class AdamW(torch.optim.AdamW):
-    """The class that its program is told to take. It names no `fused`: the program would turn that off on a CPU."""
+    """AdamW with parameter groups. Its signature has no `fused`, which litgpt would disable on a CPU."""
 
     def __init__(self, parameters: Iterable[Tensor], weight_decay: float, **options: Any) -> None:
         parameters = list(parameters)
@@ -77,7 +76,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class TimedFabric(lightning.Fabric):
-    """Fabric that shows the clock each step's loss."""
+    """Fabric that reports the loss of each step to the clock."""
 
     def __init__(self, clock: Clock, **options: Any) -> None:
         super().__init__(callbacks=[self], **options)
@@ -85,37 +84,37 @@ class TimedFabric(lightning.Fabric):
         self.losses: list[Tensor] = []
 
     def backward(self, tensor: Tensor, *others: Any, **options: Any) -> None:
-        """Of a micro-batch's share of the step's mean."""
+        """Accumulates the micro-batch's share of the step's mean loss."""
         self.losses.append(tensor.detach())
         super().backward(tensor, *others, **options)
 
     def on_after_optimizer_step(self, **_: Any) -> None:
-        """Fabric calls this of its callbacks."""
+        """Fabric calls this on its callbacks."""
         loss = torch.stack(self.losses).sum()
         self.losses.clear()
         self.clock.step(loss)
 
 
 def config_of(task: Task) -> Config:
-    """The task's model in its words. Its rotary positions turn halves of a head, as titanlike's do."""
-    shape = task.model
+    """Returns the task's model as litgpt's config. Both use rotate-half RoPE."""
+    model = task.model
     scaling = dict(
-        factor=shape["rope_scaling"], low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_seq_len=shape["rope_original_seq_len"],
+        factor=model["rope_scaling"], low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_seq_len=model["rope_original_seq_len"],
     )  # fmt: skip
     return Config(
-        name="task", block_size=task.seq_len, n_layer=shape["num_layers"], n_embd=shape["dim"],
-        vocab_size=shape["vocab_size"], padded_vocab_size=shape["vocab_size"], n_head=shape["num_heads"],
-        n_query_groups=shape["num_kv_heads"], intermediate_size=shape["ffn_dim"], norm_eps=shape["norm_eps"],
-        rope_base=shape["rope_theta"], rope_adjustments=scaling if shape["rope_scaling"] != 1.0 else None,
+        name="task", block_size=task.seq_len, n_layer=model["num_layers"], n_embd=model["dim"],
+        vocab_size=model["vocab_size"], padded_vocab_size=model["vocab_size"], n_head=model["num_heads"],
+        n_query_groups=model["num_kv_heads"], intermediate_size=model["ffn_dim"], norm_eps=model["norm_eps"],
+        rope_base=model["rope_theta"], rope_adjustments=scaling if model["rope_scaling"] != 1.0 else None,
         rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
     )  # fmt: skip
 
 
 def initialize_weights(task: Task, fabric: lightning.Fabric, model: GPT, **_: Any) -> None:
-    """The task's weights by its names, and one matrix for queries, keys and values."""
+    """Loads the task's weights by litgpt's names, with fused query, key and value projections."""
     weights = dict(task.weights)
-    weights.setdefault("output.weight", weights["tok_embeddings.weight"])  # tied; `tie_embeddings` ties them here too
+    weights.setdefault("output.weight", weights["tok_embeddings.weight"])  # tied, as by `tie_embeddings`
     for layer in range(task.model["num_layers"]):
         parts = [weights.pop(f"layers.{layer}.attention.{part}.weight") for part in ("wq", "wk", "wv")]
         weights[f"layers.{layer}.attention.qkv.weight"] = torch.cat(parts)
@@ -125,10 +124,10 @@ def initialize_weights(task: Task, fabric: lightning.Fabric, model: GPT, **_: An
 
 
 def main() -> None:
-    """Train until the clock ends it."""
+    """Trains until the clock ends the process."""
     task = Task.read()
     if task.precision not in PRECISIONS:
-        raise ValueError(f"litgpt trains in {' or '.join(PRECISIONS)}, and not in {task.precision}")
+        raise ValueError(f"litgpt supports {' and '.join(PRECISIONS)}, not {task.precision}")
     clock = Clock(task, ("litgpt", "lightning"))
     best, folder, config = task.row == "best", Path(task.result_file).parent, config_of(task)
     options = {"chunk_size": 0, "log_interval": 10**9} if best else {"chunk_size": 128, "log_interval": 1}
@@ -139,7 +138,7 @@ def main() -> None:
         max_norm=task.max_norm, min_lr=task.lr, lr_warmup_steps=0, tie_embeddings=task.model["tied_head"],
     )  # fmt: skip
     adamw = {"lr": task.lr, "betas": (task.beta1, task.beta2), "eps": task.eps, "weight_decay": task.weight_decay}
-    adamw["fused"] = best or task.device == "cuda"  # the latter is what the program would do
+    adamw["fused"] = best or task.device == "cuda"  # litgpt's default
     logger = choose_logger("tensorboard", folder, name="pretrain-task", log_args=asdict(LogArgs()))
     fabric = TimedFabric(
         clock,

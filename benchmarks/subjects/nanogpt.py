@@ -1,10 +1,10 @@
-"""nanoGPT (karpathy/nanoGPT, tried at commit 3adf61e): the GPT of its model.py, with the step of its train.py. GPT-2's shape only.
+"""nanoGPT (karpathy/nanoGPT, tried at commit 3adf61e): the GPT of its model.py, with the step of its train.py. GPT-2 only.
 
-    row "shipped"   train.py's defaults: compiled on a GPU; on a CPU not, as its README says to; AdamW fused on a GPU
-    row "best"      compiled, and AdamW fused, on a CPU too; on a GPU that is "shipped" again
+    row "shipped"   train.py's defaults: compiled with fused AdamW on a GPU; neither on a CPU, like its README
+    row "best"      compiled with fused AdamW, also on a CPU; on a GPU the same as "shipped"
 
-Its GELU is the exact one and not the tanh form, so its losses are close and not equal. The loss is not read at every step,
-as train.py does to print it: that only makes the host wait. `--path nanogpt=` names the folder of model.py.
+It uses the exact GELU and not the tanh approximation, so its losses are close but not equal. Unlike train.py, it does not read
+the loss in each step, which would synchronize the host. `--path nanogpt=` is the folder of model.py.
 """
 
 import re
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.protocol import Clock, Task
 
-# titanlike's names of a GPT's weights, and GPT-2's.
+# titanlike's names of GPT weights -> GPT-2's names.
 NAMES = {
     r"^tok_embeddings": "transformer.wte",
     r"^pos_embeddings": "transformer.wpe",
@@ -33,14 +33,14 @@ NAMES = {
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """A weight's name with every part replaced that `names` has another one for."""
+    """Replaces the parts of a weight's name by the patterns of `names`."""
     for old, new in names.items():
         name = re.sub(old, new, name)
     return name
 
 
 def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT's weights by GPT-2's names: query, key and value are one projection there."""
+    """Returns GPT weights by GPT-2's names, with fused query, key and value projections."""
     found = {}
     for name, value in weights.items():
         if ".wq." in name:
@@ -51,46 +51,51 @@ def gpt2_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Take over the weights, all of them; only a head that is the embedding may have none of its own."""
+    """Loads all weights. Only a tied head may be missing."""
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)
 
 
 def main() -> None:
-    """Train the task's model."""
+    """Trains the task's model."""
     task = Task.read()
-    shape = task.model
-    if shape["name"] != "gpt" or shape["norm_eps"] != 1e-5 or task.eps != 1e-8 or task.precision == "float8":
-        print("nanoGPT trains a GPT with norms and AdamW of its own epsilons, in float32 or bfloat16", file=sys.stderr)
+    task_config = task.model
+    if (
+        task_config["name"] != "gpt"
+        or task_config["norm_eps"] != 1e-5
+        or task.eps != 1e-8
+        or task.precision == "float8"
+    ):
+        print("nanoGPT supports a GPT with norm_eps 1e-5 and AdamW eps 1e-8, in float32 or bfloat16", file=sys.stderr)
         sys.exit(2)
-    from model import GPT, GPTConfig  # after the refusal, which needs no nanoGPT
+    from model import GPT, GPTConfig  # after the check, which does not need nanoGPT
 
     best, gpu = task.row == "best", task.device == "cuda"
     clock = Clock(task)
     model = GPT(
         GPTConfig(
-            block_size=shape["max_seq_len"], vocab_size=shape["vocab_size"], n_layer=shape["num_layers"],
-            n_head=shape["num_heads"], n_embd=shape["dim"], dropout=0.0, bias=True,
+            block_size=task_config["max_seq_len"], vocab_size=task_config["vocab_size"], n_layer=task_config["num_layers"],
+            n_head=task_config["num_heads"], n_embd=task_config["dim"], dropout=0.0, bias=True,
         )
     )  # fmt: skip
     load(model, gpt2_weights(task.weights))
     model.to(task.device)
-    # The kind of device decides about one thing there, whether AdamW is fused. torch has a fused one for a CPU by now.
-    betas, kind = (task.beta1, task.beta2), "cuda" if best or gpu else "cpu"
-    optimizer = model.configure_optimizers(task.weight_decay, task.lr, betas, kind)
-    # On a CPU train.py has no autocast; it is the same line that gives it bfloat16.
+    # nanoGPT uses the device type only to select fused AdamW, which torch also supports on a CPU.
+    betas, device_type = (task.beta1, task.beta2), "cuda" if best or gpu else "cpu"
+    optimizer = model.configure_optimizers(task.weight_decay, task.lr, betas, device_type)
+    # train.py has no autocast on a CPU.
     context = torch.amp.autocast(device_type=task.device, dtype=torch.bfloat16, enabled=task.precision == "bfloat16")
     compute = torch.compile(model) if best or gpu else model
-    following = task.batch(1)
+    next_batch = task.batch(1)
     for step in count(1):
         mean = torch.zeros((), device=task.device)
-        batch = following
+        batch = next_batch
         for number, (tokens, labels) in enumerate(batch):
             with context:
                 _, loss = compute(tokens, labels)
                 loss = loss / task.num_microbatches
-            if number == 0:  # as train.py: while a GPU is busy with the forward pass
-                following = task.batch(step + 1)
+            if number == 0:  # like train.py: while the GPU computes the forward pass
+                next_batch = task.batch(step + 1)
             loss.backward()
             mean += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)

@@ -1,7 +1,7 @@
-"""The ceiling: Llama or GPT and a training loop, written by hand for one process, with nothing but torch.
+"""Reference: Llama or GPT and a training loop, hand-written for one process with torch only.
 
-row "shipped"   as anyone would write it
-row "best"      with torch.compile on the whole model
+row "shipped"   not compiled
+row "best"      with torch.compile on the full model
 """
 
 import torch
@@ -12,15 +12,15 @@ from benchmarks.protocol import Clock, Task
 
 
 class Block(nn.Module):
-    def __init__(self, shape: dict) -> None:
+    def __init__(self, config: dict) -> None:
         super().__init__()
-        dim, self.heads = shape["dim"], shape["num_heads"]
-        self.llama = shape["name"] == "llama"
-        self.kv_heads = shape["num_kv_heads"] if self.llama else self.heads
+        dim, self.heads = config["dim"], config["num_heads"]
+        self.llama = config["name"] == "llama"
+        self.kv_heads = config["num_kv_heads"] if self.llama else self.heads
         self.head_dim = dim // self.heads
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        ffn_dim = shape["ffn_dim"] if self.llama else 4 * dim
-        self.attention_norm, self.ffn_norm = norm(shape), norm(shape)
+        ffn_dim = config["ffn_dim"] if self.llama else 4 * dim
+        self.attention_norm, self.ffn_norm = norm(config), norm(config)
         bias = not self.llama
         self.wq, self.wk = nn.Linear(dim, width, bias=bias), nn.Linear(dim, kv_width, bias=bias)
         self.wv, self.wo = nn.Linear(dim, kv_width, bias=bias), nn.Linear(width, dim, bias=bias)
@@ -34,7 +34,7 @@ class Block(nn.Module):
         k = self.wk(h).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.wv(h).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.llama:
-            q, k = turn(q, cos, sin), turn(k, cos, sin)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         x = x + self.wo(h.transpose(1, 2).reshape(batch, length, -1))
         h = self.ffn_norm(x)
@@ -44,21 +44,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, shape: dict, length: int) -> None:
+    def __init__(self, config: dict, length: int) -> None:
         super().__init__()
-        self.llama = shape["name"] == "llama"
-        self.embed = nn.Embedding(shape["vocab_size"], shape["dim"])
-        self.places = None if self.llama else nn.Embedding(shape["max_seq_len"], shape["dim"])
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape["num_layers"]))
-        self.norm = norm(shape)
-        self.head = nn.Linear(shape["dim"], shape["vocab_size"], bias=False)
-        if shape.get("tied_head", not self.llama):
+        self.llama = config["name"] == "llama"
+        self.embed = nn.Embedding(config["vocab_size"], config["dim"])
+        self.pos_embed = None if self.llama else nn.Embedding(config["max_seq_len"], config["dim"])
+        self.layers = nn.ModuleList(Block(config) for _ in range(config["num_layers"]))
+        self.norm = norm(config)
+        self.head = nn.Linear(config["dim"], config["vocab_size"], bias=False)
+        if config.get("tied_head", not self.llama):
             self.head.weight = self.embed.weight
-        half = shape["dim"] // shape["num_heads"] // 2
-        frequencies = shape.get("rope_theta", 500000.0) ** -(torch.arange(half) / half)
-        factor = shape.get("rope_scaling", 1.0)
-        turns = shape.get("rope_original_seq_len", 8192) * frequencies / (2 * torch.pi)
-        keep = ((turns - 1) / 3).clamp(0, 1) if factor != 1.0 else torch.ones(())
+        half = config["dim"] // config["num_heads"] // 2
+        frequencies = config.get("rope_theta", 500000.0) ** -(torch.arange(half) / half)
+        factor = config.get("rope_scaling", 1.0)
+        rotations = config.get("rope_original_seq_len", 8192) * frequencies / (2 * torch.pi)
+        keep = ((rotations - 1) / 3).clamp(0, 1) if factor != 1.0 else torch.ones(())
         angles = torch.arange(length)[:, None] * (frequencies * (keep + (1 - keep) / factor))
         angles = torch.cat((angles, angles), -1)
         self.register_buffer("cos", angles.cos())
@@ -66,27 +66,27 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(tokens)
-        if self.places is not None:
-            h = h + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        if self.pos_embed is not None:
+            h = h + self.pos_embed(torch.arange(tokens.config[1], device=tokens.device))
         for layer in self.layers:
             h = layer(h, self.cos, self.sin)
         logits = self.head(self.norm(h))
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def norm(shape: dict) -> nn.Module:
-    kind = nn.RMSNorm if shape["name"] == "llama" else nn.LayerNorm
-    return kind(shape["dim"], eps=shape.get("norm_eps", 1e-5))
+def norm(config: dict) -> nn.Module:
+    kind = nn.RMSNorm if config["name"] == "llama" else nn.LayerNorm
+    return kind(config["dim"], eps=config.get("norm_eps", 1e-5))
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-def name_here(name: str) -> str:
-    """titanlike's name of a weight, in this model."""
-    for old, new in (("tok_embeddings", "embed"), ("pos_embeddings", "places"), ("output", "head")):
+def renamed(name: str) -> str:
+    """Maps titanlike's name of a weight to this model's."""
+    for old, new in (("tok_embeddings", "embed"), ("pos_embeddings", "pos_embed"), ("output", "head")):
         name = name.replace(old, new)
     return name.replace("attention.", "").replace("feed_forward.", "")
 
@@ -96,11 +96,11 @@ def main() -> None:
     clock = Clock(task)
     device = torch.device(task.device)
     model = Model(task.model, task.seq_len).to(device)
-    model.load_state_dict({name_here(name): value for name, value in task.weights.items()}, strict=False)
+    model.load_state_dict({renamed(name): value for name, value in task.weights.items()}, strict=False)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    not_decayed = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": task.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": task.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}],
         lr=task.lr, betas=(task.beta1, task.beta2), eps=task.eps, fused=True,
     )  # fmt: skip
     compute = torch.compile(model) if task.row == "best" else model
@@ -110,9 +110,9 @@ def main() -> None:
         loss = torch.zeros((), device=device)
         for tokens, labels in task.batch(step):
             with torch.autocast(device.type, torch.bfloat16, enabled=task.precision != "float32"):
-                part = compute(tokens, labels) / task.num_microbatches
-            part.backward()
-            loss += part.detach()
+                mean = compute(tokens, labels) / task.num_microbatches
+            mean.backward()
+            loss += mean.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,10 +1,10 @@
-"""titanlike: the shipped program, `recipes/pretrain.py`, from its data to its log, with a recipe made of the task.
+"""titanlike: `recipes/pretrain.py`, data loading and logging included, with a recipe built from the task.
 
-    row "shipped"   the recipe's defaults: compiled block by block; on a CPU not compiled
-    row "best"      compiled block by block, on a CPU too
-    rows "baseline", "compile", "float8", "float8_all_gather": the four steps of train_configs/study, one change each
+    row "shipped"   the recipe's defaults: compiled per block; not compiled on a CPU
+    row "best"      compiled per block, also on a CPU
+    rows "baseline", "compile", "float8", "float8_all_gather": the recipes of train_configs/study, one change each
 
-`options` are keys of the recipe: `--option titanlike.best:compile.mode=model`.
+`options` are recipe keys: `--option titanlike.best:compile.mode=model`.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from benchmarks.protocol import Clock, Task
 from titanlike.config import PretrainRecipe
 from titanlike.run.start import start
 
-# What a row changes from the recipe's defaults.
+# Each row's changes to the recipe's defaults.
 FLOAT8 = {"float8.scaling": "tensorwise"}
 ROWS = {
     "shipped": {},
@@ -30,7 +30,7 @@ ROWS = {
 
 
 def recipe_of(task: Task, folder: str) -> PretrainRecipe:
-    """The task as a recipe."""
+    """Returns the task as a recipe."""
     compiled = "none" if task.row == "shipped" and task.device == "cpu" else "block"
     keys: dict[str, Any] = {f"model.{key}": str(value).lower() for key, value in task.model.items()}
     keys |= {
@@ -55,12 +55,12 @@ def recipe_of(task: Task, folder: str) -> PretrainRecipe:
 def main() -> None:
     task = Task.read()
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(task, folder)  # as the shipped program does: before what compiles is imported
+        recipe = recipe_of(task, folder)  # before torch is imported, like the recipe does
         train(task, recipe)
 
 
 def train(task: Task, recipe: PretrainRecipe) -> None:
-    """The shipped program, all of it but where its tokens come from."""
+    """Runs the recipe with the task's tokens as data source."""
     from recipes import pretrain
     from titanlike.data import sources
     from titanlike.data.packed_dataset import InMemoryTokens

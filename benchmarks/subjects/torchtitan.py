@@ -1,11 +1,11 @@
-"""torchtitan 0.2.2: its Trainer and its Llama 3, fed with the task's batches.
+"""torchtitan 0.2.2: its Trainer and its Llama 3, on the task's batches.
 
-    row "shipped"   its defaults: nothing compiled, every second block's activations computed twice, fused AdamW
-    row "best"      its torch.compile for each block and the loss, no activations computed twice, pinned batches
+    row "shipped"   its defaults: not compiled, activation checkpointing of every second block, fused AdamW
+    row "best"      torch.compile for each block and the loss, no activation checkpointing, pinned batches
 
-With one process it shards nothing: bfloat16 comes by autocast. Its AdamW would decay the norms' weights too; here it does as
-all others do, or the losses part. float8 is tensorwise, and compiled in both rows, as its documents ask for.
-`options` are its own keys: `activation_checkpoint.mode=selective`.
+One process shards nothing, and uses autocast for bfloat16. Difference from its defaults: norms have no weight decay, so that
+losses match. float8 is tensorwise, and compiled in both rows, as its documentation recommends. `options` are its own keys:
+`activation_checkpoint.mode=selective`.
 """
 
 import json
@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks.protocol import Clock, Task
 
 if Task.read().device == "cpu":
-    # It looks for the machine's accelerator while it is imported, and takes CUDA where there is none.
+    # It detects the accelerator at import, and assumes CUDA if there is none.
     torch._utils._get_available_device_type = lambda: "cpu"
-    # Every import of it comes by its experts' kernels, and they by triton, which a torch for CPUs lacks. Llama has no experts.
+    # It always imports its mixture-of-experts kernels and with them triton, which CPU builds of torch lack.
     kernels = ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = None  # type: ignore[attr-defined]
     sys.modules[kernels.__name__] = kernels
@@ -44,14 +44,14 @@ TASK = Task.read()
 
 
 class Monitor(metrics.DeviceMemoryMonitor):
-    """Its own forgets the peak at each line of the log; the clock reads the peak at the end."""
+    """torchtitan resets the peak with each log line; the clock reads the peak of the full run."""
 
     def reset_peak_stats(self) -> None:
         pass
 
 
 class NoMonitor:
-    """torch.cpu has none of the counters that its own reads."""
+    """torch.cpu has no memory statistics."""
 
     device_name = "cpu"
 
@@ -63,21 +63,21 @@ class NoMonitor:
 
 
 class Model(llama3.Transformer):
-    """Its model, initialized with the task's weights."""
+    """torchtitan's Llama 3, initialized with the task's weights."""
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         super().init_weights(buffer_device)
-        if TASK.model["tied_head"]:  # it knows no such Llama; here is where its Qwen ties them
+        if TASK.model["tied_head"]:  # its Llama 3 does not support this; its Qwen ties them at this place
             self.output.weight = self.tok_embeddings.weight
         for name, parameter in self.named_parameters():
-            # Compiled blocks and those whose activations are computed twice have longer names.
+            # Wrappers of compiled and checkpointed blocks change parameter names.
             name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
             parameter.copy_(interleave(name, TASK.weights[name]))
 
 
 def interleave(name: str, weight: Tensor) -> Tensor:
-    """Queries and keys with the rows that turn together side by side, where titanlike has them half a head apart."""
+    """Permutes query and key rows from rotate-half RoPE to torchtitan's interleaved RoPE."""
     if not name.endswith(("wq.weight", "wk.weight")):
         return weight
     head_dim = TASK.model["dim"] // TASK.model["num_heads"]
@@ -85,16 +85,16 @@ def interleave(name: str, weight: Tensor) -> Tensor:
 
 
 def batches(pin_memory: bool) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """The task's micro-batches on the host: moving them is a part of its step."""
+    """Yields the task's micro-batches on the host; torchtitan's step copies them to the device."""
     task = replace(TASK, device="cpu")
     for step in count(1):
         for pair in task.batch(step):
-            tokens, labels = (part.pin_memory() for part in pair) if pin_memory else pair
+            tokens, labels = (tensor.pin_memory() for tensor in pair) if pin_memory else pair
             yield {"input": tokens}, labels
 
 
 def build_optimizers(*arguments: Any, **options: Any) -> Any:
-    """Its optimizer, with the norms' weights in a group without decay."""
+    """Builds torchtitan's optimizer, with norms in a parameter group without weight decay."""
     container = llama3.build_optimizers(*arguments, **options)
     for optimizer in container:
         (group,) = optimizer.param_groups
@@ -105,7 +105,7 @@ def build_optimizers(*arguments: Any, **options: Any) -> Any:
 
 
 def config_of(task: Task) -> JobConfig:
-    """The task in its words."""
+    """Returns the task as torchtitan's job config."""
     config, best, float8 = JobConfig(), task.row == "best", task.precision == "float8"
     folder = str(Path(task.result_file).parent)
     keys: dict[str, Any] = {
@@ -132,8 +132,8 @@ def config_of(task: Task) -> JobConfig:
 
 
 def main() -> None:
-    """Train until the clock ends it."""
-    task, shape = TASK, TASK.model
+    """Trains until the clock ends the process."""
+    task, model = TASK, TASK.model
     clock = Clock(task, ("torchtitan", "torchao"))
 
     class TimedTrainer(Trainer):
@@ -143,22 +143,22 @@ def main() -> None:
             clock.step(torch.stack(self.losses).sum())
 
         def forward_backward_step(self, **inputs: Any) -> Tensor:
-            loss = super().forward_backward_step(**inputs)  # its share of the step's mean
+            loss = super().forward_backward_step(**inputs)  # the micro-batch's share of the step's mean
             self.losses.append(loss.detach())
             return loss
 
     metrics.build_device_memory_monitor = NoMonitor if task.device == "cpu" else lambda: Monitor(task.device)
     if task.device == "cpu":
-        # After the first step it waits for all processes by the numbers of their devices, which gloo refuses.
+        # Its barrier after the first step passes device ids, which gloo does not support.
         torch.distributed.barrier = lambda **_: None
     config = config_of(task)
     model_args = llama3.TransformerModelArgs(
-        dim=shape["dim"], n_layers=shape["num_layers"], n_heads=shape["num_heads"], n_kv_heads=shape["num_kv_heads"],
-        vocab_size=shape["vocab_size"], norm_eps=shape["norm_eps"], rope_theta=shape["rope_theta"],
-        # Two thirds of this, rounded up to a multiple of that, is how it words a width.
-        ffn_dim_multiplier=shape["ffn_dim"] / (4 * shape["dim"]), multiple_of=shape["ffn_dim"],
+        dim=model["dim"], n_layers=model["num_layers"], n_heads=model["num_heads"], n_kv_heads=model["num_kv_heads"],
+        vocab_size=model["vocab_size"], norm_eps=model["norm_eps"], rope_theta=model["rope_theta"],
+        # torchtitan computes ffn_dim as 2/3 * 4 * dim * multiplier, rounded up to a multiple.
+        ffn_dim_multiplier=model["ffn_dim"] / (4 * model["dim"]), multiple_of=model["ffn_dim"],
         rope_scaling_args=RoPEScalingArgs(
-            scaling_factor=shape["rope_scaling"], original_max_position_embeddings=shape["rope_original_seq_len"]
+            scaling_factor=model["rope_scaling"], original_max_position_embeddings=model["rope_original_seq_len"]
         ),
     )  # fmt: skip
     spec = replace(
@@ -167,7 +167,7 @@ def main() -> None:
         build_optimizers_fn=build_optimizers, state_dict_adapter=None,
     )  # fmt: skip
     register_train_spec("task", spec)
-    # What torchrun would set. Port 0 is any that is free: other subjects run beside this one.
+    # The variables of torchrun. Port 0 selects a free port: other subjects run at the same time.
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     init_logger()
     TimedTrainer(config).train()

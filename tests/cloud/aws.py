@@ -38,7 +38,7 @@ class FakeResponse:
 
 
 def error_response(code: str, message: str = "", status: int = 400) -> tuple[FakeResponse, dict[str, Any]]:
-    """Returned by a function that runs `before` a call, makes the call fail."""
+    """A response that makes a call fail, for functions that run `before` it."""
     metadata = {"HTTPStatusCode": status}
     return FakeResponse(status), {"Error": {"Code": code, "Message": message}, "ResponseMetadata": metadata}
 

@@ -93,7 +93,7 @@ def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:
         ([BIG, "--dry-run", "--channel=data.path=/here"], "expected s3://BUCKET/PREFIX or fsx://FILESYSTEM/MOUNT/FOLDER"),
         ([BIG, "--dry-run", "--channel=data.path=s3://a/b,Pipe"], "unknown input mode Pipe; use File or FastFile"),
         ([BIG, "--dry-run", "--checkpoints=s3://a/b"], "--checkpoints s3://a/b: expected fsx://FILESYSTEM/MOUNT/FOLDER"),
-        (["train_configs/lama.toml", "--dry-run"], "train_configs/lama.toml: there is no such recipe"),
+        (["train_configs/lama.toml", "--dry-run"], "train_configs/lama.toml: recipe not found"),
         (
             ["train_configs/llama3_405b.toml", "--instances=8", "--dry-run", *DATA],
             "weights, gradients and optimizer state do not fit: ",

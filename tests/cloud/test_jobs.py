@@ -61,7 +61,7 @@ def test_list_has_jobs_of_the_prefix_newest_first(aws: Aws, capsys: pytest.Captu
     assert {parameters["SortOrder"] for parameters in calls} == {"Descending"}
     assert len(output(capsys, "list", "--limit", "2").splitlines()) == 5
     assert names[0] not in output(capsys, "list", "--prefix", "titan")
-    assert output(capsys, "list", "--prefix", "mine") == "no job in us-east-1 has a name that begins with mine-\n"
+    assert output(capsys, "list", "--prefix", "other") == "no job in us-east-1 has a name that begins with other-\n"
 
 
 def test_pages_are_read_up_to_the_limit(aws: Aws) -> None:

@@ -16,7 +16,7 @@ from titanlike.metrics.terminal import Console
 ROLE = "arn:aws:iam::123456789012:role/training"
 JOB = Job(
     run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"),
-    instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=4, region="us-east-1", role=ROLE, bucket="ours",
+    instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=4, region="us-east-1", role=ROLE, bucket="example",
     image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
 )  # fmt: skip
 FSX = Channel("data.path", "fsx://fs-0123456789abcdef0/mount/tokens")
@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {
         "TrainingInputMode": "File",
         "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/sagemaker/entry.py"],
         "ContainerArguments": [
-            "recipe.toml", "--run.dir=/opt/ml/checkpoints", "--run.name=llama3_8b", "--checkpoint.dir=s3://ours/titanlike/checkpoints",
+            "recipe.toml", "--run.dir=/opt/ml/checkpoints", "--run.name=llama3_8b", "--checkpoint.dir=s3://example/titanlike/checkpoints",
             "--run.shutdown_timeout=100", "--training.steps=50",
         ],
         "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
@@ -41,16 +41,16 @@ PLAIN: dict[str, Any] = {
             "InputMode": "File",
             "DataSource": {
                 "S3DataSource": {
-                    "S3DataType": "S3Prefix", "S3Uri": f"s3://ours/titanlike/code/{NAME}/",
+                    "S3DataType": "S3Prefix", "S3Uri": f"s3://example/titanlike/code/{NAME}/",
                     "S3DataDistributionType": "FullyReplicated",
                 }
             },
         }
     ],
-    "OutputDataConfig": {"S3OutputPath": "s3://ours/titanlike/output"},
+    "OutputDataConfig": {"S3OutputPath": "s3://example/titanlike/output"},
     "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 200},
     "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
-    "CheckpointConfig": {"S3Uri": "s3://ours/titanlike/runs/llama3_8b/", "LocalPath": "/opt/ml/checkpoints/llama3_8b"},
+    "CheckpointConfig": {"S3Uri": "s3://example/titanlike/runs/llama3_8b/", "LocalPath": "/opt/ml/checkpoints/llama3_8b"},
     "Environment": {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"},
     "Tags": [{"Key": "titanlike:run", "Value": "llama3_8b"}],
 }  # fmt: skip
@@ -77,7 +77,7 @@ def test_spot() -> None:
 
 
 def test_a_warm_pool() -> None:
-    request = request_for(replace(JOB, keep_alive_minutes=30))
+    request = request_for(replace(JOB, keep_alive=30))
     assert differences(request, PLAIN) == {
         "ResourceConfig": PLAIN["ResourceConfig"] | {"KeepAlivePeriodInSeconds": 1800}
     }
@@ -107,7 +107,7 @@ def test_data_and_checkpoints_on_fsx() -> None:
 
 
 def test_everything_else() -> None:
-    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/ours"
+    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
     job = replace(
         JOB, training_plan=plan, retries=3, kms_key="key", tags={"team": "us"}, environment={"NCCL_DEBUG": "INFO"}, max_hours=1.5,
         volume_gb=500, prefix="lab",
@@ -122,7 +122,7 @@ def test_everything_else() -> None:
         "InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 500, "TrainingPlanArn": plan,
         "VolumeKmsKeyId": "key",
     }  # fmt: skip
-    assert request["OutputDataConfig"] == {"S3OutputPath": "s3://ours/lab/output", "KmsKeyId": "key"}
+    assert request["OutputDataConfig"] == {"S3OutputPath": "s3://example/lab/output", "KmsKeyId": "key"}
     assert request["RetryStrategy"] == {"MaximumRetryAttempts": 3}
     assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 5400}
     assert request["Environment"] == {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
@@ -176,7 +176,7 @@ def test_overrides_take_precedence_over_job_defaults() -> None:
         (dict(bucket="Our_Bucket"), "--bucket Our_Bucket: expected 3 to 63 lowercase letters, digits, dots and dashes"),
         (dict(region="frankfurt"), "--region frankfurt: expected a region, such as us-east-1"),
         (dict(prefix="a_b"), "--prefix a_b: expected letters, digits and dashes"),
-        (dict(training_plan="mine"), "--training-plan mine: expected the ARN of a training plan"),
+        (dict(training_plan="plan"), "--training-plan plan: expected the ARN of a training plan"),
         (
             dict(run="a_run_with_a_name_that_is_far_too_long_for_it"),
             "--run a_run_with_a_name_that_is_far_too_long_for_it: the job name "
@@ -184,18 +184,18 @@ def test_overrides_take_precedence_over_job_defaults() -> None:
             "use a run name of at most 37",
         ),
         (
-            dict(spot=True, keep_alive_minutes=5),
+            dict(spot=True, keep_alive=5),
             "--spot and --keep-alive exclude each other: SageMaker has no warm pools of spot instances; remove one",
         ),
-        (dict(keep_alive_minutes=400), "--keep-alive 400: SageMaker's limit is 360 minutes"),
+        (dict(keep_alive=400), "--keep-alive 400: SageMaker's limit is 360 minutes"),
         (dict(subnets=("subnet-1",)), "--subnet and --security-group must be used together"),
         (
             dict(channels=(FSX,)),
             "fsx://fs-0123456789abcdef0/mount/tokens: FSx requires a VPC; add --subnet and --security-group",
         ),
         (
-            dict(channels=(Channel("data.path", "fsx://mine/tokens"),), **VPC),
-            "fsx://mine/tokens: expected fsx://fs-0123456789abcdef0/MOUNT/FOLDER, beginning with the file system's mount name",
+            dict(channels=(Channel("data.path", "fsx://files/tokens"),), **VPC),
+            "fsx://files/tokens: expected fsx://fs-0123456789abcdef0/MOUNT/FOLDER, beginning with the file system's mount name",
         ),
         (
             dict(arguments=("recipe.toml", f"--sample.prompt={'x' * 250}")),

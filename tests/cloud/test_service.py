@@ -42,9 +42,9 @@ def test_regions(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_credentials(account: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_PROFILE", "mine")
+    monkeypatch.setenv("AWS_PROFILE", "missing")
     assert client_error() == (
-        "AWS_PROFILE: The config profile (mine) could not be found; run aws configure list-profiles to list the profiles"
+        "AWS_PROFILE: The config profile (missing) could not be found; run aws configure list-profiles to list the profiles"
     )
     monkeypatch.delenv("AWS_PROFILE")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

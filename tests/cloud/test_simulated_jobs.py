@@ -32,7 +32,7 @@ TINY = {
 }  # fmt: skip
 JOB = Job(
     run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2,
-    region="us-east-1", role="arn:aws:iam::123456789012:role/training", bucket="ours", image="image",
+    region="us-east-1", role="arn:aws:iam::123456789012:role/training", bucket="example", image="image",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def finish(simulation: Simulation, *codes: int) -> list[str]:
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    lines = (folder / "s3/ours/titanlike/runs/tiny/metrics.jsonl").read_text().splitlines()
+    lines = (folder / "s3/example/titanlike/runs/tiny/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {one["step"]: (one["loss"], one["grad_norm"]) for one in records if "loss" in one}
 
@@ -81,14 +81,14 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
     reached = max(losses(parts))
     assert 5 <= reached < STEPS
     assert any(line.startswith(f"stopped by SIGTERM; to go on from step {reached}: ") for line in lines)
-    events = (parts / "s3/ours/titanlike/runs/tiny/tensorboard").iterdir()
+    events = (parts / "s3/example/titanlike/runs/tiny/tensorboard").iterdir()
     assert any(event.stat().st_size > 1000 for event in events)
     # The next job restores the run folder and the checkpoints on new hosts.
     lines = finish(start(parts, "20261122-000002"), 0, 0)
     assert f"resumed at step {reached}" in lines
     assert losses(parts) == losses(full) and set(losses(full)) == set(range(1, STEPS + 1))
     found, expected = (
-        read_whole(folder / f"s3/ours/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, full)
+        read_whole(folder / f"s3/example/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, full)
     )
     for kind, tensors in expected.items():
         assert tensors.keys() == found[kind].keys()
@@ -106,7 +106,7 @@ def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
         "--simulate",
         f"--folder={tmp_path}",
     ]
-    command = [sys.executable, *program, "--run=tiny", "--bucket=ours", *keys]
+    command = [sys.executable, *program, "--run=tiny", "--bucket=example", *keys]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout
     next(line for line in job.stdout if "step      3/5000" in line)
@@ -114,7 +114,7 @@ def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
     out, errors = job.communicate(timeout=60)
     assert errors == "stopping as SageMaker stops a job: the run saves and exits; repeat to kill it\n"
     assert out.endswith("algo-1: stopped\nalgo-2: stopped\n") and job.returncode == 143
-    assert (tmp_path / f"s3/ours/titanlike/checkpoints/tiny/step-{max(losses(tmp_path)):08}/manifest.json").exists()
+    assert (tmp_path / f"s3/example/titanlike/checkpoints/tiny/step-{max(losses(tmp_path)):08}/manifest.json").exists()
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_smoke_job_measures_and_trains(tmp_path: Path) -> None:
     assert "smoke: no GPU, or no driver" in lines
     assert any(re.fullmatch(r"smoke: all-reduce of 16 MiB over 2: [\d.]+ ms, [\d.]+ GB/s", line) for line in lines)
     assert any(line.startswith("step     20/20  loss ") for line in lines)
-    assert not (tmp_path / "s3/ours/titanlike/checkpoints").exists()
+    assert not (tmp_path / "s3/example/titanlike/checkpoints").exists()
 
 
 def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_the_failure_file_of_a_crashed_host_has_the_cause(tmp_path: Path, monkey
     wait_for((job.hosts[1].root / "output/failure").exists)
     other, crashed = job.wait()
     assert crashed.failure.splitlines()[0] == (
-        "127.0.0.2: RuntimeError: simulated crash; process 1 ended with exit code 1; its own words are above"
+        "127.0.0.2: RuntimeError: simulated crash; process 1 exited with code 1; see its output above"
     )
     assert crashed.code == 1 and other.code in (1, 143)  # it may be stopped before it notices the crash
     assert "Traceback (most recent call last)" in crashed.failure and "crashing.py" in crashed.failure

@@ -122,13 +122,13 @@ def test_default_bucket(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_local_tokenizer_is_uploaded(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "mine.model").write_bytes(b"IQ== 0\n")
+    (tmp_path / "small.model").write_bytes(b"IQ== 0\n")
     (tmp_path / "tokenizer_config.json").write_bytes(b"{}")
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/mine.model") == 0
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, f"--tokenizer.encoding={tmp_path}/small.model") == 0
     (submitted,) = REQUESTS
-    assert "--tokenizer.encoding=tokenizer/mine.model" in submitted["AlgorithmSpecification"]["ContainerArguments"]
+    assert "--tokenizer.encoding=tokenizer/small.model" in submitted["AlgorithmSpecification"]["ContainerArguments"]
     assert files(aws, f"titanlike/code/{submitted['TrainingJobName']}/").items() >= {
-        ("tokenizer/mine.model", b"IQ== 0\n"),
+        ("tokenizer/small.model", b"IQ== 0\n"),
         ("tokenizer/tokenizer_config.json", b"{}"),
     }
 

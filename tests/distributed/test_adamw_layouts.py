@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
+from tests.distributed.test_checkpoint import drop_last, reshard
 from tests.pool import Pool
 from tests.training import LLAMA, mesh_of, tiny, train
 from titanlike.checkpoint import read_whole
@@ -121,7 +121,7 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path) -> N
         for loader in LAYOUTS:
             target = tmp_path / f"{saver}-{loader}" / "checkpoints"
             target.mkdir(parents=True)
-            ranks(processes(loader)).run(load_and_save_elsewhere, _with_layout(recipe, loader), target)
+            ranks(processes(loader)).run(reshard, _with_layout(recipe, loader), target)
             moved = read_whole(target / "step-00000004")
             for kind, tensors in saved.items():
                 assert moved[kind].keys() == tensors.keys()

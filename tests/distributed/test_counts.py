@@ -28,7 +28,7 @@ from titanlike.verify import _toml, shrink
 Ranks = Callable[[int], Pool]
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-MICROBATCHES = 2  # a step, under any layout
+MICROBATCHES = 2  # per step, under any layout
 WARM = 3  # the first step after warm-up
 STEPS = 4
 
@@ -188,7 +188,7 @@ def test_number_and_bytes_of_collectives(ranks: Ranks, tmp_path: Path, layout: s
     if layout == "TP":  # twice a block, once each for embedding and head; forward and backward
         calls = MICROBATCHES * 2 * (2 * BLOCKS + 1)
         expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"] = (calls, calls * activations)
-        # Gradients of norms; three values a token for the loss.
+        # Gradients of norms; three values per token for the loss.
         norms = 2 * BLOCKS + 1
         expected["all_reduce"] = (
             MICROBATCHES * (norms + 3),

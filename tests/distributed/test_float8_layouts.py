@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
+from tests.distributed.test_checkpoint import drop_last, reshard
 from tests.parity import FAST
 from tests.pool import Pool
 from tests.training import assert_same, build, full_tensor, tiny, train
@@ -72,7 +72,8 @@ def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]
         loss.backward()
         total = collectives.all_reduce_sum(loss.detach().clone(), [mesh.context.get_group()])
         found = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        found = {name: gradient / mesh.num_data_ranks for name, gradient in found.items()}  # which read the same batch
+        # All data ranks read the same batch.
+        found = {name: gradient / mesh.num_data_ranks for name, gradient in found.items()}
         results.append({"loss": total, **found})
         model.zero_grad()
     return results
@@ -199,7 +200,7 @@ def test_float8_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Pat
     ):  # fmt: skip
         (tmp_path / name / "checkpoints").mkdir(parents=True)
         loader = dataclasses.replace(recipe_for(tmp_path, name, layout, float8, **options), run=saver.run)
-        ranks(processes).run(load_and_save_elsewhere, loader, tmp_path / name / "checkpoints")
+        ranks(processes).run(reshard, loader, tmp_path / name / "checkpoints")
         moved = read_whole(tmp_path / name / "checkpoints" / "step-00000002")
         for kind, tensors in saved.items():
             assert moved[kind].keys() == tensors.keys()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipes import pretrain
-from tests.distributed.test_checkpoint import drop_last, load_and_save_elsewhere
+from tests.distributed.test_checkpoint import drop_last, reshard
 from tests.distributed.test_parity import model_of
 from tests.pool import Pool
 from tests.training import MODELS, assert_same, build, full_tensor, result, tiny, train, train_on_rank
@@ -157,7 +157,7 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, mode
             target = tmp_path / f"{saver} to {loader}" / "checkpoints"
             target.mkdir(parents=True)
             as_saved = dataclasses.replace(recipes[loader], run=recipe.run)
-            pools[loader].run(load_and_save_elsewhere, as_saved, target)
+            pools[loader].run(reshard, as_saved, target)
             moved = read_whole(target / "step-00000002")
             assert moved.keys() == saved.keys()
             for kind, tensors in saved.items():

@@ -62,8 +62,8 @@ def test_attention_is_masked_across_documents() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     found = CausalAttention()(q, k, v, documents)
     for part in (slice(0, 3), slice(3, 6)):
-        alone = CausalAttention()(q[:, :, part], k[:, :, part], v[:, :, part])
-        torch.testing.assert_close(found[:, :, part], alone)
+        expected = CausalAttention()(q[:, :, part], k[:, :, part], v[:, :, part])
+        torch.testing.assert_close(found[:, :, part], expected)
     last = prefix_attention(q[:, :, 4:], k, v, (documents[:, 4:], documents))
     torch.testing.assert_close(last, found[:, :, 4:])
 

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "FSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(shard=2))),
     "PP, loss": (LOSS, 1, dict(parallelism=dict(pipeline=2), model=GPT_)),  # tied: the last stage holds a copy of the embedding
     "PP, gradient": (GRADIENT, 0, dict(parallelism=dict(pipeline=2))),
-    "HSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # which the replica does not see
+    "HSDP, gradient": (GRADIENT, 1, dict(parallelism=dict(replicate=2, shard=1))),  # unknown to the other replica
     "TP, gradient": (GRADIENT, 1, dict(parallelism=dict(tensor=2, shard=1))),
     "8bit": (LOSS, 0, dict(
         parallelism=dict(shard=2), optimizer=dict(state_dtype="8bit", stochastic_rounding=True),

@@ -126,7 +126,7 @@ def test_inductor_does_not_change_results(
 def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str) -> None:
     recipe = two_steps(tmp_path, model=MODELS[model], training=dict(compute_dtype="bfloat16"))
     found = train(ranks(1), recipe)
-    # 8 bits of mantissa: an error of 0.4% an operation, less in the mean over tokens
+    # 8 bits of mantissa: an error of 0.4% per operation, less in the mean over tokens
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain[model].losses), rtol=5e-3, atol=0)
     assert found.losses != plain[model].losses
 

@@ -176,8 +176,10 @@ def test_a_start_that_cannot_write_its_first_file_changes_no_files(
     before = lasting_files(tmp_path)
     job = starter.start(tmp_path, Fault("titanlike.utils.atomic_io.write_all", do="refuse"))
     assert job.wait_for_a_death()[0] == 2, job.said
-    told = "error: cannot write to runs/run: [Errno 28] No space left on device; fix this, or choose another run.dir\n"
-    assert told in job.said
+    message = (
+        "error: cannot write to runs/run: [Errno 28] No space left on device; fix this, or choose another run.dir\n"
+    )
+    assert message in job.said
     assert lasting_files(tmp_path) == before
 
 

@@ -52,7 +52,7 @@ def test_unrelated_pickles_are_ignored(starter: Starter, undisturbed: Trained, t
             (folder / name).write_bytes(hostile)
     for step in (checkpoints / "step-00000006", checkpoints / "step-00000008"):
         step.mkdir(exist_ok=True)
-        (step / "manifest.json").write_bytes(hostile)  # in place of the manifest
+        (step / "manifest.json").write_bytes(hostile)
     job = resume(starter, tmp_path)
     assert "resumed at step 4\n" in job.said
     assert not (tmp_path / "executed").exists()

@@ -156,6 +156,19 @@ def test_rank_stopped_during_a_pause(starter: Starter, tmp_path: Path) -> None:
     assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
 
 
+@pytest.mark.slow
+def test_stopped_rank_that_hosts_the_store(starter: Starter, tmp_path: Path) -> None:
+    """No rank can be elected to report, so rank 1 does."""
+    fault = Fault("titanlike.optim.optimizer.AdamW.step", "after", 0, step=5, do="sleep 0.5, SIGSTOP")
+    job = starter.start(tmp_path, fault, **{"checkpoint.mode": "sync", "run.hang_timeout": "2"})
+    assert job.ranks[1].wait(timeout=120) == 3, job.said
+    assert (
+        "error: the job's key-value store does not answer: rank 0's process is stopped, or its host is down" in job.said
+    )
+    assert "error: rank 1 waits in " in job.said
+    assert (tmp_path / "runs/run/hang/rank-00001.txt").exists()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_loss_on_one_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, rank: int) -> None:
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", rank, step=5, do="spoil"))

@@ -24,12 +24,12 @@ def test_training_reports_mfu_and_memory(tmp_path: Path, options: dict[str, str]
     assert 0 < last["memory_gib"] < 4
 
 
-@pytest.mark.parametrize(("kv_heads", "width"), [(8, 64), (2, 128), (1, 64)])
-def test_prefix_attention_matches_a_mask(kv_heads: int, width: int) -> None:
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 64), (2, 128), (1, 64)])
+def test_prefix_attention_matches_a_mask(kv_heads: int, head_dim: int) -> None:
     """Compares the kernel that context parallelism uses with a masked one."""
-    q = torch.randn(2, 8, 256, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q = torch.randn(2, 8, 256, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (
-        torch.randn(2, kv_heads, 1024, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv"
+        torch.randn(2, kv_heads, 1024, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv"
     )
     results = []
     for documents in (None, (torch.zeros(2, 256, device="cuda"), torch.zeros(2, 1024, device="cuda"))):
@@ -50,5 +50,5 @@ def test_cpu_offload_does_not_change_losses(tmp_path: Path) -> None:
             **SMALL | {"parallelism.cpu_offload": offload, "run.name": f"offload-{offload}"},
         )
         assert done.returncode == 0, done.stderr
-    kept, offloaded = (losses(tmp_path / f"runs/offload-{offload}") for offload in ("false", "true"))
-    assert offloaded == pytest.approx(kept, rel=1e-5)
+    resident, offloaded = (losses(tmp_path / f"runs/offload-{offload}") for offload in ("false", "true"))
+    assert offloaded == pytest.approx(resident, rel=1e-5)

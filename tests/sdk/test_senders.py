@@ -15,8 +15,8 @@ import submit
 from moto.server import ThreadedMotoServer
 
 ROLE = "arn:aws:iam::123456789012:role/training"
-PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/ours"
-CODE = "s3://ours/titanlike/code/titanlike-run-20261122-101112/"
+PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
+CODE = "s3://example/titanlike/code/titanlike-run-20261122-101112/"
 
 
 def s3(name: str, uri: str, mode: str = "File") -> dict[str, Any]:
@@ -35,10 +35,10 @@ REQUEST: dict[str, Any] = {
     },
     "RoleArn": ROLE,
     "InputDataConfig": [s3("code", CODE), s3("data-path", "s3://tokens/c4/", "FastFile")],
-    "OutputDataConfig": {"S3OutputPath": "s3://ours/titanlike/output"},
+    "OutputDataConfig": {"S3OutputPath": "s3://example/titanlike/output"},
     "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 200},
     "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
-    "CheckpointConfig": {"S3Uri": "s3://ours/titanlike/runs/run/", "LocalPath": "/opt/ml/checkpoints/run"},
+    "CheckpointConfig": {"S3Uri": "s3://example/titanlike/runs/run/", "LocalPath": "/opt/ml/checkpoints/run"},
     "Environment": {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa"},
     "Tags": [{"Key": "titanlike:run", "Value": "run"}],
 }
@@ -107,7 +107,7 @@ def session(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[boto3.Sess
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     session = boto3.Session(region_name="us-east-1")
-    session.client("s3").create_bucket(Bucket="ours")
+    session.client("s3").create_bucket(Bucket="example")
     session.events.register(
         "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: REQUESTS.append(params)
     )
@@ -120,7 +120,7 @@ REQUESTS: list[dict[str, Any]] = []
 
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
 def test_boto3_sends_the_request(session: boto3.Session, request_: dict[str, Any]) -> None:
-    assert submit.submit("boto3", request_, session, "ours/titanlike") == "titanlike-run-20261122-101112"
+    assert submit.submit("boto3", request_, session, "example/titanlike") == "titanlike-run-20261122-101112"
     assert [request_] == REQUESTS
 
 
@@ -128,15 +128,15 @@ def test_boto3_sends_the_request(session: boto3.Session, request_: dict[str, Any
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
 def test_model_trainer_sends_the_request_with_its_own_script(session: boto3.Session, request_: dict[str, Any]) -> None:
     assert submit.select_sender() == submit.select_sender("modeltrainer") == "modeltrainer"
-    name = submit.submit("modeltrainer", request_, session, "ours/titanlike")
+    name = submit.submit("modeltrainer", request_, session, "example/titanlike")
     (submitted,) = REQUESTS
     assert submitted["TrainingJobName"] == name and name.startswith("titanlike-run-2")
     # Its script, in an additional channel, executes our entry point with the same arguments.
     channels = {channel["ChannelName"]: channel for channel in submitted["InputDataConfig"]}
     drivers = channels["sm_drivers"]["DataSource"]["S3DataSource"]["S3Uri"]
-    key = drivers.removeprefix("s3://ours/").rstrip("/")
+    key = drivers.removeprefix("s3://example/").rstrip("/")
     assert key.startswith("titanlike/code/")
-    script = session.client("s3").get_object(Bucket="ours", Key=f"{key}/sm_train.sh")["Body"].read().decode()
+    script = session.client("s3").get_object(Bucket="example", Key=f"{key}/sm_train.sh")["Body"].read().decode()
     arguments = "recipe.toml --run.name=run '--sample.prompt=it'\"'\"'s a $HOME'"
     assert f"exec python3 /opt/ml/input/data/code/sagemaker/entry.py {arguments}\n" in script
     expected = copy.deepcopy(request_)
@@ -158,7 +158,7 @@ def test_estimator_sends_the_request_with_unused_hyperparameters(
     session: boto3.Session, request_: dict[str, Any]
 ) -> None:
     assert submit.select_sender() == submit.select_sender("estimator") == "estimator"
-    assert submit.submit("estimator", request_, session, "ours/titanlike") == request_["TrainingJobName"]
+    assert submit.submit("estimator", request_, session, "example/titanlike") == request_["TrainingJobName"]
     (submitted,) = REQUESTS
     assert all(key.startswith("sagemaker_") for key in submitted.pop("HyperParameters"))
     assert submitted.pop("ProfilerConfig") == {"DisableProfiler": True}

@@ -171,10 +171,10 @@ def test_hardware_without_float8_is_refused(scaling: Any, capability: tuple[int,
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    here = dict(run=dict(dir=str(tmp_path)))
+    options = dict(run=dict(dir=str(tmp_path)))
     with pytest.raises(UserError, match="but the CPU has no float8; set"):
-        check_machine(recipe(dict(emulate=False), **here))
-    check_machine(recipe({}, **here))
+        check_machine(recipe(dict(emulate=False), **options))
+    check_machine(recipe({}, **options))
     with pytest.raises(UserError, match="but the CPU has no float8; set"):
         check_hardware("cpu", TENSORWISE)
 

@@ -50,9 +50,9 @@ def test_learning_rate_of_runs_shorter_than_the_warmup() -> None:
     assert learning_rate(3, 3, 2.0, Schedule(warmup_steps=6)) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("shape", [LlamaConfig(num_layers=1), GPTConfig(num_layers=1)], ids=["llama", "gpt"])
-def test_norms_and_biases_have_no_weight_decay(shape: LlamaConfig | GPTConfig) -> None:
-    model = build_model(shape)
+@pytest.mark.parametrize("config", [LlamaConfig(num_layers=1), GPTConfig(num_layers=1)], ids=["llama", "gpt"])
+def test_norms_and_biases_have_no_weight_decay(config: LlamaConfig | GPTConfig) -> None:
+    model = build_model(config)
     decayed, not_decayed = build_optimizer(model, Optimizer(weight_decay=0.1)).param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)

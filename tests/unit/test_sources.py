@@ -147,16 +147,16 @@ def test_shards_have_a_validation_split_or_an_error_names_the_remedy(tmp_path: P
 
 
 def test_validation_path_names_shards_or_text(tmp_path: Path) -> None:
-    path = shards(tmp_path, "train", ["training text."] * 9)
+    train = shards(tmp_path, "train", ["training text."] * 9)
     held_out = shards(tmp_path, "held_out", ["what is held out"])
     file = tmp_path / "held_out.txt"
     file.write_text("what is held out")
-    found = [open_(True, source="shards", path=path, validation_path=path) for path in (held_out, str(file))]
+    found = [open_(True, source="shards", path=train, validation_path=path) for path in (held_out, str(file))]
     for data in found:
         assert tokens_of(data.validation) == [*b"what is held out", 256]
         assert len(tokens_of(data.training)) == 9 * 15
     # Validation data does not change the fingerprint of the training data.
-    assert len({data.fingerprint for data in found} | {open_(source="shards", path=path).fingerprint}) == 1
+    assert len({data.fingerprint for data in found} | {open_(source="shards", path=train).fingerprint}) == 1
 
 
 def test_the_fingerprint_of_a_mixture_covers_datasets_and_weights(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ def test_stack_location_is_the_innermost_function_and_its_caller_outside_librari
     barrier.wait()
     thread.join()
     assert found.startswith("wait (")
-    assert ", called from within (unit/test_watchdog.py:" in found
+    assert ", called from within (tests/unit/test_watchdog.py:" in found
 
 
 def test_watchdog_leaves_no_threads_and_no_files(tmp_path: Path, alone: None) -> None:
-    before = set(threading.enumerate())  # some of them, which served another test, may end meanwhile
+    before = set(threading.enumerate())  # threads of earlier tests may end during this one
     for _ in range(3):
         with Watchdog(1, tmp_path) as watchdog:
             for step in range(3):
@@ -112,7 +112,7 @@ def run_watchdogs(run_dir: Path, count: int) -> list[int]:
             num_ranks = 0
             while num_ranks < 2 and time.monotonic() < end:
                 heartbeats, _ = watchdog._heartbeats.call(watchdog._heartbeats.read_all) or ({}, [])
-                num_ranks = sum(beat is not None for beat in heartbeats.values())
+                num_ranks = sum(heartbeat is not None for heartbeat in heartbeats.values())
             found.append(num_ranks)
             assert not watchdog._heartbeats.is_alarm_raised
     return found

@@ -17,7 +17,7 @@ Trains a reduced model with the recipe's program twice, in one process and under
 largest difference of any weight. Exits with code 0 if they agree up to rounding, otherwise with code 1.
 
   titanlike verify train_configs/llama3_8b.toml --layout tensor=2,pipeline=2
-  titanlike verify mine/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
+  titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
 
 def build_parser() -> argparse.ArgumentParser:

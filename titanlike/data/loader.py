@@ -1,7 +1,6 @@
 """Batches of one rank as tensors, prefetched by torchdata."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,13 +66,14 @@ class BatchLoader:
         self.document_separator = document_separator
         self.dropout_bits = dropout_bits
         self._position: Position | None = None  # of the source, after the last batch that was taken
-        self._prefetcher: Prefetcher[Future[_Item]] | None = None
+        self._prefetcher: Prefetcher[_Item | BaseException] | None = None
 
     @contextmanager
     def prefetch(self, num_batches: int, first_step: int, last_step: int) -> Iterator[None]:
         """Builds the batches of these steps in a thread, up to `num_batches` ahead of the training loop."""
         if num_batches:
-            self._prefetcher = Prefetcher(_Batches(self, first_step, last_step), num_batches)
+            # Each item carries its own state, so the prefetcher takes no snapshots.
+            self._prefetcher = Prefetcher(_Batches(self, first_step, last_step), num_batches, snapshot_frequency=0)
             self._prefetcher.reset()  # starts the thread
         try:
             yield
@@ -82,7 +82,9 @@ class BatchLoader:
 
     def microbatches(self, step: int) -> list[Batch]:
         """Returns the micro-batches of a step, which counts from 1."""
-        item = next(self._prefetcher).result() if self._prefetcher else self.build(step)
+        item = next(self._prefetcher) if self._prefetcher else self.build(step)
+        if isinstance(item, BaseException):
+            raise item
         built_for, tensors, self._position = item
         assert built_for == step, f"the next batch is that of step {built_for}, not {step}"
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
@@ -135,11 +137,11 @@ class BatchLoader:
         return arrays
 
 
-class _Batches(BaseNode[Future[_Item]]):
+class _Batches(BaseNode[_Item | BaseException]):
     """Yields the batches of successive steps, each with the position of the source after it.
 
-    The position travels with the batch: a checkpoint records the batches taken, not those prefetched. Futures carry exceptions,
-    which torchdata would replace by new ones with the traceback as their message.
+    The position travels with the batch: a checkpoint records the batches taken, not those prefetched. An exception is yielded
+    as the last item, because torchdata would replace it by a new one with the traceback as its message.
     """
 
     def __init__(self, loader: BatchLoader, first_step: int, last_step: int) -> None:
@@ -147,18 +149,15 @@ class _Batches(BaseNode[Future[_Item]]):
         self.loader = loader
         self.steps = iter(range(first_step, last_step + 1))
 
-    def next(self) -> Future[_Item]:
+    def next(self) -> _Item | BaseException:
+        step = next(self.steps)
         if self.loader.device.type == "cuda":
             torch.cuda.set_device(self.loader.device)  # new threads use GPU 0, and would allocate memory there
-        result: Future[_Item] = Future()
         try:
-            result.set_result(self.loader.build(next(self.steps)))
-        except StopIteration:
-            raise
+            return self.loader.build(step)
         except BaseException as error:  # noqa: BLE001  raised in the training thread, at its step
             self.steps = iter(())
-            result.set_exception(error)
-        return result
+            return error
 
     def get_state(self) -> dict[str, Any]:
         return {}

@@ -5,7 +5,7 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,14 +37,7 @@ class Sources:
 
 
 def open_sources(
-    section: Data,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    seed: int,
-    validate: bool,
-    log: Callable[[str], None] = print,
+    section: Data, tokenizer: Tokenizer, *, seq_len: int, global_batch_size: int, seed: int, validate: bool
 ) -> Sources:
     """Opens the training data and, with `validate`, the validation data. Text is tokenized first unless the cache has it."""
     mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
@@ -62,7 +55,7 @@ def open_sources(
             skip_bad=section.bad_records == "skip", seed=seed, global_batch_size=global_batch_size,
         )  # fmt: skip
     else:
-        arrays = [_open_training(section, path, tokenizer, log) for path in paths]
+        arrays = [_open_training(section, path, tokenizer) for path in paths]
         fingerprints = [array.fingerprint for array in arrays]
         splits = [_validation_split(array) for array in arrays]
         every = 0 if section.validation_path or any(splits) else section.holdout_every
@@ -82,7 +75,7 @@ def open_sources(
             }
             validation = mix(list(held_out), list(held_out.values()))
     if validate and section.validation_path:
-        array = _open_validation(section, tokenizer, log)
+        array = _open_validation(section, tokenizer)
         validation = mix([PackedDataset(array, seq_len, name=section.validation_path)])
     if len(fingerprints) > 1:
         fingerprints = [_hash([fingerprints, weights])]
@@ -118,7 +111,7 @@ def _paths_and_weights(section: Data) -> tuple[list[str], list[float]]:
     return [section.path or section.source], [1.0]
 
 
-def _open_training(section: Data, path: str, tokenizer: Tokenizer, log: Callable[[str], None]) -> TokenArray:
+def _open_training(section: Data, path: str, tokenizer: Tokenizer) -> TokenArray:
     if section.source == "synthetic":
         drawn = np.random.default_rng(0).integers(0, tokenizer.vocab_size, SYNTHETIC_TOKENS, dtype=tokenizer.dtype)
         return InMemoryTokens(drawn)
@@ -126,14 +119,14 @@ def _open_training(section: Data, path: str, tokenizer: Tokenizer, log: Callable
         _check_tokenizer(path, read_manifest(path), tokenizer)
         return Shards(path)
     files = stdlib_files() if section.source == "python_stdlib" else list_files(path)
-    return Shards(str(_tokenize(files, section, tokenizer, path, log)))
+    return Shards(str(_tokenize(files, section, tokenizer, path)))
 
 
-def _open_validation(section: Data, tokenizer: Tokenizer, log: Callable[[str], None]) -> TokenArray:
+def _open_validation(section: Data, tokenizer: Tokenizer) -> TokenArray:
     """Opens `data.validation_path`, which may name shards or text whatever `data.source` is."""
     path = section.validation_path
     if not _has_manifest(path):
-        return Shards(str(_tokenize(list_files(path), section, tokenizer, path, log)))
+        return Shards(str(_tokenize(list_files(path), section, tokenizer, path)))
     manifest = read_manifest(path)
     _check_tokenizer(path, manifest, tokenizer)
     return Shards(path, VALIDATION if manifest.splits.get(VALIDATION) else TRAIN)
@@ -154,15 +147,12 @@ def _has_manifest(path: str) -> bool:
         return False
 
 
-def _tokenize(
-    files: Sequence[File], section: Data, tokenizer: Tokenizer, path: str, log: Callable[[str], None]
-) -> Path:
+def _tokenize(files: Sequence[File], section: Data, tokenizer: Tokenizer, path: str) -> Path:
     """Returns the shards of some text in the cache. The first process that needs them writes them; the others wait."""
     fields = _fields(section)
     known = [[file.name, file.size, file.version] for file in files]
     folder = cache_folder(section.cache) / "tokens"
     out = folder / _hash([FORMAT, known, asdict(fields), section.bad_records, tokenizer.fingerprint])
-    size = sum(file.size for file in files)
     try:
         while not (out / MANIFEST).exists():
             try:
@@ -172,9 +162,10 @@ def _tokenize(
                 continue
             try:
                 if not (out / MANIFEST).exists():
+                    size = sum(file.size for file in files)
                     if size > LARGE_TEXT:
-                        log(
-                            f"{path}: {size / 2**30:.2f} GiB of text; `titanlike data prepare` tokenizes it once, on all cores"
+                        print(
+                            f"{path}: {size / 2**30:.2f} GiB of text; `titanlike data prepare` would use all cores, once"
                         )
                     prepare(files, out, tokenizer.section, fields=fields, bad=section.bad_records, workers=0)
             finally:

@@ -108,7 +108,6 @@ class Shards:
         self.path = path
         self.folder = open_folder(path)
         self.manifest = read_manifest(path, self.folder)
-        self.split = split
         self.shards = self.manifest.splits.get(split, [])
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self.offsets = np.cumsum([0] + [shard.tokens for shard in self.shards])

@@ -28,7 +28,7 @@ JOB_VARIABLES = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of this process in its job, and the restarts of that job by torchrun."""
+    """The rank of this process in its job, and the restarts of that job by torchrun."""
 
     rank: int = 0
     world_size: int = 1
@@ -83,11 +83,6 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
         max_restarts=_integer(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
         launch_id=environ.get(LAUNCH_ID),
     )
-
-
-def has_rank_variables(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has started this process as one rank of a job."""
-    return bool(environ.get("RANK"))
 
 
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
@@ -170,7 +165,7 @@ def first_host(node_list: str) -> str:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Returns this process's environment with changes, and without the variables that place it in a job."""
+    """Returns this process's environment with changes, and without the variables that make it part of a job."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -183,7 +178,7 @@ def fail(error: UserError, code: int = 2) -> NoReturn:
     """Prints a user's mistake, one line per problem, and exits.
 
     If all processes of a node find the same mistake, only the first one prints it: the others wait, and the launcher terminates
-    them meanwhile. A process that alone finds a mistake is not terminated, and prints it after the wait.
+    them in this time. A process that alone finds a mistake is not terminated, and prints it after the wait.
     """
     if not is_first_on_node():
         time.sleep(ERROR_DELAY)

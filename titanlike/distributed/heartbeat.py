@@ -119,10 +119,11 @@ class HeartbeatThread(threading.Thread):
         heartbeats: dict[int, Heartbeat | None] = {}
         silent = []
         for rank, key in enumerate(keys):
-            heartbeats[rank] = beat = Heartbeat(**json.loads(contents[key])) if key in contents else None
-            if rank not in self._last_changes or self._last_changes[rank][0] != beat:
-                self._last_changes[rank] = beat, now
-            if now - self._last_changes[rank][1] > self.timeout and not (beat and beat.is_final):
+            heartbeat = Heartbeat(**json.loads(contents[key])) if key in contents else None
+            heartbeats[rank] = heartbeat
+            if rank not in self._last_changes or self._last_changes[rank][0] != heartbeat:
+                self._last_changes[rank] = heartbeat, now
+            if now - self._last_changes[rank][1] > self.timeout and not (heartbeat and heartbeat.is_final):
                 silent.append(rank)
         return heartbeats, silent
 
@@ -134,36 +135,34 @@ def diagnose_missing_ranks(
     lines = [_describe_silent(rank, heartbeats[rank], now) for rank in sorted(silent)[:MAX_LINES]]
     if len(silent) > MAX_LINES:
         lines.append(f"no heartbeat from {format_ranks(sorted(silent)[MAX_LINES:])} either")
-    known = {rank: beat for rank, beat in heartbeats.items() if beat and rank not in silent}
-    finished = [rank for rank, beat in known.items() if beat.finished]
+    known = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat and rank not in silent}
+    finished = [rank for rank, heartbeat in known.items() if heartbeat.finished]
     if finished:
         step = min(known[rank].step for rank in finished)
         lines.append(f"{format_ranks(finished)} left the training loop at step {step}")
-    alive = {rank: beat for rank, beat in known.items() if not beat.finished}
-    newest_step = max((beat.step for beat in alive.values()), default=0)
-    behind = [(rank, beat) for rank, beat in alive.items() if beat.step < newest_step]
-    for rank, beat in [] if silent else behind[:MAX_LINES]:
-        lines.append(
-            f"rank {rank} (pid {beat.pid} on {beat.host}) is alive at step {beat.step}; the others wait at step {newest_step}"
-        )
+    alive = {rank: heartbeat for rank, heartbeat in known.items() if not heartbeat.finished}
+    newest_step = max((heartbeat.step for heartbeat in alive.values()), default=0)
+    behind = [(rank, heartbeat) for rank, heartbeat in alive.items() if heartbeat.step < newest_step]
+    for rank, heartbeat in [] if silent else behind[:MAX_LINES]:
+        name = f"rank {rank} (pid {heartbeat.pid} on {heartbeat.host})"
+        lines.append(f"{name} is alive at step {heartbeat.step}; the others wait at step {newest_step}")
     if not lines:
         lines.append(f"all {len(alive)} ranks are alive at step {newest_step}")
     ranks_at: dict[str, list[int]] = {}
-    for rank, beat in alive.items():
-        if beat.location:
-            ranks_at.setdefault(beat.location, []).append(rank)
+    for rank, heartbeat in alive.items():
+        if heartbeat.location:
+            ranks_at.setdefault(heartbeat.location, []).append(rank)
     for location, ranks in sorted(ranks_at.items(), key=lambda item: len(item[1]))[:MAX_LINES]:
         lines.append(f"{format_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {location}")
     return lines
 
 
-def _describe_silent(rank: int, beat: Heartbeat | None, now: float) -> str:
-    if beat is None:
+def _describe_silent(rank: int, heartbeat: Heartbeat | None, now: float) -> str:
+    if heartbeat is None:
         return f"rank {rank} has sent no heartbeat: it has not reached the training loop, or its host is down"
-    return (
-        f"rank {rank} (pid {beat.pid} on {beat.host}) sent its last heartbeat {now - beat.time:.0f} s ago at step {beat.step}: "
-        "its process is stopped, or its host is down"
-    )
+    name, age = f"rank {rank} (pid {heartbeat.pid} on {heartbeat.host})", f"{now - heartbeat.time:.0f} s ago"
+    cause = "its process is stopped, or its host is down"
+    return f"{name} sent its last heartbeat {age} at step {heartbeat.step}: {cause}"
 
 
 def format_ranks(ranks: Collection[int]) -> str:

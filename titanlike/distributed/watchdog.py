@@ -108,7 +108,7 @@ class Watchdog:
             return False
         heartbeats, silent = self._heartbeats.call(self._heartbeats.read_all) or ({}, [])
         # A rank that was stopped during a pause cannot publish its end, but is silent.
-        return not any(beat and beat.paused and rank not in silent for rank, beat in heartbeats.items())
+        return not any(heartbeat and heartbeat.paused and rank not in silent for rank, heartbeat in heartbeats.items())
 
     def _end(self, stalled: float) -> NoReturn:
         """Raises the alarm, or responds to it: dumps stacks, reports, and exits together with the other ranks."""
@@ -126,6 +126,7 @@ class Watchdog:
             # Without the store no rank can be elected, and rank 0's host may be down.
             elif is_reporter or environment.is_first_on_node() or self.rank == 1:
                 self._report(stalled, self._diagnose(is_reporter))
+            if is_reporter:
                 self._heartbeats.call(lambda store: store.set("reported", ""))
                 time.sleep(0.5)  # the other ranks exit first: this process may host the store
         finally:
@@ -142,10 +143,10 @@ class Watchdog:
             ]
         heartbeats, silent = found
         for rank in silent:
-            beat = heartbeats[rank]
-            if beat and (beat.host, beat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
+            heartbeat = heartbeats[rank]
+            if heartbeat and (heartbeat.host, heartbeat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
                 # The common launcher would wait half a minute for a stopped process. It has to see our exit code first.
-                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {beat.pid}"], stderr=subprocess.DEVNULL)
+                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {heartbeat.pid}"], stderr=subprocess.DEVNULL)
         return diagnose_missing_ranks(heartbeats, silent, time.time())
 
     def _wait_for_dumps(self) -> tuple[dict[int, Heartbeat | None], list[int]] | None:
@@ -153,7 +154,11 @@ class Watchdog:
         end = time.monotonic() + 4 * self.store_timeout
         while found := self._heartbeats.call(self._heartbeats.read_all):
             heartbeats, silent = found
-            pending = [rank for rank, beat in heartbeats.items() if rank not in silent and not (beat and beat.is_final)]
+            pending = [
+                rank
+                for rank, heartbeat in heartbeats.items()
+                if rank not in silent and not (heartbeat and heartbeat.is_final)
+            ]
             if not pending or time.monotonic() > end:
                 break
             time.sleep(0.1)
@@ -163,9 +168,8 @@ class Watchdog:
         end = time.monotonic() + 8 * self.store_timeout
         is_reported: bool | None = False
         while is_reported is False and time.monotonic() < end:
-            is_reported = self._heartbeats.call(
-                lambda store: store.check(["reported"])
-            )  # None if the reporter hosted the store
+            # None if the reporter hosted the store and has exited.
+            is_reported = self._heartbeats.call(lambda store: store.check(["reported"]))
             time.sleep(0.1)
 
     def _report(self, stalled: float, findings: list[str]) -> None:
@@ -208,6 +212,6 @@ def stack_location(frame: FrameType | None) -> str:
     own = [one for one in frames if not any(library in one.f_code.co_filename for library in libraries)]
     lines = []
     for one in frames[:1] + own[:1]:
-        path = Path(one.f_code.co_filename)
-        lines.append(f"{one.f_code.co_name} ({path.parent.name}/{path.name}:{one.f_lineno})")
+        path = "/".join(Path(one.f_code.co_filename).parts[-3:])
+        lines.append(f"{one.f_code.co_name} ({path}:{one.f_lineno})")
     return ", called from ".join(dict.fromkeys(lines)) or "code without a Python frame"

@@ -1,4 +1,4 @@
-"""FSDP all-gather in float8: each rank casts its shard before the all-gather, which sends one byte an element.
+"""FSDP all-gather in float8: each rank casts its shard before the all-gather, which sends one byte per element.
 
 A shard is cast with the scale of the full weight. All scales become stale at once, after an optimizer step. They are recomputed
 together, by one all-reduce for all weights of a model, before the first all-gather of the next step.
@@ -149,9 +149,7 @@ class ScaleUpdater:
         if self.updated_at == self.optimizer_steps["steps"]:
             return
         self.updated_at = self.optimizer_steps["steps"]
-        if (
-            not self.weights
-        ):  # before the first all-gather all parameters are sharded; later FSDP may swap in unsharded ones
+        if not self.weights:  # found before the first all-gather; later FSDP may swap in unsharded parameters
             parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
             self.weights = [p for p in parameters if isinstance(p._local_tensor, Float8Shard)]
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Float8Shard]] = {}

@@ -1,6 +1,6 @@
 """Float8 with tensor and context parallelism: shards share one scale, and all-gathers before float8 matmuls send float8.
 
-The all-gather before a float8 matmul, in the forward or backward pass, sends one byte an element instead of two for bfloat16.
+The all-gather before a float8 matmul, in the forward or backward pass, sends one byte per element instead of two for bfloat16.
 Reductions stay in high precision.
 """
 

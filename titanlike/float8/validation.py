@@ -22,7 +22,7 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
     checks = [
         (
             float8.all_gather and float8.scaling != "tensorwise",
-            f"float8.all_gather = true requires one scale a matrix, but float8.scaling = {float8.scaling!r} has many; "
+            f"float8.all_gather = true requires one scale per matrix, but float8.scaling = {float8.scaling!r} has many; "
             "set float8.scaling = 'tensorwise', or all_gather = false",
         ),
         (

@@ -14,8 +14,8 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown."""
-    words = device_name.replace("-", " ").split()
-    return next((peak for name, peak in PEAK_FLOPS.items() if all(word in words for word in name.split())), None)
+    parts = device_name.replace("-", " ").split()
+    return next((peak for name, peak in PEAK_FLOPS.items() if all(part in parts for part in name.split())), None)
 
 
 def device_name(device: torch.device) -> str:

@@ -34,19 +34,16 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def __post_init__(self) -> None:
         self.peak_flops = peak_flops(device_name(self.device))
-        self._console: Console | None = None
         self._trackers: list[JSONLWriter | TensorBoardWriter] = []
         if self.folder:
-            self._console = Console(self.num_steps, self.first_step)
             self._trackers.append(JSONLWriter(self.folder / "metrics.jsonl"))
-            if self.tensorboard:
-                self._trackers.append(TensorBoardWriter(self.folder / "tensorboard", self.first_step))
+        if self.folder and self.tensorboard:
+            self._trackers.append(TensorBoardWriter(self.folder / "tensorboard", self.first_step))
+        self._console = Console(self.num_steps, self.first_step) if self.folder else None
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
         self._data_wait = 0.0
-        self._pending: tuple[int, AsyncD2H, float] | None = (
-            None  # a step to record: its number, values and learning rate
-        )
+        self._pending: tuple[int, AsyncD2H, float] | None = None  # step, values and learning rate of the next record
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:

@@ -53,15 +53,13 @@ def context_parallel_attention(
     Keys and values are gathered before they are repeated for grouped query heads, which minimizes the bytes sent.
     """
     keys, values = gather_sequence(k, 2, mesh), gather_sequence(v, 2, mesh)
-    key_document_ids = None if document_ids is None else gather_sequence(document_ids, 1, mesh)
+    ids = None if document_ids is None else (document_ids, gather_sequence(document_ids, 1, mesh))
     length, rank = q.shape[2] // 2, mesh.get_local_rank()
     outputs = []
     for half, chunk in enumerate((rank, 2 * mesh.size() - 1 - rank)):
         queries = slice(half * length, (half + 1) * length)
         prefix = slice((chunk + 1) * length)  # later keys are masked for every query of this chunk
-        documents = None
-        if document_ids is not None and key_document_ids is not None:
-            documents = document_ids[:, queries], key_document_ids[:, prefix]
+        documents = None if ids is None else (ids[0][:, queries], ids[1][:, prefix])
         outputs.append(prefix_attention(q[:, :, queries], keys[:, :, prefix], values[:, :, prefix], documents))
     return torch.cat(outputs, dim=2)
 

@@ -54,12 +54,8 @@ class Pipeline(nn.Module):
         self.tensor = tensor
         self.vocab_size, self.dim = model.get_parameter(EMBEDDING).shape
         # A plain dict, whose modules are not registered: each parameter is registered once, under its full-model name.
-        self.parts = {
-            stage: _stage_module(model, stage, split)
-            for stage in stages_of(
-                mesh.get_local_rank(), mesh.size(), self.num_stages, v_shaped=self.schedule_spec.v_shaped
-            )
-        }
+        stages = stages_of(mesh.get_local_rank(), mesh.size(), self.num_stages, v_shaped=self.schedule_spec.v_shaped)
+        self.parts = {stage: _stage_module(model, stage, split) for stage in stages}
         self.layers = nn.ModuleDict()
         for part in self.parts.values():
             for name, child in part.named_children():
@@ -103,7 +99,7 @@ class Pipeline(nn.Module):
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Returns the sum of the micro-batches' losses on the last stage's rank, 0 elsewhere."""
         loss = torch.zeros((), device=microbatches[0].labels.device)
-        # One micro-batch a rank keeps all ranks busy; more would only take memory for their activations.
+        # One micro-batch per rank keeps all ranks busy; more would only take memory for their activations.
         for start in range(0, len(microbatches), self.mesh.size()):
             inputs = [
                 batch.inputs | {"labels": batch.labels} for batch in microbatches[start : start + self.mesh.size()]
@@ -191,11 +187,9 @@ class Pipeline(nn.Module):
             assert self.normalize_loss is not None
             return self.normalize_loss(loss)
 
-        multi_stage = issubclass(schedule_class, pipelining.schedules.PipelineScheduleMulti)
+        multi = issubclass(schedule_class, pipelining.schedules.PipelineScheduleMulti)
         # Losses are already divided by the tokens of the global batch, so gradients of micro-batches are summed.
-        return schedule_class(
-            stages if multi_stage else stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False
-        )
+        return schedule_class(stages if multi else stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
 
     def _sum_tied_gradients(self) -> None:
         """Sets the gradients of the embedding and of the tied head to their sum, across the first and last stage."""
@@ -205,10 +199,7 @@ class Pipeline(nn.Module):
             group, other_rank = self.mesh.get_group(), self._rank_of(self.num_stages - 1) if EMBEDDING in tied else 0
             peer = dist.get_global_rank(group, other_rank)
             remote = torch.empty_like(gradients[0])
-            exchange = [
-                dist.P2POp(dist.isend, gradients[0], peer, group),
-                dist.P2POp(dist.irecv, remote, peer, group),
-            ]
+            exchange = [dist.P2POp(dist.isend, gradients[0], peer, group), dist.P2POp(dist.irecv, remote, peer, group)]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
             gradients[0] += remote

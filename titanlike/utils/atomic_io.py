@@ -8,13 +8,13 @@ from typing import BinaryIO
 
 
 @contextmanager
-def atomic_writer(path: Path, *, suffix: str = ".partial", durable: bool = True) -> Iterator[BinaryIO]:
-    """Opens `path` + `suffix` for unbuffered writing and renames it to `path` when the block ends without an error.
+def atomic_writer(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Opens `path`.partial for unbuffered writing and renames it to `path` when the block ends without an error.
 
     With `durable`, the content reaches the disk before the rename. The rename itself is durable after `fsync_directory`. If the
     block raises, the partial file is deleted.
     """
-    partial = path.with_name(f"{path.name}{suffix}")
+    partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb", buffering=0) as file:
             yield file

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def exit_on_interrupt() -> None:
-    """Makes Ctrl-C end this process without a stack trace, as long as there is nothing to clean up."""
+    """Makes Ctrl-C end this process without a stack trace, for use before there is anything to clean up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
