@@ -63,9 +63,9 @@ ERRORS = {
         "tests/distributed/test_float8_layouts.py",
     ),
     "check": Planted(
-        "titanlike/run/preflight.py",
-        'shared |= {"num_kv_heads": model.num_kv_heads, "ffn_dim": model.ffn_dim}',
-        'shared |= {"ffn_dim": model.ffn_dim}',
+        "titanlike/config/model_configs.py",
+        '| {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}',
+        '| {"ffn_dim": self.ffn_dim}',
         "tests/unit tests/recipes/test_mistakes.py",
     ),
     "launcher": Planted(

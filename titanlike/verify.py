@@ -92,12 +92,12 @@ def verify(recipe: Path, layout: str, steps: int, overrides: Sequence[str] = ())
     try:
         chosen = _parse(layout)
         processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
-        given = [str(recipe), *overrides, *(f"--parallelism.{key}={value}" for key, value in chosen.items())]
+        arguments = [str(recipe), *overrides, *(f"--parallelism.{key}={value}" for key, value in chosen.items())]
         # Check the layout at the real size first: the small model would hide what does not divide.
-        checked = _run([*given, "--check", str(processes)], 1)
+        checked = _run([*arguments, "--check", str(processes)], 1)
         if checked.returncode:
             raise UserError(checked.stderr.strip().removeprefix("error: "))
-        values = tomli.loads(_run([*given, "--resolved"], 1).stdout)
+        values = tomli.loads(_run([*arguments, "--resolved"], 1).stdout)
     except UserError as error:
         environment.fail(error)
     title = " x ".join(f"{name} {chosen[name]}" for name in DIMENSIONS if chosen[name] != "1") or "one process"
@@ -116,7 +116,7 @@ def verify(recipe: Path, layout: str, steps: int, overrides: Sequence[str] = ())
         results = []
         for name, number, changes in (("one", 1, smaller | alone), ("layout", processes, smaller)):
             changes = changes | {"run.dir": folder, "run.name": name}
-            done = _run([*given, *(f"--{key}={_toml(value)}" for key, value in changes.items())], number)
+            done = _run([*arguments, *(f"--{key}={_toml(value)}" for key, value in changes.items())], number)
             if done.returncode:
                 print(done.stderr.strip()[-4000:], file=sys.stderr)
                 print(f"NOT equal: {'one process' if number == 1 else title} ended with exit code {done.returncode}")

@@ -80,7 +80,7 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
     lines = finish(first, 143, 143)
     reached = max(losses(parts))
     assert 5 <= reached < STEPS
-    assert any(line.startswith(f"stopped by SIGTERM; to go on from step {reached}: ") for line in lines)
+    assert any(line.startswith(f"stopped by SIGTERM; to resume from step {reached}: ") for line in lines)
     events = (parts / "s3/example/titanlike/runs/tiny/tensorboard").iterdir()
     assert any(event.stat().st_size > 1000 for event in events)
     # The next job restores the run folder and the checkpoints on new hosts.

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.planted_errors import ERRORS, Planted
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titanlike"
 
@@ -76,3 +78,9 @@ def test_only_two_modules_read_environment_variables(path: Path) -> None:
 def test_a_file_has_a_limited_number_of_lines(path: Path) -> None:
     limit = 450 if path == PACKAGE / "config" / "sections.py" else 320  # all keys with their documentation in one file
     assert len(path.read_text().splitlines()) <= limit, "a file has one subject: split it"
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=list(ERRORS))
+def test_planted_errors_match_the_code(error: Planted) -> None:
+    assert (ROOT / error.file).read_text().count(error.old) == 1
+    assert all((ROOT / path).exists() for path in error.tests.split())

@@ -303,12 +303,12 @@ def test_a_v_shaped_schedule_puts_the_first_and_last_stage_on_one_rank() -> None
 
 
 def test_the_summary_shows_the_layout() -> None:
-    given = recipe(
+    chosen = recipe(
         model=LlamaConfig(num_layers=6),
         parallelism=dict(pipeline=2, pipeline_schedule="interleaved_1f1b", tensor=2),
         training=dict(global_batch_size=8, local_batch_size=2, seq_len=128),
     )
-    shown = summary(given, given.parallelism.resolve(8).dimensions(), torch.device("cpu"), "").splitlines()
+    shown = summary(chosen, chosen.parallelism.resolve(8).dimensions(), torch.device("cpu"), "").splitlines()
     assert shown[-5:] == [
         "batch   8 sequences x 128 tokens a step; each rank takes 2 x 2",
         f"ranks   8 on {device_name(torch.device('cpu'))}; compute bfloat16, compile block",

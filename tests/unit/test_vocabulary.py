@@ -36,8 +36,6 @@ IDENTIFIERS = {
     "Sign": "Heartbeat",
     "Watch": "Watchdog",
     "patient|someone_is_patient|PATIENCE": "pause",
-    "ask": "begin_sync",
-    "answer|answers": "result, response",
     "Stop": "GracefulShutdown",
     "leave": "barrier_and_exit",
     "agree": "broadcast_object",
@@ -77,7 +75,6 @@ IDENTIFIERS = {
     "farewell": "shutdown_message",
     "watching": "monitor",
     "parcel": "bundle",
-    "senders": "submit",
     "talk|talks": "communicate",
     "told|tells": "log, report",
     "said|say|says": "output, message",
@@ -85,7 +82,12 @@ IDENTIFIERS = {
 
 # The same for names that are standard in other folders.
 LOCAL_IDENTIFIERS = {
-    "titanlike": {"noise": "counter_rng", "FLOORS": "LAYERS"},
+    "titanlike": {
+        "noise": "counter_rng",
+        "FLOORS": "LAYERS",
+        "ask": "begin_sync",
+        "answer|answers": "result, response",
+    },
     "titanlike/models": {"words": "vocab", "visible": "document_causal_mask"},
     "titanlike/optim": {"levels|LEVELS": "codebook"},
     "titanlike/parallelisms": {"words": "vocab", "visible": "document_causal_mask"},
@@ -133,7 +135,7 @@ PHRASES = {
     r"has need of": "needs",
     r"whole checkpoints?": "complete checkpoint",
     r"come[sn]? out even": "divide evenly",
-    r"spot capacity": "spot instances",
+    r"spot capacity: cheaper": "spot instances",
     # Modules, keys and values that have been renamed.
     r"titanlike[./](transform|noise|quietly|readback|roll_call|signals|watch|adamw|run_folder)(?=\.py|\.\w+ import| import)":
         "the present name of the module",

@@ -126,8 +126,8 @@ def _pipeline_stage_problems(recipe: PretrainRecipe) -> list[str]:
     pipeline, name = parallelism.pipeline, parallelism.pipeline_schedule
     schedule, per_rank, split = SCHEDULES[name], parallelism.pipeline_stages, parallelism.pipeline_split
     if pipeline == 1:
-        given = "pipeline_split" if split else "pipeline_stages" if per_rank > 1 else ""
-        return [f"parallelism.{given} is set, but parallelism.pipeline = 1 has one stage; remove it"] if given else []
+        key = "pipeline_split" if split else "pipeline_stages" if per_rank > 1 else ""
+        return [f"parallelism.{key} is set, but parallelism.pipeline = 1 has one stage; remove it"] if key else []
     if split and per_rank and len(split) != per_rank * pipeline:
         return [
             f"parallelism.pipeline_split has {len(split)} stages, but pipeline_stages x pipeline = {per_rank} x {pipeline}; "
