@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlike.config import UserError
-from titanlike.data.text.files import Folder, open_folder
+from titanlike.data.text.files import DataDirectory
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -66,9 +66,9 @@ class Manifest:
         return hashlib.sha256(json.dumps([self.dtype, self.tokenizer["fingerprint"], hashes]).encode()).hexdigest()[:16]
 
 
-def read_manifest(path: str, folder: Folder | None = None) -> Manifest:
+def read_manifest(path: str, folder: DataDirectory | None = None) -> Manifest:
     """What the folder at a path or an address says of itself."""
-    folder = folder or open_folder(path)
+    folder = folder or DataDirectory(path)
     try:
         values = json.loads(folder.read(MANIFEST))
     except FileNotFoundError:
@@ -100,7 +100,7 @@ class Shards:
 
     def __init__(self, path: str, split: str = TRAIN) -> None:
         self.path = path
-        self.folder = open_folder(path)
+        self.folder = DataDirectory(path)
         self.manifest = read_manifest(path, self.folder)
         self.split = split
         self.shards = self.manifest.splits.get(split, [])

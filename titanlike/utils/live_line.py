@@ -1,0 +1,81 @@
+"""Terminal output: a status line that is updated in place below the printed lines, or plain lines without a terminal."""
+
+import errno
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class LiveLine:
+    """Prints lines, and shows a status line that is updated in place.
+
+    On a terminal, `update` redraws the status line and `print` writes above it. Without a terminal, `update` prints a plain line,
+    unless something was printed within the last `plain_interval` seconds. If stdout is a file on a full disk, lines are lost.
+
+    Args:
+        plain_interval: Seconds without output after which `update` prints a plain line where there is no terminal.
+        bar: Draws a progress bar before the status text.
+        transient: Erases the status line on `close` instead of leaving it on the screen.
+        style: Style of the status text, in rich's syntax, such as "dim".
+    """
+
+    def __init__(
+        self, *, plain_interval: float = 0.0, bar: bool = False, transient: bool = False, style: str = "none"
+    ) -> None:
+        self.is_terminal = sys.stdout.isatty()
+        self._plain_interval, self._bar, self._transient, self._style = plain_interval, bar, transient, style
+        self._last_print = time.monotonic()
+        self._progress: Progress | None = None
+
+    def print(self, *parts: str | tuple[str, str]) -> None:
+        """Prints one line made of `parts`; each is a text, or a text and its style on a terminal."""
+        self._last_print = time.monotonic()
+        if self._progress is not None or (self.is_terminal and any(isinstance(part, tuple) for part in parts)):
+            from rich.console import Console
+            from rich.text import Text
+
+            console = self._progress.console if self._progress is not None else Console(highlight=False)
+            console.print(Text.assemble(*parts), soft_wrap=True)
+            return
+        line = "".join(part if isinstance(part, str) else part[0] for part in parts)
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+
+    def update(self, text: str, completed: float | None = None, total: float | None = None) -> None:
+        """Sets the status text, and the position of the bar as `completed` of `total`. Shows the status line if it is not shown yet."""
+        if not self.is_terminal:
+            if time.monotonic() - self._last_print >= self._plain_interval:
+                self.print(text)
+            return
+        if self._progress is None:
+            self._progress = self._start(text)
+        (task,) = self._progress.task_ids
+        self._progress.update(task, description=text, completed=completed, total=total)
+        self._progress.refresh()
+
+    def close(self) -> None:
+        """Stops updating the status line. Lines printed later appear below it; `update` starts a new one."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _start(self, text: str) -> "Progress":
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", style=self._style, markup=False)]
+        if self._bar:
+            columns.insert(0, BarColumn(bar_width=16))
+        console = Console(highlight=False)
+        progress = Progress(*columns, console=console, auto_refresh=False, transient=self._transient)
+        progress.add_task(text, total=None)
+        progress.start()
+        return progress
