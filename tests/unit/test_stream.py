@@ -164,7 +164,7 @@ def test_bad_records_stop_the_run_or_are_told(tmp_path: Path, capsys: pytest.Cap
     told = capsys.readouterr().err
     assert told.count("warning: left out: ") == 2
     assert "part00.jsonl, line 4: not JSON" in told
-    assert "part00.jsonl, line 8: has no field 'text', but txt; set data.text_field" in told
+    assert "part00.jsonl, line 8: no field 'text'; its fields are txt; set data.text_field" in told
 
 
 def test_a_file_far_away_is_read_and_missed() -> None:
@@ -176,5 +176,5 @@ def test_a_file_far_away_is_read_and_missed() -> None:
     feed = open_stream([files], seq_len=64)
     assert all(b"." in bytes(min(token, 255) for token in row) for row in feed.rows(1, range(8)).tokens.tolist())
     memory.rm("/far/2.jsonl")
-    with pytest.raises(UserError, match=r"memory://(/?)far/2\.jsonl: there is no such file any more"):
+    with pytest.raises(UserError, match=r"memory://(/?)far/2\.jsonl: no longer exists"):
         open_stream([files], seq_len=64).rows(1, range(8))
