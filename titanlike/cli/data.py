@@ -121,27 +121,29 @@ def _prepare(arguments: argparse.Namespace, fields: "Fields") -> None:
     from titanlike.data.prepare.prepare import prepare
 
     section = Section(arguments.tokenizer, arguments.special, arguments.eos, arguments.bos)
-    status = _StatusLine()
+    line = LiveLine(plain_interval=PLAIN_INTERVAL, bar=True)
+    last = None
+
+    def on_progress(progress: "Progress") -> None:
+        nonlocal last
+        last = progress
+        if not progress.already_complete:
+            line.update(progress_text(progress), progress.bytes_read, max(progress.total_bytes, 1))
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # raises: Ctrl-C ends the workers and prints how to resume
     try:
         manifest = prepare(
-            arguments.inputs,
-            arguments.out,
-            section,
-            fields=fields,
-            validation_share=arguments.validation,
-            workers=arguments.workers,
-            bad=arguments.bad_records,
-            on_progress=status.update,
-        )
+            arguments.inputs, arguments.out, section, fields=fields, validation_share=arguments.validation,
+            workers=arguments.workers, bad=arguments.bad_records, on_progress=on_progress,
+        )  # fmt: skip
     except KeyboardInterrupt:
-        status.line.close()
+        line.close()
         print(f"stopped; the same command resumes from {arguments.out}.partial", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     finally:
-        status.line.close()
-    assert status.last is not None
-    _print_summary(arguments.out, manifest, status.last)
+        line.close()
+    assert last is not None
+    _print_summary(arguments.out, manifest, last)
 
 
 def _print_summary(out: Path, manifest: "Manifest", progress: "Progress") -> None:
@@ -189,13 +191,9 @@ def _train(arguments: argparse.Namespace, fields: "Fields") -> None:
 
     started = time.monotonic()
     trained = train(
-        arguments.inputs,
-        arguments.out,
-        arguments.vocab_size,
-        fields=fields,
-        limit_bytes=arguments.limit_bytes,
+        arguments.inputs, arguments.out, arguments.vocab_size, fields=fields, limit_bytes=arguments.limit_bytes,
         skip=arguments.bad_records == "skip",
-    )
+    )  # fmt: skip
     print(
         f"{arguments.out}: {trained.vocab_size:,} tokens, trained on {size_of(trained.text_bytes)} of text in "
         f"{time.monotonic() - started:.1f} s; {trained.bytes_per_token:.2f} bytes of text per token"
@@ -205,26 +203,6 @@ def _train(arguments: argparse.Namespace, fields: "Fields") -> None:
     if trained.vocab_size < arguments.vocab_size:
         print(f"  fewer than {arguments.vocab_size:,}: no other pair occurs twice; more text yields more tokens")
     print(f"\nNext:\n\n  titanlike data prepare {' '.join(arguments.inputs)} --out tokens --tokenizer {arguments.out}")
-
-
-class _StatusLine:
-    """Shows progress: a live line on a terminal, a line every `PLAIN_INTERVAL` seconds elsewhere."""
-
-    def __init__(self) -> None:
-        self.line = LiveLine(plain_interval=PLAIN_INTERVAL, bar=True)
-        self.last: Progress | None = None
-
-    def update(self, progress: "Progress") -> None:
-        finished = progress.bytes_read >= progress.total_bytes
-        already_shown = self.last is not None and self.last.bytes_read >= self.last.total_bytes
-        self.last = progress
-        if progress.already_complete or already_shown:
-            return
-        text = progress_text(progress)
-        if finished and not self.line.is_terminal:
-            self.line.print(text)
-        else:
-            self.line.update(text, completed=progress.bytes_read, total=max(progress.total_bytes, 1))
 
 
 def progress_text(progress: "Progress") -> str:

@@ -53,14 +53,10 @@ OnBadRecord = Callable[[BadRecord], None]
 def read_documents(
     file: File, fields: Fields, *, first: int = 0, span: Span | None = None, bad: OnBadRecord | None = None
 ) -> Iterator[Document]:
-    """Reads the documents of a file that are not empty.
+    """Reads the documents of a file that are not empty, from record `first` of the span on.
 
-    Args:
-        file: The file.
-        fields: Names of the fields of a record.
-        first: Index of the first record to read, within the span.
-        span: For JSON lines: byte offsets; the lines that begin between them are read. For Parquet: row groups.
-        bad: Called for each bad record, which is skipped. By default a bad record raises.
+    For JSON lines, `span` is a range of byte offsets, and the lines that begin in it are read; for Parquet it is a range of row
+    groups. A bad record is passed to `bad` and skipped, or raised by default.
     """
     chunks: list[Document] = []
     for chunk in read_chunks(file, fields, first=first, span=span, bad=bad):

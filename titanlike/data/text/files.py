@@ -69,9 +69,10 @@ def open_file(file: File) -> io.BufferedReader:
     if is_address(file.name):
         fs, path = _file_system(file.name)
         try:
-            raw = io.BufferedReader(_RemoteReader(retry(lambda: fs.open(path, "rb"), file.name), file), BLOCK)
+            remote: Any = _RemoteReader(retry(lambda: fs.open(path, "rb"), file.name), file)
         except FileNotFoundError:
             raise UserError(f"{file.name}: no longer exists") from None
+        raw = io.BufferedReader(remote, BLOCK)
     else:
         try:
             raw = Path(file.name).open("rb")  # noqa: SIM115  the caller closes it
@@ -98,35 +99,25 @@ class Decompressed(io.BufferedReader):
         self.compressed.close()
 
 
-class _RemoteReader(io.RawIOBase):
-    """Adds retries and a check of the size to an fsspec file. Wrapped in a BufferedReader: fsspec's `readline` is slow."""
+class _RemoteReader:
+    """An fsspec file with retries and a check of the size. Wrapped in a BufferedReader, since fsspec's `readline` is slow."""
 
     def __init__(self, raw: Any, file: File) -> None:
         self._raw, self._file = raw, file
 
-    def readable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
 
-    def seekable(self) -> bool:
-        return bool(self._raw.seekable())
+    def read(self, size: int = -1) -> bytes:
+        content: bytes = retry(lambda: self._raw.read(size), self._file.name)
+        if not content and self._raw.tell() < self._file.size:
+            raise UserError(f"{self._file.name}: ends at byte {self._raw.tell()} of {self._file.size}; it has changed")
+        return content
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._raw.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._raw.tell())
-
-    def readinto(self, buffer: Any) -> int:
-        content = retry(lambda: self._raw.read(len(buffer)), self._file.name)
-        if not content and self.tell() < self._file.size:
-            raise UserError(f"{self._file.name}: ends at byte {self.tell()} of {self._file.size}; it has changed")
+    def readinto(self, buffer: memoryview) -> int:
+        content = self.read(len(buffer))
         buffer[: len(content)] = content
         return len(content)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._raw.close()
-        super().close()
 
 
 class DataDirectory:
