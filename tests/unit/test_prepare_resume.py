@@ -13,8 +13,7 @@ from tests.unit.preparing import BYTES, content, read_split
 from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.prepare import prepare as module
-from titanlike.data.prepare import work_units
+from titanlike.data.prepare import work_units, workers
 from titanlike.data.prepare.prepare import Progress, prepare
 from titanlike.data.text import files
 from titanlike.data.text.documents import BadRecord, Fields
@@ -44,14 +43,14 @@ def test_finished_work_units_are_not_repeated(
     prepare([str(corpus)], tmp_path / "undisturbed", BYTES, workers=0)
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     processed: list[int] = []
-    original = module.process_work_unit
+    original = workers.process_work_unit
 
     def process_work_unit(unit: Any, *rest: Any) -> Any:
         check()
         processed.append(unit.number)
         return original(unit, *rest)
 
-    monkeypatch.setattr(module, "process_work_unit", process_work_unit)
+    monkeypatch.setattr(workers, "process_work_unit", process_work_unit)
     for count in (0, 5, 10):
         check = stop_after(count)
         with pytest.raises(Stop):
@@ -161,14 +160,14 @@ def test_too_small_disk_is_refused(corpus: Path, tmp_path: Path, monkeypatch: py
 def test_file_that_changes_during_reading_is_reported(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = module.process_work_unit
+    original = workers.process_work_unit
 
     def process_work_unit(*arguments: Any) -> Any:
         with (corpus / "c05.txt").open("a") as file:
             file.write("more")
         return original(*arguments)
 
-    monkeypatch.setattr(module, "process_work_unit", process_work_unit)
+    monkeypatch.setattr(workers, "process_work_unit", process_work_unit)
     with pytest.raises(UserError, match=r"c05\.txt: changed while it was read; run the command again"):
         prepare([str(corpus)], tmp_path / "out", BYTES, workers=0)
 

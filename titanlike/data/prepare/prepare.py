@@ -24,10 +24,9 @@ from titanlike.data.prepare.work_units import (
     WorkUnit,
     WorkUnitResult,
     convert_write_errors,
-    process_work_unit,
     split_work_units,
 )
-from titanlike.data.prepare.workers import PROGRESS_INTERVAL, process_in_parallel
+from titanlike.data.prepare.workers import process_in_parallel, process_serially
 from titanlike.data.text.documents import LINES, PARQUET, Fields
 from titanlike.data.text.files import File, list_inputs
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer, files_of
@@ -190,46 +189,28 @@ def _process(
 ) -> list[WorkUnitResult]:
     """Processes all work units that are not finished. Returns the results of all, in order."""
     token_bytes = np.dtype(tokenizer.dtype).itemsize
-    earlier = [WorkUnitResult.read(options.folder, unit.number, token_bytes) for unit in units]
+    earlier = (WorkUnitResult.read(options.folder, unit.number, token_bytes) for unit in units)
     results = {result.unit: result for result in earlier if result is not None}
     remaining = [unit for unit in units if unit.number not in results]
-    total, left = (sum(unit.size for unit in some) for some in (units, remaining))
-    meter = _ProgressMeter(total, total - left, on_progress)
+    total = sum(unit.size for unit in units)
+    resumed = total - sum(unit.size for unit in remaining)
+    started = time.monotonic()
+
+    def report(read: int, tokens: int) -> None:
+        on_progress(Progress(resumed + read, total, resumed, tokens, time.monotonic() - started))
+
     _check_free_space(options.folder, remaining, tokenizer)
     count = min(system.num_cores() if workers is None else workers, len(remaining))
     try:
-        if not count or len(remaining) < 2:
-            new = [process_work_unit(unit, options, tokenizer, meter.add) for unit in remaining]
+        if count and len(remaining) > 1:
+            new = process_in_parallel(remaining, options, count, report)
         else:
-            new = process_in_parallel(remaining, options, count, meter.update)
+            new = process_serially(remaining, options, tokenizer, report)
     finally:
         for path in options.folder.glob("*.partial"):  # left by processes that were killed
             path.unlink()
-    meter.report()
     results |= {result.unit: result for result in new}
     return [results[unit.number] for unit in units]
-
-
-class _ProgressMeter:
-    """Calls `on_progress` at most every `PROGRESS_INTERVAL` seconds."""
-
-    def __init__(self, total: int, resumed: int, on_progress: Callable[[Progress], None]) -> None:
-        self._total, self._resumed, self._on_progress = total, resumed, on_progress
-        self._started = self._last_report = time.monotonic()
-        self._read = self._tokens = 0
-
-    def add(self, read: int, tokens: int) -> None:
-        self.update(self._read + read, self._tokens + tokens)
-
-    def update(self, read: int, tokens: int) -> None:
-        self._read, self._tokens = read, tokens
-        if time.monotonic() - self._last_report >= PROGRESS_INTERVAL:
-            self.report()
-
-    def report(self) -> None:
-        self._last_report = time.monotonic()
-        seconds = self._last_report - self._started
-        self._on_progress(Progress(self._resumed + self._read, self._total, self._resumed, self._tokens, seconds))
 
 
 def _check_free_space(folder: Path, units: Sequence[WorkUnit], tokenizer: Tokenizer) -> None:

@@ -24,7 +24,7 @@ MIN_SIZE, MAX_SIZE = 4 * 2**20, 256 * 2**20  # bytes of a work unit
 TARGET_COUNT = 256  # work units, where their size is within these limits
 MAX_EXAMPLES = 5  # bad records whose error messages are kept
 
-ReportProgress = Callable[[int, int], None]  # receives the bytes read and tokens made since the last call
+ReportProgress = Callable[[int, int], None]  # receives numbers of bytes read and tokens made
 
 
 @dataclass(frozen=True)

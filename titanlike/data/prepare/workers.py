@@ -1,6 +1,6 @@
-"""Worker processes that tokenize work units in parallel. No torch.
+"""Tokenizes work units, in this process or in parallel worker processes. No torch.
 
-The processes are spawned: a forked copy of the parent would inherit the state of locks that the parent's other threads hold.
+Worker processes are spawned: a forked copy of the parent would inherit the state of locks that the parent's other threads hold.
 They exit when the parent dies, and leave Ctrl-C to the parent.
 """
 
@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -18,15 +19,35 @@ from types import ModuleType
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.prepare.work_units import Options, WorkUnit, WorkUnitResult, process_work_unit
+from titanlike.data.prepare.work_units import Options, ReportProgress, WorkUnit, WorkUnitResult, process_work_unit
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.utils import system
 
 PROGRESS_INTERVAL = 0.2  # seconds
 
 
+def process_serially(
+    units: Sequence[WorkUnit], options: Options, tokenizer: Tokenizer, report: ReportProgress
+) -> list[WorkUnitResult]:
+    """Tokenizes work units in this process. Calls `report` like `process_in_parallel`."""
+    read = tokens = 0
+    last_report = time.monotonic()
+
+    def add(new_read: int, new_tokens: int) -> None:
+        nonlocal read, tokens, last_report
+        read += new_read
+        tokens += new_tokens
+        if time.monotonic() - last_report >= PROGRESS_INTERVAL:
+            last_report = time.monotonic()
+            report(read, tokens)
+
+    results = [process_work_unit(unit, options, tokenizer, add) for unit in units]
+    report(read, tokens)
+    return results
+
+
 def process_in_parallel(
-    units: Sequence[WorkUnit], options: Options, num_workers: int, report: Callable[[int, int], None]
+    units: Sequence[WorkUnit], options: Options, num_workers: int, report: ReportProgress
 ) -> list[WorkUnitResult]:
     """Tokenizes work units in `num_workers` processes, which have ended when this function returns or raises.
 

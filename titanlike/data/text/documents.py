@@ -170,7 +170,7 @@ def _read_lines(file: File, fields: Fields, first: int, span: Span | None, bad: 
                 continue
             size = len(line)
             try:
-                text, prompt = _extract(_parse(line), fields)
+                text, prompt = _extract(partial(json.loads, line), fields)
             except BadRecord as problem:
                 before = _count_lines(file, start) if begin else number - 1
                 bad(BadRecord(f"{file.name}, line {before + 1}: {problem}"))
@@ -185,15 +185,6 @@ def _count_lines(file: File, stop: int) -> int:
     """Counts the lines before a byte offset."""
     with open_file(file) as stream:
         return sum(stream.read(min(BLOCK, stop - start)).count(b"\n") for start in range(0, stop, BLOCK))
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"byte {error.start} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"not JSON: {error}") from None
 
 
 def _read_rows(file: File, fields: Fields, first: int, span: Span | None, bad: OnBadRecord) -> Iterator[Document]:
@@ -219,18 +210,11 @@ def _read_rows(file: File, fields: Fields, first: int, span: Span | None, bad: O
                     if number <= first:
                         continue
                     try:
-                        text, prompt = _extract(_row(batch, row), fields)
+                        text, prompt = _extract(partial(_to_python, batch, row), fields)
                     except BadRecord as problem:
                         bad(BadRecord(f"{file.name}, row {skipped + number}: {problem}"))
                     else:
                         yield Document(text, prompt, number - 1, row_bytes)
-
-
-def _row(batch: Any, row: int) -> dict[str, Any]:
-    try:
-        return {name: batch[name][row].as_py() for name in batch.schema.names}
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"byte {error.start} is not UTF-8") from None
 
 
 @contextmanager
@@ -250,8 +234,18 @@ def row_groups(table: Any) -> list[int]:
     return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
 
 
-def _extract(record: Any, fields: Fields) -> tuple[str, str]:
-    """Returns the text and the prompt of a record."""
+def _to_python(batch: Any, row: int) -> dict[str, Any]:
+    return {name: batch[name][row].as_py() for name in batch.schema.names}
+
+
+def _extract(parse: Callable[[], Any], fields: Fields) -> tuple[str, str]:
+    """Parses a record. Returns its text and prompt."""
+    try:
+        record = parse()
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"byte {error.start} is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise BadRecord(f"a {type(record).__name__}, not an object with a field {fields.text!r}")
     return _text_of(record, fields.text, fields), _text_of(record, fields.prompt, fields) if fields.prompt else ""
