@@ -53,37 +53,28 @@ def add(commands: Any) -> None:
     make = subcommands.add_parser("prepare", help="tokenize text into shards", description=PREPARE, formatter_class=raw)
     make.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT)
     make.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to create")
-    make.add_argument(
-        "--tokenizer", required=True, metavar="ENCODING",
-        help="as in a recipe: bytes, a tiktoken encoding such as gpt2, or a file such as tokenizer.json or tokenizer.model",
-    )  # fmt: skip
-    make.add_argument(
-        "--special", choices=["eos", "bos", "both"], default="eos",
-        help="the special tokens of each document: eos at its end, bos at its start (eos)",
-    )  # fmt: skip
-    for role in ("eos", "bos"):
-        make.add_argument(
-            f"--{role}", default="", metavar="TOKEN", help=f"name of the {role.upper()} token (the tokenizer's default)"
-        )
-    _add_record_options(make)
-    make.add_argument(
-        "--prompt-field", default="", metavar="NAME", help="field of a prompt, which precedes the text and has no loss"
+    text = (
+        "as in a recipe: bytes, a tiktoken encoding such as gpt2, or a file such as tokenizer.json or tokenizer.model"
     )
-    make.add_argument(
-        "--validation", type=float, default=0.0, metavar="FRACTION",
-        help='fraction of the documents, such as 0.005, for the split "validation"; a hash of the text selects them (0)',
-    )  # fmt: skip
+    make.add_argument("--tokenizer", required=True, metavar="ENCODING", help=text)
+    text = "the special tokens of each document: eos at its end, bos at its start (eos)"
+    make.add_argument("--special", choices=["eos", "bos", "both"], default="eos", help=text)
+    for role in ("eos", "bos"):
+        text = f"name of the {role.upper()} token (the tokenizer's default)"
+        make.add_argument(f"--{role}", default="", metavar="TOKEN", help=text)
+    _add_record_options(make)
+    text = "field of a prompt, which precedes the text and is excluded from the loss"
+    make.add_argument("--prompt-field", default="", metavar="NAME", help=text)
+    text = 'fraction of the documents, such as 0.005, for the split "validation"; a hash of the text selects them (0)'
+    make.add_argument("--validation", type=float, default=0.0, metavar="FRACTION", help=text)
     make.add_argument("--workers", type=positive_int, metavar="N", help="number of processes (one per core)")
     train = subcommands.add_parser("train-tokenizer", help="train a tokenizer", description=TRAIN, formatter_class=raw)
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="text, as for prepare")
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
-    train.add_argument(
-        "--vocab-size", type=positive_int, default=32000, metavar="N", help="tokens, including special ones (32000)"
-    )
-    train.add_argument(
-        "--limit-bytes", type=positive_int, default=256 * 2**20, metavar="N",
-        help="bytes of text to read at most, the same fraction of each file (268435456)",
-    )  # fmt: skip
+    text = "tokens, including special ones (32000)"
+    train.add_argument("--vocab-size", type=positive_int, default=32000, metavar="N", help=text)
+    text = "bytes of text to read at most, the same fraction of each file (268435456)"
+    train.add_argument("--limit-bytes", type=positive_int, default=256 * 2**20, metavar="N", help=text)
     _add_record_options(train)
     data_inspect.add(subcommands)
 
@@ -92,10 +83,8 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="field of a record that has its text (text)"
     )
-    parser.add_argument(
-        "--bad-records", choices=["stop", "skip"], default="stop",
-        help="stop at a record that cannot be read, or skip and count it (stop)",
-    )  # fmt: skip
+    text = "stop at a record that cannot be read, or skip and count it (stop)"
+    parser.add_argument("--bad-records", choices=["stop", "skip"], default="stop", help=text)
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -23,12 +23,11 @@ from titanlike.data.prepare.work_units import (
     Options,
     WorkUnit,
     WorkUnitResult,
-    convert_write_errors,
     split_work_units,
 )
 from titanlike.data.prepare.workers import process_in_parallel, process_serially
 from titanlike.data.text.documents import LINES, PARQUET, Fields
-from titanlike.data.text.files import File, list_inputs
+from titanlike.data.text.files import File, convert_write_errors, list_inputs
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer, files_of
 from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, read_manifest
 from titanlike.utils import system
@@ -71,10 +70,16 @@ def prepare(
     """
     if not 0.0 <= validation_share < 1.0:
         raise UserError(f"--validation = {validation_share}: give a fraction of the documents, at least 0 and below 1")
+    if not out.name:
+        raise UserError(f"--out = {str(out)!r} is not a name for a new folder")
     built = build_tokenizer(tokenizer)
     fields = fields or Fields()
-    with _locked(out), convert_write_errors(out):
-        files = _input_files(inputs, out)
+    partial = out.with_name(f"{out.name}.partial")
+    with convert_write_errors(out), _locked(out):
+        outputs = {out.resolve(), partial.resolve()}
+        files = [file for file in list_inputs(inputs) if outputs.isdisjoint(Path(file.name).resolve().parents)]
+        if not files:
+            raise UserError("no input files")
         parameters = {
             "format": FORMAT,
             "tokenizer": built.fingerprint,
@@ -90,43 +95,24 @@ def prepare(
             return read_manifest(str(out))
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not a folder of token shards; give another --out")
-        partial = partial_of(out)
         units = _plan(partial, files, parameters)
         options = Options(partial, tokenizer, fields, validation_share, bad == "skip")
         results = _process(units, options, built, workers, on_progress)
         return _finish(partial, out, results, built, parameters)
 
 
-def partial_of(out: Path) -> Path:
-    """Returns the path of the folder while it is incomplete."""
-    return out.with_name(f"{out.name}.partial")
-
-
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Keeps other processes from preparing the same folder."""
-    if not out.name:
-        raise UserError(f"--out = {str(out)!r} is not a name for a new folder")
     try:
         lock = FileLock(out.with_name(f".{out.name}.lock"))
     except LockHeld as holder:
         raise UserError(f"{out} is being prepared by {holder}; wait for it, or give another --out") from None
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error}") from None
     try:
         yield
     finally:
         lock.path.unlink(missing_ok=True)
         lock.release()
-
-
-def _input_files(inputs: Sequence[str | File], out: Path) -> list[File]:
-    """Lists the input files, except those of the output folder."""
-    outputs = {out.resolve(), partial_of(out).resolve()}
-    files = [file for file in list_inputs(inputs) if outputs.isdisjoint(Path(file.name).resolve().parents)]
-    if not files:
-        raise UserError("no input files")
-    return files
 
 
 def _plan(partial: Path, files: Sequence[File], parameters: dict[str, Any]) -> list[WorkUnit]:

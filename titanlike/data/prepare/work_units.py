@@ -6,7 +6,6 @@ Work units and their shards depend on the inputs and options only, not on the nu
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +13,14 @@ from pathlib import Path
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text.documents import LINES, PARQUET, BadRecord, Fields, open_parquet, read_chunks, row_groups
-from titanlike.data.text.files import File, is_address, open_file
+from titanlike.data.text.files import File, convert_write_errors, is_address, open_file
 from titanlike.data.text.tokenizer import Tokenizer
 from titanlike.data.token_shards import TRAIN, VALIDATION, Shard, ShardWriter
 from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
-from titanlike.utils.live_line import DISK_FULL
 
 MIN_SIZE, MAX_SIZE = 4 * 2**20, 256 * 2**20  # bytes of a work unit
 TARGET_COUNT = 256  # work units, where their size is within these limits
+RESULT = "unit-{:05d}.json"
 MAX_EXAMPLES = 5  # bad records whose error messages are kept
 
 ReportProgress = Callable[[int, int], None]  # receives numbers of bytes read and tokens made
@@ -72,21 +71,17 @@ class WorkUnitResult:
     skipped: int = 0  # bad records
     examples: list[str] = field(default_factory=list)  # error messages of the first bad records
 
-    @staticmethod
-    def path(folder: Path, unit: int) -> Path:
-        return folder / f"unit-{unit:05d}.json"
-
     def write(self, folder: Path) -> None:
         """Writes the result durably, after the names of its shards are durable."""
         fsync_directory(folder)
-        atomic_write_text(self.path(folder, self.unit), json.dumps(asdict(self)))
+        atomic_write_text(folder / RESULT.format(self.unit), json.dumps(asdict(self)))
         fsync_directory(folder)
 
     @classmethod
     def read(cls, folder: Path, unit: int, token_bytes: int) -> "WorkUnitResult | None":
         """Reads a result. Returns None if there is none, or if a file of its shards is missing or has another size."""
         try:
-            values = json.loads(cls.path(folder, unit).read_text())
+            values = json.loads((folder / RESULT.format(unit)).read_text())
             shards = {split: Shard(**shard) for split, shard in values.pop("splits").items()}
             sizes = {f"{shard.name}.tokens": shard.tokens * token_bytes for shard in shards.values()}
             sizes |= {f"{shard.name}.documents": shard.documents * 16 for shard in shards.values()}
@@ -171,19 +166,6 @@ def process_work_unit(unit: WorkUnit, options: Options, tokenizer: Tokenizer, re
                 writer.drop()
             raise
     return result
-
-
-@contextmanager
-def convert_write_errors(folder: Path) -> Iterator[None]:
-    """Converts an `OSError` in the block, which writes to `folder`, into a `UserError`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise UserError(
-                f"{folder}: the disk is full ({error.strerror}); free some space, then run the same command to resume"
-            ) from None
-        raise UserError(f"{folder} cannot be written: {error}") from None
 
 
 def _tokenize(

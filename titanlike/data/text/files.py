@@ -1,17 +1,18 @@
-"""Reads local files, and files at any URL that fsspec supports, such as `s3://`, `https://` or `hf://`. No torch."""
+"""Local files, and files at any URL that fsspec supports, such as `s3://`, `https://` or `hf://`. No torch."""
 
 import glob
 import gzip
 import io
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlike.config import UserError
+from titanlike.utils.live_line import DISK_FULL
 
 T = TypeVar("T")
 
@@ -185,6 +186,19 @@ def retry(read: Callable[[], T], name: str) -> T:
                 raise UserError(f"{name}: cannot be read, tried {TRIES} times: {reason}") from None
             time.sleep(RETRY_DELAY * attempt)
     raise AssertionError
+
+
+@contextmanager
+def convert_write_errors(folder: Path) -> Iterator[None]:
+    """Converts an `OSError` in the block, which writes to `folder`, into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise UserError(
+                f"{folder}: the disk is full ({error.strerror}); free some space, then run the same command to resume"
+            ) from None
+        raise UserError(f"{folder} cannot be written: {error}") from None
 
 
 def import_optional(module: str, name: str) -> Any:
