@@ -50,7 +50,7 @@ class LiveLine:
                 raise
 
     def update(self, text: str, completed: float | None = None, total: float | None = None) -> None:
-        """Sets the status text, and the position of the bar as `completed` of `total`. Shows the status line if it is not shown yet."""
+        """Sets the status text and the bar to `completed` of `total`. Shows the status line if it is not shown yet."""
         if not self.is_terminal:
             if time.monotonic() - self._last_print >= self._plain_interval:
                 self.print(text)

@@ -52,6 +52,9 @@ class Progress:
     already_complete: bool = False  # an earlier start finished the folder
 
 
+OnProgress = Callable[[Progress], None]
+
+
 def prepare(
     inputs: Sequence[str | File],
     out: Path,
@@ -61,7 +64,7 @@ def prepare(
     validation_share: float = 0.0,
     workers: int | None = None,
     bad: Literal["stop", "skip"] = "stop",
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Manifest:
     """Tokenizes files, folders, patterns or URLs into a folder of token shards. After an interruption the same call resumes.
 
@@ -167,11 +170,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 def _process(
-    units: Sequence[WorkUnit],
-    options: Options,
-    tokenizer: Tokenizer,
-    workers: int | None,
-    on_progress: Callable[[Progress], None],
+    units: Sequence[WorkUnit], options: Options, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
 ) -> list[WorkUnitResult]:
     """Processes all work units that are not finished. Returns the results of all, in order."""
     token_bytes = np.dtype(tokenizer.dtype).itemsize

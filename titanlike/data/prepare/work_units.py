@@ -155,10 +155,38 @@ def process_work_unit(unit: WorkUnit, options: Options, tokenizer: Tokenizer, re
     """Tokenizes a work unit into shards and writes its result."""
     writers: dict[str, ShardWriter] = {}
     result = WorkUnitResult(unit.number)
+
+    def skip(problem: BadRecord) -> None:
+        result.skipped += 1
+        if len(result.examples) < MAX_EXAMPLES:
+            result.examples.append(str(problem))
+
+    def tokenize(span: FileSpan) -> None:
+        first, split, unread = True, TRAIN, span.size
+        on_bad_record = skip if options.skip_bad_records else None
+        for chunk in read_chunks(span.file, options.fields, span=span.bounds, bad=on_bad_record):
+            if not chunk.text and first and chunk.last:
+                result.empty += 1
+                continue
+            content = chunk.text.encode()
+            if first:
+                split = split_of(content, options.validation_share)
+            if split not in writers:
+                writers[split] = ShardWriter(options.folder, f"{split}-{unit.number:05d}", tokenizer.dtype)
+            tokens, prompt_length = tokenizer.document(chunk.text, chunk.prompt, first=first, last=chunk.last)
+            writers[split].add(tokens, prompt_length, last=chunk.last)
+            result.text_bytes += len(content)
+            first = chunk.last
+            read = min(chunk.size, unread)
+            unread -= read
+            report(read, len(tokens))
+        _check_unchanged(span.file)
+        report(unread, 0)
+
     with convert_write_errors(options.folder):
         try:
             for span in unit.spans:
-                _tokenize(span, result, options, tokenizer, writers, report)
+                tokenize(span)
             result.splits = {split: writer.close() for split, writer in writers.items()}
             result.write(options.folder)
         except BaseException:
@@ -166,41 +194,6 @@ def process_work_unit(unit: WorkUnit, options: Options, tokenizer: Tokenizer, re
                 writer.drop()
             raise
     return result
-
-
-def _tokenize(
-    span: FileSpan,
-    result: WorkUnitResult,
-    options: Options,
-    tokenizer: Tokenizer,
-    writers: dict[str, ShardWriter],
-    report: ReportProgress,
-) -> None:
-    def skip(problem: BadRecord) -> None:
-        result.skipped += 1
-        if len(result.examples) < MAX_EXAMPLES:
-            result.examples.append(str(problem))
-
-    first, split, unread = True, TRAIN, span.size
-    on_bad_record = skip if options.skip_bad_records else None
-    for chunk in read_chunks(span.file, options.fields, span=span.bounds, bad=on_bad_record):
-        if not chunk.text and first and chunk.last:
-            result.empty += 1
-            continue
-        content = chunk.text.encode()
-        if first:
-            split = split_of(content, options.validation_share)
-        if split not in writers:
-            writers[split] = ShardWriter(options.folder, f"{split}-{result.unit:05d}", tokenizer.dtype)
-        tokens, prompt_length = tokenizer.document(chunk.text, chunk.prompt, first=first, last=chunk.last)
-        writers[split].add(tokens, prompt_length, last=chunk.last)
-        result.text_bytes += len(content)
-        first = chunk.last
-        read = min(chunk.size, unread)
-        unread -= read
-        report(read, len(tokens))
-    _check_unchanged(span.file)
-    report(unread, 0)
 
 
 def split_of(content: bytes, validation_share: float) -> str:

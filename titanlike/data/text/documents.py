@@ -256,17 +256,9 @@ def _text_of(record: dict[str, Any], name: str, fields: Fields) -> str:
         raise BadRecord(f"no field {name!r}; its fields are {', '.join(map(str, record)) or 'none'}; set {fields.key}")
     if not isinstance(record[name], str):
         raise BadRecord(f"the field {name!r} is not text: {json.dumps(record[name], default=str)[:40]}")
-    return _replace_lone_surrogates(record[name])
-
-
-def _replace_lone_surrogates(text: str) -> str:
-    """Replaces each surrogate without its other half, which JSON permits and UTF-8 cannot encode."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    text = record[name]
+    # Replaces lone surrogates, which JSON permits and UTF-8 cannot encode.
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _checked(file: File, read: Callable[[], T], position: str = "") -> T:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,10 +128,8 @@ class DataDirectory:
     def __init__(self, place: str) -> None:
         self.place = place.rstrip("/")
         self.local = not is_address(place)
-        self._fs: Any = None
-        self._root = place
-        if not self.local:
-            self._fs, self._root = _file_system(self.place)
+        self._fs: Any
+        self._fs, self._root = (None, place) if self.local else _file_system(self.place)
 
     def path(self, name: str) -> Path:
         """Returns the path of a local file."""
@@ -159,18 +158,16 @@ class DataDirectory:
         """Reads byte ranges of remote files concurrently; a range is a file name, a start and an exclusive end."""
         names, starts, stops = (list(values) for values in zip(*wanted, strict=True))
         paths = [f"{self._root}/{name}" for name in names]
+        read = partial(self._fs.cat_ranges, paths, starts, stops, on_error="raise")
         try:
-            contents = retry(
-                lambda: self._fs.cat_ranges(paths, starts, stops, on_error="raise"), f"{self.place}/{names[0]}"
-            )
+            contents: list[bytes] = retry(read, f"{self.place}/{names[0]}")
         except FileNotFoundError as error:
             raise UserError(f"{self.place}: a file no longer exists: {error}") from None
         for (name, start, stop), content in zip(wanted, contents, strict=True):
-            if len(content) != stop - start:
-                raise UserError(
-                    f"{self.place}/{name} ends at byte {start + len(content)}, before byte {stop}; copy it again"
-                )
-        return list(contents)
+            end = start + len(content)
+            if end != stop:
+                raise UserError(f"{self.place}/{name} ends at byte {end}, before byte {stop}; copy it again")
+        return contents
 
 
 def retry(read: Callable[[], T], name: str) -> T:
@@ -181,11 +178,10 @@ def retry(read: Callable[[], T], name: str) -> T:
         except FileNotFoundError:
             raise
         except Exception as error:  # noqa: BLE001  each file system has its own errors
-            if attempt == TRIES:
-                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-                raise UserError(f"{name}: cannot be read, tried {TRIES} times: {reason}") from None
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if attempt < TRIES:
             time.sleep(RETRY_DELAY * attempt)
-    raise AssertionError
+    raise UserError(f"{name}: cannot be read, tried {TRIES} times: {reason}")
 
 
 @contextmanager
@@ -212,13 +208,11 @@ def import_optional(module: str, name: str) -> Any:
 def _file_system(url: str) -> tuple[Any, str]:
     import fsspec  # type: ignore[import-untyped]  # imported late: only remote files need it
 
-    options: dict[str, Any] = {}
+    options = {}
     if url.startswith(("http://", "https://")):
-        # A large file may take hours, as long as data arrives.
-        timeout = import_optional("aiohttp", url).ClientTimeout(
-            total=None, sock_connect=HTTP_TIMEOUT, sock_read=HTTP_TIMEOUT
-        )
-        options = {"client_kwargs": {"timeout": timeout}}
+        # No limit on the total: a large file may take hours, as long as data arrives.
+        limits = {"total": None, "sock_connect": HTTP_TIMEOUT, "sock_read": HTTP_TIMEOUT}
+        options = {"client_kwargs": {"timeout": import_optional("aiohttp", url).ClientTimeout(**limits)}}
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:

@@ -216,17 +216,15 @@ def _build_codec(encoding: str) -> _TiktokenCodec | _HuggingFaceCodec:
     try:
         return _TiktokenCodec(tiktoken.get_encoding(encoding))
     except OSError as error:  # includes the errors of requests
-        raise UserError(f"tokenizer.encoding = {encoding!r}: {_download_instructions(error)}") from None
-
-
-def _download_instructions(error: OSError) -> str:
-    """Says which file tiktoken needs, and where to put it on a machine without a network."""
-    url = getattr(getattr(error, "request", None), "url", None)
-    failed = f"tiktoken cannot download it ({type(error).__name__}); connect this machine to the network, or"
-    if url is None:
-        return f"{failed} download it elsewhere and set TIKTOKEN_CACHE_DIR to the folder"
-    name = hashlib.sha1(url.encode()).hexdigest()  # tiktoken's name for the file
-    return f"{failed} download {url} elsewhere, save it as {name} in a folder, and set TIKTOKEN_CACHE_DIR to the folder"
+        url = getattr(getattr(error, "request", None), "url", None)
+        file = "it elsewhere"
+        if url:
+            name = hashlib.sha1(url.encode()).hexdigest()  # tiktoken's name for the file
+            file = f"{url} elsewhere, save it as {name} in a folder,"
+        raise UserError(
+            f"tokenizer.encoding = {encoding!r}: tiktoken cannot download it ({type(error).__name__}); connect this machine to "
+            f"the network, or download {file} and set TIKTOKEN_CACHE_DIR to its folder"
+        ) from None
 
 
 def _codec_from_ranks(name: str, pattern: str, ranks: dict[bytes, int], special: list[str]) -> _TiktokenCodec:
