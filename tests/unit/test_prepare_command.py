@@ -106,7 +106,7 @@ def suspend_busy_worker(pid: int) -> int:
     while time.monotonic() < deadline:
         for worker in workers_of(pid):
             os.kill(worker, signal.SIGSTOP)
-            open_files = [os.readlink(link) for link in Path(f"/proc/{worker}/fd").iterdir()]
+            open_files = [str(link.readlink()) for link in Path(f"/proc/{worker}/fd").iterdir()]
             if any("out.partial" in name for name in open_files):
                 return worker
             os.kill(worker, signal.SIGCONT)
