@@ -76,9 +76,9 @@ def test_resuming_with_other_parameters_is_refused(corpus: Path, tmp_path: Path)
     (corpus / "c01.txt").touch()
     prepare(inputs, out, BYTES, workers=0)
 
-    def refusal(places: list[str], section: Section = BYTES, **options: Any) -> str:
+    def refusal(paths: list[str], section: Section = BYTES, **options: Any) -> str:
         with pytest.raises(UserError) as caught:
-            prepare(places, out, section, workers=0, **options)
+            prepare(paths, out, section, workers=0, **options)
         return str(caught.value).replace(f"{tmp_path}/", "")
 
     begin, end = "out was prepared with different parameters: ", "; remove that folder, or give another --out"
@@ -179,14 +179,14 @@ def test_remote_files_and_files_that_vanish(corpus: Path, tmp_path: Path, monkey
     with web() as server:
         for name in ("a.jsonl", "b.parquet"):
             server.files[name] = (corpus / name).read_bytes()
-        places = [f"{server.address}/{name}" for name in server.files]
-        prepare(places, tmp_path / "remote", BYTES, workers=1)
+        urls = [f"{server.address}/{name}" for name in server.files]
+        prepare(urls, tmp_path / "remote", BYTES, workers=1)
         assert read_split(tmp_path / "remote", TRAIN) == read_split(tmp_path / "local", TRAIN)
         server.ranges = False  # reading cannot begin in the middle of a file
-        prepare(places[:1], tmp_path / "unsplit", BYTES, workers=0)
+        prepare(urls[:1], tmp_path / "unsplit", BYTES, workers=0)
         assert len(json.loads((tmp_path / "unsplit/plan.json").read_text())["units"]) == 1
         server.ranges = True
-        found = list_files(places[0])
+        found = list_files(urls[0])
         server.files.clear()
         with pytest.raises(UserError, match=r"a\.jsonl: (no longer exists|cannot be read)"):
             prepare(found, tmp_path / "gone", BYTES, workers=0)
