@@ -310,7 +310,7 @@ def test_the_summary_shows_the_layout() -> None:
     )
     shown = summary(chosen, chosen.parallelism.resolve(8).dimensions(), torch.device("cpu"), "").splitlines()
     assert shown[-5:] == [
-        "batch   8 sequences x 128 tokens a step; each rank takes 2 x 2",
+        "batch   8 sequences x 128 tokens per step; per rank 2 x 2",
         f"ranks   8 on {device_name(torch.device('cpu'))}; compute bfloat16, compile block",
         "          pipeline     2  interleaved_1f1b, stages of 1 + 2 + 2 + 1 blocks",
         "          shard        2  shards of weights, gradients and optimizer state",
