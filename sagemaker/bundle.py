@@ -82,13 +82,9 @@ def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
 
 def _run_program(program: Path, *arguments: str) -> str:
     """Returns the output of a recipe's program, or raises its error."""
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment.child_environment({"PYTHONPATH": str(REPOSITORY)}),
-    )
+    variables = environment.child_environment({"PYTHONPATH": str(REPOSITORY)})
+    command = [sys.executable, str(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         raise UserError("\n".join(line.removeprefix("error: ") for line in done.stderr.splitlines()))
     return done.stdout

@@ -96,13 +96,9 @@ def describe(clients: Clients, name: str) -> JobStatus | None:
 
 def job_names(clients: Clients, base: str, limit: int | None = None, **filters: Any) -> list[str]:
     """Returns the names that begin with `base` and a dash, newest first."""
-    pages = clients.sagemaker.get_paginator("list_training_jobs").paginate(
-        NameContains=f"{base}-"[:63],
-        SortBy="CreationTime",
-        SortOrder="Descending",
-        PaginationConfig={"PageSize": 100},
-        **filters,
-    )
+    filters |= {"NameContains": f"{base}-"[:63], "SortBy": "CreationTime", "SortOrder": "Descending"}
+    paginator = clients.sagemaker.get_paginator("list_training_jobs")
+    pages = paginator.paginate(**filters, PaginationConfig={"PageSize": 100})
     summaries = (one for page in pages for one in page["TrainingJobSummaries"])
     matches = (one for one in summaries if one["TrainingJobName"].startswith(f"{base}-"))
     newest_first = sorted(itertools.islice(matches, limit), key=lambda one: one["CreationTime"], reverse=True)

@@ -120,10 +120,8 @@ def submit_with_model_trainer(request: dict[str, Any], session: Any, prefix: str
         training_input_mode=algorithm["TrainingInputMode"],
         source_code={"command": entry_point, "args": algorithm["ContainerArguments"]},
         role=request["RoleArn"],
-        compute={
-            **settings["resource_config"],
-            "enable_managed_spot_training": request.get("EnableManagedSpotTraining"),
-        },
+        compute=settings["resource_config"]
+        | {"enable_managed_spot_training": settings.get("enable_managed_spot_training")},
         networking=settings.get("vpc_config"),
         environment=request["Environment"],
         **{key: settings[key] for key in MODEL_TRAINER_KEYS},

@@ -27,5 +27,5 @@ def undisturbed(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> T
     """A run without faults, with all its checkpoints: of steps 2, 4 and 6."""
     folder: Path = tmp_path_factory.mktemp("undisturbed")
     job = starter.start(folder, **{"checkpoint.mode": "sync"})
-    assert job.wait() == [0, 0], job.said
+    assert job.wait() == [0, 0], job.output
     return trained(folder)

@@ -42,7 +42,7 @@ class Fault:
     """Step of the loop, or of the save that calls the function. 0 matches all."""
     do: str = "SIGKILL"
     """Names of signals to this process, and other actions, separated by commas."""
-    given: str = ""
+    argument: str = ""
     """If set, the action applies only to calls with this argument."""
 
 
@@ -114,7 +114,7 @@ def inject(fault: Fault, counter: StepCounter) -> None:
         return
 
     def act(*arguments: Any) -> None:
-        if fault.step in (0, counter.current()) and (not fault.given or fault.given in map(str, arguments)):
+        if fault.step in (0, counter.current()) and (not fault.argument or fault.argument in map(str, arguments)):
             for action in fault.do.split(", "):
                 if action == "spoil":
                     arguments[0].data.fill_(float("nan"))

@@ -40,7 +40,7 @@ class Job:
         while not self._is_over():
             if time.monotonic() > end:
                 self.kill()
-                raise AssertionError(f"ranks did not exit within {seconds} s: {self.codes}\n{self.said}")
+                raise AssertionError(f"ranks did not exit within {seconds} s: {self.codes}\n{self.output}")
             time.sleep(0.01)
         return [rank.returncode for rank in self.ranks]
 
@@ -50,7 +50,7 @@ class Job:
         while not self._is_over() and not any(self.codes):
             if time.monotonic() > end:
                 self.kill()
-                raise AssertionError(f"no rank died within {seconds} s\n{self.said}")
+                raise AssertionError(f"no rank died within {seconds} s\n{self.output}")
             time.sleep(0.01)
         self.signal(signal.SIGTERM)
         return self.wait()
@@ -70,18 +70,18 @@ class Job:
         """Waits for a file. Fails if the job ends first."""
         end = time.monotonic() + seconds
         while not path.exists():
-            assert not self._is_over() and time.monotonic() < end, f"{path} did not appear\n{self.said}"
+            assert not self._is_over() and time.monotonic() < end, f"{path} did not appear\n{self.output}"
             time.sleep(0.01)
 
-    def wait_until_said(self, text: str, seconds: float = 60.0) -> None:
+    def wait_for_output(self, text: str, seconds: float = 60.0) -> None:
         """Waits for output."""
         end = time.monotonic() + seconds
-        while text not in self.said:
-            assert time.monotonic() < end, self.said
+        while text not in self.output:
+            assert time.monotonic() < end, self.output
             time.sleep(0.01)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """The output of all ranks, in the order of ranks."""
         return "".join((self.folder / f"rank-{rank}.txt").read_text() for rank in range(len(self.ranks)))
 
@@ -102,11 +102,11 @@ class Starter:
         ranks: list[subprocess.Popen[Any]] = []
         for rank in range(processes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | variables(*faults)
-            with (folder / f"rank-{rank}.txt").open("wb") as said:
+            with (folder / f"rank-{rank}.txt").open("wb") as output:
                 ranks.append(
                     Forked(
                         [sys.executable, str(PROGRAM), *options], cwd=folder, env=environment(**job, **own),
-                        stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+                        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                     )
                 )  # fmt: skip
         self.jobs.append(Job(folder, ranks))

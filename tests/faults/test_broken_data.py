@@ -39,10 +39,10 @@ def test_a_broken_line_on_one_rank_ends_all(starter: Starter, tmp_path: Path) ->
     job = starter.start(tmp_path, **STREAM | {"data.path": str(folder)})
     codes = job.wait_for_a_death(30)
     assert codes[1] == 2
-    assert f"error: {folder}/3.jsonl, line 13: not JSON" in job.said
+    assert f"error: {folder}/3.jsonl, line 13: not JSON" in job.output
     job = starter.start(tmp_path, **STREAM | {"data.path": str(folder), "data.bad_records": "skip"})
     assert job.wait() == [0, 0]
-    assert job.said.count("warning: skipped ") == 1
+    assert job.output.count("warning: skipped ") == 1
 
 
 def test_a_far_file_that_vanishes_while_it_is_trained_on_ends_all(starter: Starter, tmp_path: Path) -> None:
@@ -55,20 +55,20 @@ def test_a_far_file_that_vanishes_while_it_is_trained_on_ends_all(starter: Start
         del site.files["3.jsonl"]
         codes = job.wait_for_a_death(30)
         assert codes[1] == 2
-        assert f"error: {site.address}/3.jsonl" in job.said
-        assert "there is no such file any more" in job.said or "tried 3 times: ClientResponseError: 404" in job.said
+        assert f"error: {site.address}/3.jsonl" in job.output
+        assert "there is no such file any more" in job.output or "tried 3 times: ClientResponseError: 404" in job.output
 
 
 @pytest.mark.slow
 def test_a_server_that_fails_now_and_then_changes_nothing(starter: Starter, tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus")
     job = starter.start(tmp_path, **STREAM | {"data.path": str(folder), "run.name": "here"})
-    assert job.wait() == [0, 0], job.said
+    assert job.wait() == [0, 0], job.output
     with web() as site:
         options = served(site)
         site.failures = 2
         job = starter.start(tmp_path, **options)
-        assert job.wait() == [0, 0], job.said
+        assert job.wait() == [0, 0], job.output
         assert not site.failures
     assert losses(tmp_path / "runs/run") == losses(tmp_path / "runs/here")
 
@@ -101,5 +101,5 @@ def test_shards_that_are_not_right_are_refused_by_all(
         options["model.vocab_size"] = "200"
     job = starter.start(tmp_path, **options)
     assert job.wait(30) == [2, 2]
-    assert message in job.said
+    assert message in job.output
     assert not (tmp_path / "runs").exists()

@@ -85,11 +85,11 @@ def test_a_corrupt_checkpoint_is_named_and_archived(
     damage(last / file)
     damaged = contents(last).values()
     job = resume(starter, tmp_path)
-    fallback, archived = [line for line in job.said.splitlines() if line.startswith("warning: ")]
+    fallback, archived = [line for line in job.output.splitlines() if line.startswith("warning: ")]
     assert f"checkpoints/step-00000006{'' if problem == ' has no manifest.json' else '/' + file}{problem}" in fallback
     assert fallback.endswith("; falling back to the previous checkpoint")
     assert archived == "warning: archived the checkpoint of step 6 as step-00000006.archived"
-    assert "resumed at step 4\n" in job.said
+    assert "resumed at step 4\n" in job.output
     assert_as_undisturbed(tmp_path, undisturbed)
     # Not deleted: some of it may be recoverable.
     assert list(contents(last.with_name("step-00000006.archived")).values()) == list(damaged)
@@ -107,10 +107,10 @@ def test_several_corrupt_checkpoints_and_unrelated_files(
     (checkpoints / "step-00000012.partial").mkdir()
     job = resume(starter, tmp_path)
     named = [
-        line.split("checkpoints/")[1][:13] for line in job.said.splitlines() if line.endswith("previous checkpoint")
+        line.split("checkpoints/")[1][:13] for line in job.output.splitlines() if line.endswith("previous checkpoint")
     ]
     assert named == ["step-00000010", "step-00000008", "step-00000006", "step-00000004"]
-    assert "resumed at step 2\n" in job.said
+    assert "resumed at step 2\n" in job.output
     assert_as_undisturbed(tmp_path, undisturbed)
     assert (checkpoints / "latest").read_text() == "step-00000006\n"
 
@@ -120,8 +120,8 @@ def test_several_corrupt_checkpoints_and_unrelated_files(
 def test_the_file_latest_is_not_read(starter: Starter, undisturbed: Trained, tmp_path: Path, damage: Damage) -> None:
     damage(copied(undisturbed, tmp_path) / "latest")
     job = resume(starter, tmp_path)
-    assert "resumed at step 6\n" in job.said
-    assert "warning" not in job.said
+    assert "resumed at step 6\n" in job.output
+    assert "warning" not in job.output
     assert (tmp_path / "runs/run/checkpoints/latest").read_text() == "step-00000006\n"
 
 
@@ -137,9 +137,9 @@ def test_a_run_without_a_valid_checkpoint_is_refused_and_unchanged(
     assert (
         "step-00000002/rank-00001.safetensors is corrupt: SHA-256 mismatch, and there is no earlier checkpoint; restore the file, "
         "or set --run.name to start a new run\n"
-    ) in job.said
-    assert job.said.count("warning: ") == 2
-    assert "Traceback" not in job.said
+    ) in job.output
+    assert job.output.count("warning: ") == 2
+    assert "Traceback" not in job.output
     assert contents(tmp_path / "runs") == before
 
 
@@ -147,12 +147,12 @@ def test_resume_from_a_chosen_step(starter: Starter, undisturbed: Trained, tmp_p
     checkpoints = copied(undisturbed, tmp_path)
     later = contents(checkpoints / "step-00000004").values()
     job = resume(starter, tmp_path, **{"checkpoint.resume_from": "2"})
-    assert "resumed at step 2\n" in job.said
+    assert "resumed at step 2\n" in job.output
     assert_as_undisturbed(tmp_path, undisturbed)
     assert list(contents(checkpoints / "step-00000004.archived").values()) == list(later)
     # The key applies to one start only.
     assert "resume_from = 0" in (tmp_path / "runs/run/recipe.toml").read_text()
-    assert "resumed at step 6\n" in resume(starter, tmp_path).said
+    assert "resumed at step 6\n" in resume(starter, tmp_path).output
 
 
 @pytest.mark.slow
@@ -165,13 +165,13 @@ def test_resume_from_a_missing_or_corrupt_step_is_refused(
     job = starter.start(tmp_path, **{"checkpoint.resume_from": "3"})
     assert job.wait() == [2, 2]
     where = "runs/run/checkpoints"
-    assert f"error: checkpoint.resume_from = 3: no such checkpoint; {where} contains steps 2, 4, 6\n" in job.said
+    assert f"error: checkpoint.resume_from = 3: no such checkpoint; {where} contains steps 2, 4, 6\n" in job.output
     job = starter.start(tmp_path, **{"checkpoint.resume_from": "4"})
     assert job.wait() == [2, 2]
     assert (
         f"error: checkpoint.resume_from = 4: {where}/step-00000004/rank-00001.safetensors is corrupt: SHA-256 "
         "mismatch; choose another step, or omit the key\n"
-    ) in job.said
+    ) in job.output
     assert contents(tmp_path / "runs") == before
 
 
@@ -186,8 +186,8 @@ def test_killed_after_a_fallback(starter: Starter, undisturbed: Trained, tmp_pat
     assert job.wait_for_a_death()[0] == -9
     assert valid_steps(checkpoints) == [2, 4]
     job = resume(starter, tmp_path)
-    assert "resumed at step 4\n" in job.said
-    assert "warning" not in job.said
+    assert "resumed at step 4\n" in job.output
+    assert "warning" not in job.output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -199,8 +199,8 @@ def test_verification_of_sizes_only(starter: Starter, undisturbed: Trained, tmp_
     (last / STATE).write_text(text.replace('"seed": 0', '"seed": 7'))
     assert json.loads(text) != json.loads((last / STATE).read_text())
     job = resume(starter, tmp_path, **{"checkpoint.verify": "size"})
-    assert "step-00000006/state.json is corrupt" in job.said
-    assert "resumed at step 4\n" in job.said
+    assert "step-00000006/state.json is corrupt" in job.output
+    assert "resumed at step 4\n" in job.output
     truncate(last / SHARD)
     job = resume(starter, tmp_path, **{"checkpoint.verify": "size"})
-    assert "resumed at step 4\n" in job.said
+    assert "resumed at step 4\n" in job.output

@@ -26,7 +26,7 @@ def steps_with_a_manifest(checkpoints: Path) -> list[int]:
     ("fault", "expected"),
     [
         pytest.param(Fault(WRITING, "inside", 1, 4), [2], marks=pytest.mark.slow),
-        pytest.param(Fault(f"{REMOTE}.create", step=4, given="manifest.json"), [2], marks=pytest.mark.slow),
+        pytest.param(Fault(f"{REMOTE}.create", step=4, argument="manifest.json"), [2], marks=pytest.mark.slow),
         pytest.param(
             Fault("titanlike.checkpoint.store.manifest_hash", "after", step=4), [2], id="while the manifest is written"
         ),
@@ -37,12 +37,12 @@ def test_killed_while_saving_to_a_remote_store(
     starter: Starter, undisturbed: Trained, tmp_path: Path, fault: Fault, expected: list[int]
 ) -> None:
     job = starter.start(tmp_path, fault, **remote_options(tmp_path))
-    assert job.wait_for_a_death()[fault.rank] == -9, job.said
+    assert job.wait_for_a_death()[fault.rank] == -9, job.output
     remote = tmp_path / "remote/run"
     assert steps_with_a_manifest(remote) == expected
     job = resume(starter, tmp_path, **remote_options(tmp_path))
-    assert f"resumed at step {expected[-1]}\n" in job.said
-    assert "warning" not in job.said
+    assert f"resumed at step {expected[-1]}\n" in job.output
+    assert "warning" not in job.output
     assert_as_undisturbed(tmp_path, undisturbed, remote)
     assert (remote / "latest").read_text() == "step-00000006\n"
     assert not (tmp_path / "runs/run/checkpoints").exists()
@@ -57,8 +57,8 @@ def test_remote_checkpoints_are_pruned_and_archived(starter: Starter, undisturbe
     flip(remote / "step-00000006/rank-00001.safetensors")
     job = resume(starter, tmp_path, **options)
     where = f"file://{tmp_path}/remote/run/step-00000006/rank-00001.safetensors"
-    assert f"warning: {where} is corrupt: SHA-256 mismatch; falling back to" in job.said
-    assert "resumed at step 4\n" in job.said
+    assert f"warning: {where} is corrupt: SHA-256 mismatch; falling back to" in job.output
+    assert "resumed at step 4\n" in job.output
     assert_as_undisturbed(tmp_path, undisturbed, remote)
 
 
@@ -66,7 +66,7 @@ def test_remote_checkpoints_are_pruned_and_archived(starter: Starter, undisturbe
 def test_killed_while_a_remote_checkpoint_is_deleted(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     options = remote_options(tmp_path, **{"checkpoint.keep": "1"})
     job = starter.start(tmp_path, Fault("os.remove", "after", step=4), **options)
-    assert job.wait_for_a_death()[0] == -9, job.said
+    assert job.wait_for_a_death()[0] == -9, job.output
     assert steps_with_a_manifest(tmp_path / "remote/run") == [4]
     resume(starter, tmp_path, **options)
     assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "remote/run")
@@ -85,8 +85,8 @@ def test_a_location_that_is_not_writable(starter: Starter, tmp_path: Path, locat
     (tmp_path / "file").write_text("")
     job = starter.start(tmp_path, **{"checkpoint.dir": location.format(tmp_path)})
     # On a loaded machine the other rank may fail first, and this one be terminated while it exits.
-    assert job.wait_for_a_death()[0] in (2, -signal.SIGTERM), job.said
-    assert message.format(tmp_path) in job.said
+    assert job.wait_for_a_death()[0] in (2, -signal.SIGTERM), job.output
+    assert message.format(tmp_path) in job.output
 
 
 @pytest.mark.slow
@@ -98,13 +98,13 @@ def test_a_directory_that_disappears_during_training(starter: Starter, undisturb
     job.wait_for(tmp_path / "four.mark")
     (tmp_path / "near/run").rename(tmp_path / "lost")
     (tmp_path / "gone.mark").touch()
-    assert job.wait() == [2, 2], job.said
+    assert job.wait() == [2, 2], job.output
     assert (
         f"error: the save failed: rank 0: {tmp_path}/near/run does not exist: the run directory was moved or deleted during "
         "training; the last valid checkpoint is that of step 2\n"
-    ) in job.said
+    ) in job.output
     before = contents(tmp_path / "lost")
     (tmp_path / "lost").rename(tmp_path / "near/run")
     assert {path.replace("lost", "near/run") for path in before} == contents(tmp_path / "near/run").keys()
-    assert "resumed at step 2\n" in resume(starter, tmp_path, **options).said
+    assert "resumed at step 2\n" in resume(starter, tmp_path, **options).output
     assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "near/run")

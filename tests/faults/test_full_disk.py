@@ -26,10 +26,10 @@ def limited(rank: int, step: int) -> Fault:
 def test_a_shard_does_not_fit(starter: Starter, undisturbed: Trained, tmp_path: Path, rank: int) -> None:
     """The next save succeeds, after space was freed."""
     job = starter.start(tmp_path, limited(rank, 4), Fault(COPY, rank=rank, step=6, do="unlimit"))
-    assert job.wait() == [0, 0], job.said
-    assert re.findall(NOT_SAVED, job.said) == [("4", f"rank {rank}: [Errno 27] File too large")]
+    assert job.wait() == [0, 0], job.output
+    assert re.findall(NOT_SAVED, job.output) == [("4", f"rank {rank}: [Errno 27] File too large")]
     # Reported by the next step: before that of step 6, whose save waits for it.
-    assert job.said.index("warning: ") < job.said.index("step      6/6  saved")
+    assert job.output.index("warning: ") < job.output.index("step      6/6  saved")
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 6]
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -38,42 +38,42 @@ def test_a_shard_does_not_fit(starter: Starter, undisturbed: Trained, tmp_path: 
 def test_the_run_stops_after_max_failures(starter: Starter, undisturbed: Trained, tmp_path: Path, mode: str) -> None:
     options = {"checkpoint.mode": mode, "checkpoint.interval": "1", "checkpoint.max_failures": "2"}
     job = starter.start(tmp_path, limited(1, 3), **options)
-    assert job.wait() == [2, 2], job.said
-    warnings = re.findall(NOT_SAVED, job.said)
+    assert job.wait() == [2, 2], job.output
+    warnings = re.findall(NOT_SAVED, job.output)
     assert warnings[0] == ("3", "rank 1: [Errno 27] File too large")
     error = (
         "error: 2 consecutive saves failed: rank 1: [Errno 27] File too large; the last valid checkpoint is that of "
         "step 2\n"
     )
-    assert error in job.said
-    assert "Traceback" not in job.said
+    assert error in job.output
+    assert "Traceback" not in job.output
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [1, 2]
     assert 4 <= max(losses(tmp_path / "runs/run")) <= 6  # it stops soon
-    assert "resumed at step 2\n" in resume(starter, tmp_path).said
+    assert "resumed at step 2\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
 def test_the_last_save_fails(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(tmp_path, limited(0, 6))
-    assert job.wait() == [2, 2], job.said
+    assert job.wait() == [2, 2], job.output
     assert (
         "error: the save failed: rank 0: [Errno 27] File too large; the last valid checkpoint is that of step 4\n"
-        in job.said
+        in job.output
     )
-    assert "resumed at step 4\n" in resume(starter, tmp_path).said
+    assert "resumed at step 4\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
 def test_free_space_is_checked_before_writing(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(tmp_path, Fault(COPY, rank=0, step=4, do="full"), **{"checkpoint.max_failures": "1"})
-    assert job.wait() == [2, 2], job.said
+    assert job.wait() == [2, 2], job.output
     where = "runs/run/checkpoints"
     assert re.search(
         rf"error: the save failed: rank 0: {where} has 1,000 bytes free, but a checkpoint takes \d\d\d,\d\d\d; the last valid "
         r"checkpoint is that of step 2\n",
-        job.said,
+        job.output,
     )
     assert [path.name for path in sorted((tmp_path / where).iterdir())] == ["latest", "step-00000002"]
     resume(starter, tmp_path)
@@ -91,10 +91,10 @@ def test_checkpoints_records_and_output_do_not_fit(
         Fault(COPY, rank=0, step=6, do="unlimit"),
         **{"checkpoint.mode": "sync", "metrics.tensorboard": tensorboard},
     )
-    assert job.wait() == [0, 0], job.said
+    assert job.wait() == [0, 0], job.output
     warning = "warning: runs/run/metrics.jsonl: File too large; records are buffered until there is space\n"
-    assert job.said.count(warning) == 1
-    assert re.findall(NOT_SAVED, job.said)[0][0] == "2"
+    assert job.output.count(warning) == 1
+    assert re.findall(NOT_SAVED, job.output)[0][0] == "2"
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [6]
     assert_as_undisturbed(tmp_path, undisturbed)
 
@@ -104,15 +104,15 @@ def test_records_that_cannot_be_written_until_the_end(starter: Starter, undistur
     """The records are lost, and recreated by a resume from an earlier step; the checkpoints are kept."""
     faults = [Fault("titanlike.metrics.trackers.JSONLWriter._flush", step=step, do="refuse") for step in (5, 6)]
     job = starter.start(tmp_path, *faults)
-    assert job.wait() == [0, 0], job.said
+    assert job.wait() == [0, 0], job.output
     assert (
         "warning: runs/run/metrics.jsonl: No space left on device; records are buffered until there is space\n"
-        in job.said
+        in job.output
     )
     assert re.search(
-        r"warning: runs/run/metrics.jsonl: No space left on device; the last \d records are lost\n", job.said
+        r"warning: runs/run/metrics.jsonl: No space left on device; the last \d records are lost\n", job.output
     )
-    assert "resumed at step 4\n" in resume(starter, tmp_path, **{"checkpoint.resume_from": "4"}).said
+    assert "resumed at step 4\n" in resume(starter, tmp_path, **{"checkpoint.resume_from": "4"}).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -147,11 +147,11 @@ def test_a_disk_fills_up_and_is_freed(starter: Starter, undisturbed: Trained, tm
     fill(small_disk)
     (tmp_path / "filled.mark").touch()
     job.wait_for(tmp_path / "six.mark")
-    assert re.findall(NOT_SAVED, job.said)[0][0] == "4"
+    assert re.findall(NOT_SAVED, job.output)[0][0] == "4"
     assert valid_steps(small_disk / "run/checkpoints") == [2]
     (small_disk / "fill").unlink()
     (tmp_path / "emptied.mark").touch()
-    assert job.wait() == [0, 0], job.said
+    assert job.wait() == [0, 0], job.output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -163,8 +163,8 @@ def test_a_start_on_a_full_disk_changes_no_files(
     fill(small_disk)
     before = lasting_files(tmp_path)
     job = starter.start(tmp_path)
-    assert job.wait_for_a_death()[0] == 2, job.said
-    assert "No space left on device; choose another run.dir\n" in job.said
+    assert job.wait_for_a_death()[0] == 2, job.output
+    assert "No space left on device; choose another run.dir\n" in job.output
     assert lasting_files(tmp_path) == before
 
 
@@ -175,11 +175,11 @@ def test_a_start_that_cannot_write_its_first_file_changes_no_files(
     resume(starter, tmp_path, **{"checkpoint.keep": "1", "training.steps": "4"})
     before = lasting_files(tmp_path)
     job = starter.start(tmp_path, Fault("titanlike.utils.atomic_io.write_all", do="refuse"))
-    assert job.wait_for_a_death()[0] == 2, job.said
+    assert job.wait_for_a_death()[0] == 2, job.output
     message = (
         "error: cannot write to runs/run: [Errno 28] No space left on device; fix this, or choose another run.dir\n"
     )
-    assert message in job.said
+    assert message in job.output
     assert lasting_files(tmp_path) == before
 
 

@@ -54,7 +54,7 @@ def test_unrelated_pickles_are_ignored(starter: Starter, undisturbed: Trained, t
         step.mkdir(exist_ok=True)
         (step / "manifest.json").write_bytes(hostile)
     job = resume(starter, tmp_path)
-    assert "resumed at step 4\n" in job.said
+    assert "resumed at step 4\n" in job.output
     assert not (tmp_path / "executed").exists()
     for name in names:  # unchanged; deleted for the comparison, which allows no other files
         assert (checkpoints / "step-00000004" / name).read_bytes() == hostile
@@ -78,8 +78,8 @@ def test_a_pickle_with_a_valid_manifest_is_refused(
     before = contents(tmp_path / "runs")
     job = starter.start(tmp_path)
     assert job.wait() == [2, 2]
-    assert "step-00000006/rank-00000.safetensors is corrupt: " in job.said
-    assert "Traceback" not in job.said
+    assert "step-00000006/rank-00000.safetensors is corrupt: " in job.output
+    assert "Traceback" not in job.output
     assert not (tmp_path / "executed").exists()
     assert contents(tmp_path / "runs") == before
 
@@ -89,8 +89,8 @@ def test_a_manifest_with_a_path_outside_the_checkpoint(starter: Starter, undistu
     checkpoints = copied(undisturbed, tmp_path)
     forge(checkpoints / "step-00000006", {}, {"files": {"../../x": {"size": 0, "sha256": ""}}})
     job = resume(starter, tmp_path)
-    assert "step-00000006/manifest.json is corrupt: unknown file names; falling back" in job.said
-    assert "resumed at step 4\n" in job.said
+    assert "step-00000006/manifest.json is corrupt: unknown file names; falling back" in job.output
+    assert "resumed at step 4\n" in job.output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -139,8 +139,8 @@ def test_a_run_does_not_resume_from_a_forged_state(starter: Starter, undisturbed
     state = (checkpoints / "step-00000004/state.json").read_bytes()
     forge(checkpoints / "step-00000006", {"state.json": state})
     job = resume(starter, tmp_path)
-    assert "step-00000006/state.json is corrupt: it belongs to step 4; falling back" in job.said
-    assert "resumed at step 4\n" in job.said
+    assert "step-00000006/state.json is corrupt: it belongs to step 4; falling back" in job.output
+    assert "resumed at step 4\n" in job.output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -151,5 +151,5 @@ def test_a_checkpoint_of_a_later_format_is_refused(starter: Starter, undisturbed
     before = contents(tmp_path / "runs")
     job = starter.start(tmp_path)
     assert job.wait() == [2, 2]
-    assert "step-00000006 has format 99; this version of titanlike reads format 1\n" in job.said
+    assert "step-00000006 has format 99; this version of titanlike reads format 1\n" in job.output
     assert contents(tmp_path / "runs") == before

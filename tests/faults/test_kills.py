@@ -26,8 +26,8 @@ class Case:
     keep: int = 9
 
 
-def dies(what: str, when: str = "before", *, rank: int, step: int, given: str = "") -> tuple[Fault, ...]:
-    return (Fault(what, when, rank, step, given=given),)
+def dies(what: str, when: str = "before", *, rank: int, step: int, argument: str = "") -> tuple[Fault, ...]:
+    return (Fault(what, when, rank, step, argument=argument),)
 
 
 # During a step. Synchronous saves make the newest checkpoint predictable.
@@ -52,13 +52,15 @@ SAVES = {
     "after the copy": Case(dies(f"{SAVING}.Stage.copy", "after", rank=0, step=4), (2,), "sync"),
     "before there is a folder": Case(dies(f"{FOLDER}.begin", rank=0, step=4), (2,)),
     "when there is a folder": Case(dies(f"{FOLDER}.begin", "after", rank=0, step=4), (2,), "sync"),
-    "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, given="rank-00001.safetensors"), (2,)),
+    "before its shard": Case(dies(f"{FOLDER}.create", rank=1, step=4, argument="rank-00001.safetensors"), (2,)),
     "in the middle of its shard": Case(dies(WRITING, "inside", rank=1, step=4), (2,)),
     "in the middle of the first shard": Case(dies(WRITING, "inside", rank=0, step=4), (2,), "sync"),
     "between the shards": Case(ONE_SHARD, (2,)),
     "after its shard": Case(dies(f"{SAVING}.CheckpointManager._write", "after", rank=1, step=4), (2,), "sync"),
     "when all shards are there": Case(dies(f"{STORE}.commit", rank=0, step=4), (2,)),
-    "between state and manifest": Case(dies(f"{FOLDER}.create", rank=0, step=4, given="manifest.json"), (2,), "sync"),
+    "between state and manifest": Case(
+        dies(f"{FOLDER}.create", rank=0, step=4, argument="manifest.json"), (2,), "sync"
+    ),
     "after the manifest": Case(dies(f"{FOLDER}.commit", rank=0, step=4), (2,), keep=1),
     "before the rename": Case(dies("pathlib.Path.rename", rank=0, step=4), (2,), "sync"),
     "after the rename": Case(dies("pathlib.Path.rename", "after", rank=0, step=4), (2, 4)),
@@ -86,16 +88,16 @@ def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, cas
     options = {"checkpoint.mode": case.mode, "checkpoint.keep": str(case.keep)}
     job = starter.start(tmp_path, *case.faults, **options)
     codes = job.wait_for_a_death()
-    assert codes[case.faults[-1].rank] == -9, job.said
+    assert codes[case.faults[-1].rank] == -9, job.output
     checkpoints = tmp_path / "runs/run/checkpoints"
     assert tuple(valid_steps(checkpoints)) == case.committed
 
     job = resume(starter, tmp_path, **options)
     if case.committed:
-        assert f"resumed at step {case.committed[-1]}\n" in job.said
+        assert f"resumed at step {case.committed[-1]}\n" in job.output
     else:
-        assert "runs/run has no checkpoint to resume from: starting at step 1\n" in job.said
-    assert "warning" not in job.said
+        assert "runs/run has no checkpoint to resume from: starting at step 1\n" in job.output
+    assert "warning" not in job.output
     assert_as_undisturbed(tmp_path, undisturbed)
     assert (checkpoints / "latest").read_text() == "step-00000006\n"
 
@@ -104,7 +106,7 @@ def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, cas
 def test_killed_after_every_resume(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     for step, rank in [(2, 0), (4, 1), (4, 0), (6, 1)]:
         job = starter.start(tmp_path, *dies(WRITING, "inside", rank=rank, step=step))
-        assert job.wait_for_a_death()[rank] == -9, job.said
+        assert job.wait_for_a_death()[rank] == -9, job.output
         assert valid_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
     resume(starter, tmp_path)
     assert_as_undisturbed(tmp_path, undisturbed)
@@ -127,7 +129,7 @@ def test_all_ranks_are_killed(
     job.kill()
     assert job.codes == [-9, -9]
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [newest]
-    assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
+    assert f"resumed at step {newest}\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -140,10 +142,10 @@ def test_stopped_rank(starter: Starter, undisturbed: Trained, tmp_path: Path) ->
     )  # after its heartbeat
     job = starter.start(tmp_path, fault, **options)
     codes = job.wait()
-    assert codes == [3, -9], job.said
-    assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
+    assert codes == [3, -9], job.output
+    assert f"error: rank 1 (pid {job.pids[1]} on " in job.output
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
-    assert "resumed at step 4\n" in resume(starter, tmp_path, **options).said
+    assert "resumed at step 4\n" in resume(starter, tmp_path, **options).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -152,8 +154,8 @@ def test_rank_stopped_during_a_pause(starter: Starter, tmp_path: Path) -> None:
     """Its last heartbeat says that it is paused, which allows ten minutes."""
     fault = Fault("titanlike.metrics.Monitor.validation", "after", 1, step=3, do="sleep 1, SIGSTOP")
     job = starter.start(tmp_path, fault, **{"run.hang_timeout": "2"})
-    assert job.wait() == [3, -9], job.said
-    assert f"error: rank 1 (pid {job.pids[1]} on " in job.said
+    assert job.wait() == [3, -9], job.output
+    assert f"error: rank 1 (pid {job.pids[1]} on " in job.output
 
 
 @pytest.mark.slow
@@ -161,21 +163,22 @@ def test_stopped_rank_that_hosts_the_store(starter: Starter, tmp_path: Path) -> 
     """No rank can be elected to report, so rank 1 does."""
     fault = Fault("titanlike.optim.optimizer.AdamW.step", "after", 0, step=5, do="sleep 0.5, SIGSTOP")
     job = starter.start(tmp_path, fault, **{"checkpoint.mode": "sync", "run.hang_timeout": "2"})
-    assert job.ranks[1].wait(timeout=120) == 3, job.said
+    assert job.ranks[1].wait(timeout=120) == 3, job.output
     assert (
-        "error: the job's key-value store does not answer: rank 0's process is stopped, or its host is down" in job.said
+        "error: the job's key-value store does not answer: rank 0's process is stopped, or its host is down"
+        in job.output
     )
-    assert "error: rank 1 waits in " in job.said
+    assert "error: rank 1 waits in " in job.output
     assert (tmp_path / "runs/run/hang/rank-00001.txt").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_loss_on_one_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, rank: int) -> None:
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", rank, step=5, do="spoil"))
-    assert job.wait() == [2, 2], job.said
-    assert f"error: step 5: the loss is nan on rank {rank}. The step was not saved" in job.said
+    assert job.wait() == [2, 2], job.output
+    assert f"error: step 5: the loss is nan on rank {rank}. The step was not saved" in job.output
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
-    assert "resumed at step 4\n" in resume(starter, tmp_path).said
+    assert "resumed at step 4\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -189,7 +192,7 @@ def test_rank_dies_while_another_commits(starter: Starter, undisturbed: Trained,
     assert job.wait_for_a_death()[1] == -9
     newest = valid_steps(tmp_path / "runs/run/checkpoints")[-1]
     assert newest in (2, 4)  # rank 0 may or may not complete the commit
-    assert f"resumed at step {newest}\n" in resume(starter, tmp_path).said
+    assert f"resumed at step {newest}\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -198,6 +201,6 @@ def test_late_write_saves_the_state_of_its_step(starter: Starter, undisturbed: T
     late = [Fault(WRITING, "inside", rank, step=2, do="await four") for rank in (0, 1)]
     four = Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=4, do="mark four")
     job = starter.start(tmp_path, *late, four)
-    assert job.wait() == [0, 0], job.said
-    assert job.said.index("step      3/6  loss") < job.said.index("step      2/6  saved")
+    assert job.wait() == [0, 0], job.output
+    assert job.output.index("step      3/6  loss") < job.output.index("step      2/6  saved")
     assert_as_undisturbed(tmp_path, undisturbed)

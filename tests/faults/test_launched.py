@@ -47,7 +47,7 @@ def test_process_killed_during_a_write(starter: Starter, undisturbed: Trained, t
     assert job.returncode == 1
     assert "error: process 1 was terminated by SIGKILL\n" in errors
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
-    assert "resumed at step 2\n" in resume(starter, tmp_path).said
+    assert "resumed at step 2\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -67,7 +67,7 @@ def test_signal_to_the_launcher_stops_the_run(
     assert last in "56"
     assert "Traceback" not in errors
     assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == int(last)
-    assert f"resumed at step {last}\n" in resume(starter, tmp_path).said
+    assert f"resumed at step {last}\n" in resume(starter, tmp_path).output
     found = trained(tmp_path)
     assert found.losses == undisturbed.losses
     assert found.hashes[6] == undisturbed.hashes[6]
@@ -83,7 +83,7 @@ def test_launcher_and_processes_killed_at_once(starter: Starter, undisturbed: Tr
         kill(descendants(job.pid))
         job.communicate(timeout=120)
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
-    assert "resumed at step 2\n" in resume(starter, tmp_path).said
+    assert "resumed at step 2\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 

@@ -26,13 +26,13 @@ def test_signal_to_one_rank_stops_all(
 ) -> None:
     job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name))
     number = signal.Signals[name]
-    assert job.wait() == [128 + number] * 2, job.said
+    assert job.wait() == [128 + number] * 2, job.output
     shutdown_message = f"stopped by {name}; to resume from step {last}: ./run_train.sh runs/run/recipe.toml\n"
-    assert job.said.count(shutdown_message) == 1
-    assert "Traceback" not in job.said
+    assert job.output.count(shutdown_message) == 1
+    assert "Traceback" not in job.output
     assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == last
     assert list(trained(tmp_path).losses) == list(range(1, last + 1))
-    assert f"resumed at step {last}\n" in resume(starter, tmp_path).said
+    assert f"resumed at step {last}\n" in resume(starter, tmp_path).output
     found = trained(tmp_path)
     assert found.losses == undisturbed.losses
     # The last step before a shutdown is not validated. Nothing depends on it.
@@ -44,11 +44,11 @@ def test_signal_to_one_rank_stops_all(
 def test_signal_during_a_save(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """Both the save in progress and that of the last step are committed."""
     job = starter.start(tmp_path, Fault(WRITING, "inside", rank=0, step=2, do="SIGTERM, sleep 1"))
-    assert job.wait() == [143, 143], job.said
+    assert job.wait() == [143, 143], job.output
     last = valid_steps(tmp_path / "runs/run/checkpoints")
     assert last in ([2, 3], [2, 4])
-    assert f"stopped by SIGTERM; to resume from step {last[-1]}: " in job.said
-    assert f"resumed at step {last[-1]}\n" in resume(starter, tmp_path).said
+    assert f"stopped by SIGTERM; to resume from step {last[-1]}: " in job.output
+    assert f"resumed at step {last[-1]}\n" in resume(starter, tmp_path).output
     found = trained(tmp_path)
     assert found.losses == undisturbed.losses
     assert found.hashes[6] == undisturbed.hashes[6]
@@ -61,14 +61,14 @@ def test_second_ctrl_c_exits_at_once(starter: Starter, undisturbed: Trained, tmp
     for rank in (0, 1):
         job.wait_for(tmp_path / f"{rank}.mark")
     job.signal(signal.SIGINT)
-    job.wait_until_said("stopping after this step; press Ctrl-C again to exit at once\n")
+    job.wait_for_output("stopping after this step; press Ctrl-C again to exit at once\n")
     time.sleep(0.5)
     assert job.codes == [None, None]
     job.signal(signal.SIGINT)
-    assert job.wait(300) == [130, 130], job.said  # does not wait for the write
-    assert "stopped; to resume from step 2: ./run_train.sh runs/run/recipe.toml\n" in job.said
-    assert "Traceback" not in job.said
-    assert "resumed at step 2\n" in resume(starter, tmp_path).said
+    assert job.wait(300) == [130, 130], job.output  # does not wait for the write
+    assert "stopped; to resume from step 2: ./run_train.sh runs/run/recipe.toml\n" in job.output
+    assert "Traceback" not in job.output
+    assert "resumed at step 2\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
@@ -82,7 +82,7 @@ def test_ctrl_c_twice_after_another_signal_exits_at_once(starter: Starter, tmp_p
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
         job.signal(number)
         time.sleep(0.3)
-    assert job.wait(20) == [130, 130], job.said
+    assert job.wait(20) == [130, 130], job.output
 
 
 @pytest.mark.slow
@@ -95,5 +95,5 @@ def test_killed_in_the_save_after_a_signal(starter: Starter, undisturbed: Traine
     )
     assert job.wait_for_a_death()[1] == -9
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
-    assert "resumed at step 4\n" in resume(starter, tmp_path).said
+    assert "resumed at step 4\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)

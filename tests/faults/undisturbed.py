@@ -72,5 +72,5 @@ def assert_as_undisturbed(folder: Path, undisturbed: Trained, checkpoints: Path 
 def resume(starter: Starter, folder: Path, *faults: Fault, **overrides: str) -> Job:
     """Resumes a run and waits for it to complete."""
     job = starter.start(folder, *faults, **overrides)
-    assert job.wait() == [0, 0], job.said
+    assert job.wait() == [0, 0], job.output
     return job

@@ -15,7 +15,7 @@ from titanlike.utils.async_d2h import AsyncD2H
 
 @pytest.fixture
 def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsyncD2H, "here", False)
+    monkeypatch.setattr(AsyncD2H, "is_on_host", False)
 
 
 def norms(value: float) -> Norms:
@@ -29,7 +29,7 @@ def check_steps(guard: NonFiniteGuard, values: list[float]) -> None:
 
 def test_values_keep_their_order_across_dtypes() -> None:
     found = AsyncD2H(torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor([3.0, 4.0]))
-    assert found.here and found.read() == [1.0, 2.0, 3.0, 4.0]
+    assert found.is_on_host and found.read() == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.usefixtures("delayed", "alone")

@@ -1,6 +1,8 @@
 """Streamed text: every document once an epoch, the same rows on any ranks, exact positions, skipped and missing data."""
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,3 +180,17 @@ def test_remote_files_are_read_and_a_missing_one_is_reported() -> None:
     memory.rm("/remote/2.jsonl")
     with pytest.raises(UserError, match=r"memory://(/?)remote/2\.jsonl: there is no such file any more"):
         open_stream([files], seq_len=64).read(1, range(8))
+
+
+def test_a_blocked_read_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_stream([write(tmp_path, [9, 9])], workers=2)
+    unblock = threading.Event()
+    monkeypatch.setattr(stream.PackedText, "next", lambda text: unblock.wait(60))
+    reading = threading.Thread(target=lambda: source.read(1, range(8)), daemon=True)
+    reading.start()
+    while source._pool is None:
+        time.sleep(0.01)
+    started = time.monotonic()
+    source._pool.terminate()
+    assert time.monotonic() - started < 10  # not the 60 s of the blocked read
+    unblock.set()

@@ -8,6 +8,7 @@ which it resumes exactly, on any rank.
 
 import itertools
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -69,6 +70,7 @@ class Stream:
         self.num_readers = max(number for number in range(1, most + 1) if global_batch_size % number == 0)
         self.rows_per_reader = global_batch_size // self.num_readers
         self._open_text = partial(PackedText, tokenizer=tokenizer, fields=fields, seq_len=seq_len, skip_bad=skip_bad)
+        self._pool: ThreadPool | None = None
         self._readers: dict[int, Reader] = {}
         self._resumed: dict[int, State] = {}
 
@@ -89,8 +91,10 @@ class Stream:
         if self.workers > 1 and len(readers) > 1:
             # torchdata's ParallelMapper is not used: its threads call torch.set_num_threads(1), which also applies to every
             # thread that torch starts later, and to the main thread if it has not computed yet.
-            with ThreadPool(min(self.workers, len(readers))) as pool:
-                packed = pool.map(next, readers, chunksize=1)
+            if self._pool is None:
+                self._pool = ThreadPool(min(self.workers, len(readers)))
+                weakref.finalize(self, self._pool.terminate)  # does not wait for a read that blocks
+            packed = self._pool.map(next, readers, chunksize=1)
         else:
             packed = [next(reader) for reader in readers]
         start = rows.start - first * self.rows_per_reader

@@ -54,7 +54,7 @@ class Watchdog:
         self._ending = False
         self._training_thread = threading.get_ident()
         self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._monitor, name="watchdog", daemon=True)
         self._heartbeats = HeartbeatThread(
             self.heartbeat, self.rank, self.world_size, interval=self.interval, timeout=self.store_timeout
         )
@@ -89,7 +89,7 @@ class Watchdog:
         self._thread.join(self.store_timeout)
         self._heartbeats.stop()
 
-    def _watch(self) -> None:
+    def _monitor(self) -> None:
         progress, stalled, before = 0, 0.0, time.monotonic()
         while not self._stop_event.wait(self.interval):
             now = time.monotonic()

@@ -67,7 +67,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if step % self.interval == 0 or step in (1, self.num_steps):
             values = AsyncD2H(loss, grad_norm)
             self._pending = step, values, learning_rate
-            if values.here or step == self.num_steps:
+            if values.is_on_host or step == self.num_steps:
                 self._flush()
 
     def _flush(self) -> None:

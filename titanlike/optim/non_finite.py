@@ -48,7 +48,7 @@ class NonFiniteGuard:
         # `loss` and `norms.total` are the same on all ranks.
         values = AsyncD2H(loss, local_loss, norms.total, norms.parts)
         self.pending.append((step, values, norms.names))
-        self.flush(keep=0 if values.here else 1)
+        self.flush(keep=0 if values.is_on_host else 1)
         return True
 
     def flush(self, keep: int = 0) -> None:

@@ -20,7 +20,7 @@ class AsyncD2H:
             self.copied.record()
 
     @property
-    def here(self) -> bool:
+    def is_on_host(self) -> bool:
         """Whether the tensors were on the host, so that `read` never waits."""
         return self.copied is None
 

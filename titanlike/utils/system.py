@@ -41,9 +41,9 @@ def num_cores() -> int:
 
 def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the number of NVIDIA GPUs that this process may use, without importing torch."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    devices = environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        return len([entry for entry in devices.split(",") if entry.strip() not in ("", "-1")])
     if shutil.which("nvidia-smi"):
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
         return sum(line.startswith("GPU ") for line in listing.splitlines())
