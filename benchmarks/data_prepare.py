@@ -1,17 +1,15 @@
-"""How fast text becomes token shards, beside what the tokenizers' own libraries do on as many cores; and in how much memory.
+"""Measures the throughput of `titanlike data prepare` relative to the tokenizer libraries, and its memory.
 
     python -m benchmarks.data_prepare --out benchmarks/results/data_prepare_cpu.json
-    python -m benchmarks.data_prepare --table benchmarks/results/data_prepare_cpu.json        the tables of the documents
+    python -m benchmarks.data_prepare --table benchmarks/results/data_prepare_cpu.json        the tables of the documentation
 
-The text is that of Python's own library, one file a record, again and again up to the size. The tokenizers are trained on it, one
-set of merges as a rank file for tiktoken and as a tokenizer.json for Hugging Face's tokenizers. A turn of a library encodes
-records that are in memory, on as many threads as we have processes, and throws the tokens away. A turn of ours is the whole
-command: it starts its processes, reads and parses the file, encodes, hashes, writes and fsyncs. They take turns, and a ratio is
-between neighbours in time.
+The text is Python's standard library, one record per file, repeated up to the size. The tokenizers are trained on it, with the same
+merges as a rank file for tiktoken and as a tokenizer.json for Hugging Face's tokenizers. A round of a library encodes records from
+memory with as many threads as the command has processes, and discards the tokens. A round of the command includes process startup,
+reading and parsing the file, encoding, hashing, writing and fsync. Rounds alternate; a ratio compares two adjacent rounds.
 
-Where memory is measured, the system gives no process more than `LIMIT` bytes of its own, so one that held a file would fail.
-What is told is the peak of all processes of the command together: for each the most that it has ever had resident (VmHWM), summed,
-pages that several share counted several times.
+Memory is measured with a limit of `LIMIT` bytes per process (RLIMIT_DATA), so that a process that held a complete file would fail.
+The result is the sum of the peak resident sizes (VmHWM) of all processes; shared pages are counted once per process.
 """
 
 import argparse
@@ -39,14 +37,12 @@ from titanlike.data.text.train_tokenizer import train
 from titanlike.data.token_shards import read_manifest, totals
 
 ROOT = Path(__file__).parents[1]
-BATCH = 512  # records that a library is given at once
-LIMIT = (
-    256 * 2**20
-)  # bytes that the system lets a process take, where memory is measured: less than the larger files have
+BATCH = 512  # records per call of a library
+LIMIT = 256 * 2**20  # bytes per process while memory is measured: less than the larger files
 
 
 def write_corpus(path: Path, size: int) -> list[str]:
-    """A JSONL file of so many bytes, and the texts in it."""
+    """Writes a JSONL file of at least `size` bytes. Returns its texts."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     files = [file for file in files if "site-packages" not in file.parts]
     sources = [text for file in files if (text := file.read_text(errors="replace"))]
@@ -59,80 +55,82 @@ def write_corpus(path: Path, size: int) -> list[str]:
     return texts
 
 
-def library_turn(encoding: Path, texts: list[str], threads: int) -> Callable[[], int]:
-    """What the library does by itself; returns the number of tokens."""
+def library_round(encoding: Path, texts: list[str], threads: int) -> Callable[[], int]:
+    """Returns a function that encodes all texts with the library and returns the number of tokens."""
     codec: Any = build_tokenizer(Section(encoding=str(encoding))).codec
-    parts = [texts[place : place + BATCH] for place in range(0, len(texts), BATCH)]
+    batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     if encoding.suffix == ".json":
         return lambda: sum(
-            len(one) for part in parts for one in codec.tokenizer.encode_batch(part, add_special_tokens=False)
+            len(one) for batch in batches for one in codec.tokenizer.encode_batch(batch, add_special_tokens=False)
         )
     return lambda: sum(
-        len(one) for part in parts for one in codec.encoding.encode_ordinary_batch(part, num_threads=threads)
+        len(one) for batch in batches for one in codec.encoding.encode_ordinary_batch(batch, num_threads=threads)
     )
 
 
 def measure_speed(folder: Path, encoding: Path, size: int, workers: int, rounds: int) -> dict[str, Any]:
-    """Turns of both, and the ratios between neighbours."""
+    """Measures rounds of the library and of the command, and their ratios."""
     corpus, out = folder / "corpus.jsonl", folder / "out"
     texts = write_corpus(corpus, size)
-    library = library_turn(encoding, texts, workers)
-    turns: list[dict[str, float]] = []
-    for number in range(rounds + 1):  # the first warms up what is to be warmed up
-        turn: dict[str, float] = {}
+    library = library_round(encoding, texts, workers)
+    rounds_done: list[dict[str, float]] = []
+    for number in range(rounds + 1):  # the first is a warm-up
+        figures: dict[str, float] = {}
         for who in ("library", "titanlike") if number % 2 else ("titanlike", "library"):
-            begun, worked = time.perf_counter(), cpu_seconds()
+            start_time, start_cpu = time.perf_counter(), cpu_seconds()
             if who == "library":
                 tokens = library()
             else:
                 assert start(corpus, out, encoding, workers).wait() == 0
                 manifest = read_manifest(str(out))
                 tokens, documents = totals(manifest.splits["train"])
-                tokens -= documents  # the library closes none
-            turn[who] = tokens / (time.perf_counter() - begun)
-            turn[f"{who}_of_cpu"] = tokens / (cpu_seconds() - worked)
-            turn[f"{who}_tokens"] = tokens
+                tokens -= documents  # the library adds no EOS tokens
+            figures[who] = tokens / (time.perf_counter() - start_time)
+            figures[f"{who}_of_cpu"] = tokens / (cpu_seconds() - start_cpu)
+            figures[f"{who}_tokens"] = tokens
         shutil.rmtree(out)
-        assert turn["library_tokens"] == turn["titanlike_tokens"], turn
-        print(json.dumps(turn), flush=True)
-        turns.append(turn)
-    turns = turns[1:]
+        assert figures["library_tokens"] == figures["titanlike_tokens"], figures
+        print(json.dumps(figures), flush=True)
+        rounds_done.append(figures)
+    rounds_done = rounds_done[1:]
     return {
         "corpus_bytes": corpus.stat().st_size,
-        "tokens": int(turns[0]["library_tokens"]),
+        "tokens": int(rounds_done[0]["library_tokens"]),
         "workers": workers,
-        "turns": turns,
-        "tokens_per_second": {who: statistics.median(turn[who] for turn in turns) for who in ("library", "titanlike")},
-        "ratio": ratio(turns, ""),
-        "ratio_of_cpu": ratio(turns, "_of_cpu"),  # tokens per second of a core: what others do meanwhile counts less
+        "turns": rounds_done,
+        "tokens_per_second": {
+            who: statistics.median(figures[who] for figures in rounds_done) for who in ("library", "titanlike")
+        },
+        "ratio": ratio(rounds_done, ""),
+        "ratio_of_cpu": ratio(rounds_done, "_of_cpu"),  # tokens per CPU second: less sensitive to other load
     }
 
 
-def ratio(turns: list[dict[str, float]], kind: str) -> dict[str, float]:
-    """Of neighbours in time."""
-    found = [turn[f"titanlike{kind}"] / turn[f"library{kind}"] for turn in turns]
+def ratio(rounds_done: list[dict[str, float]], kind: str) -> dict[str, float]:
+    """Returns statistics of the ratios of adjacent rounds."""
+    found = [figures[f"titanlike{kind}"] / figures[f"library{kind}"] for figures in rounds_done]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that have ended."""
+    """Returns the CPU time of this process and of its children that have ended."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def start(corpus: Path, out: Path, encoding: Path, workers: int, limit: int = 0) -> "subprocess.Popen[bytes]":
-    """The command, as a user gives it; if there is a limit, with so many bytes for each of its processes, at most."""
+    """Starts the command, with a memory limit for each of its processes if `limit` is not 0."""
 
     def restrict() -> None:
         if limit:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
-    words = [str(corpus), "--out", str(out), "--tokenizer", str(encoding), "--workers", str(workers)]
-    command = [sys.executable, "-m", "titanlike.cli.main", "data", "prepare", *words]
+    arguments = [str(corpus), "--out", str(out), "--tokenizer", str(encoding), "--workers", str(workers)]
+    command = [sys.executable, "-m", "titanlike.cli.main", "data", "prepare", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=restrict)
 
 
 def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int) -> list[dict[str, Any]]:
-    """Peaks of the command, of a JSONL file and of one text file, of several sizes."""
+    """Measures the peak memory of the command for JSONL files and text files of several sizes."""
     found = []
     for size in sizes:
         texts = write_corpus(folder / "corpus.jsonl", size)
@@ -150,18 +148,19 @@ def measure_memory(folder: Path, encoding: Path, sizes: list[int], workers: int)
 
 
 def peaks(process: "subprocess.Popen[bytes]") -> dict[str, float]:
-    """Most MiB that a command's processes have had, all together and the largest."""
-    most: dict[int, int] = {}
+    """Returns the peak memory of a command's processes in MiB: the sum, and the largest."""
+    highest: dict[int, int] = {}
     while process.poll() is None:
         for pid in [process.pid, *children(process.pid)]:
-            most[pid] = max(most.get(pid, 0), high_water(pid))
+            highest[pid] = max(highest.get(pid, 0), high_water(pid))
         time.sleep(0.05)
     assert process.returncode == 0
-    return {"all_mib": sum(most.values()) / 1024, "largest_mib": max(most.values()) / 1024, "processes": len(most)}
+    sizes = highest.values()
+    return {"all_mib": sum(sizes) / 1024, "largest_mib": max(sizes) / 1024, "processes": len(sizes)}
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, those that it has started."""
+    """Returns the descendants of a process."""
     try:
         found = [
             int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()
@@ -172,7 +171,7 @@ def children(pid: int) -> list[int]:
 
 
 def high_water(pid: int) -> int:
-    """KiB that a process has had at most."""
+    """Returns the peak resident size of a process in KiB."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -181,9 +180,9 @@ def high_water(pid: int) -> int:
 
 
 def table(result: dict[str, Any]) -> str:
-    """What was found, for a document."""
+    """Formats the results as tables for the documentation."""
     lines = [
-        "| Tokenizer | Text | tokens/s of the library | tokens/s of `prepare` | ratio | ratio per second of a core |",
+        "| Tokenizer | Text | Library, tokens/s | `prepare`, tokens/s | Ratio | Ratio of tokens per CPU second |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in result["speed"].items():
@@ -198,7 +197,7 @@ def table(result: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "| Text | limit of a process | JSONL: peak of all processes | one text file: peak |",
+        "| Text | Limit per process | JSONL: peak of all processes | One text file: peak of all processes |",
         "|---|---|---|---|",
     ]
     for row in result["memory"]:
@@ -208,17 +207,20 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, or print what was measured."""
+    """Measures, or prints earlier results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--megabytes", type=int, default=128, help="of the rank file's text; tokenizer.json has an eighth"
+        "--megabytes", type=int, default=128, help="size of the text for the rank file; tokenizer.json gets an eighth"
     )
     parser.add_argument(
-        "--memory-megabytes", type=int, default=150, help="of the smallest; the others are 2 and 4 times that"
+        "--memory-megabytes",
+        type=int,
+        default=150,
+        help="size of the smallest text; the others are 2 and 4 times as large",
     )
     arguments = parser.parse_args()
     if arguments.table:

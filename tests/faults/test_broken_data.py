@@ -1,4 +1,4 @@
-"""Data that breaks: before the run or while it goes, on one rank alone. It is named with its place, and nobody hangs."""
+"""Broken data, before or during a run, on one rank: the error names the position, and no rank hangs."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from tests.web import Web, web
 from titanlike.config.sections import Tokenizer
 from titanlike.data.prepare.prepare import prepare
 
-# Four lanes, two for each rank; each file is read again every some steps.
+# Four readers, two for each rank. Each file is read again after a few steps.
 STREAM = {"data.source": "stream", "validation.interval": "0", "checkpoint.interval": "0", "training.steps": "30"}
 
 
@@ -32,7 +32,7 @@ def served(site: Web) -> dict[str, str]:
     return STREAM | {"data.path": f"{site.address}/{{0..3}}.jsonl"}
 
 
-def test_a_broken_line_on_one_rank_ends_all(starter: Starter, tmp_path: Path) -> None:
+def test_bad_line_on_one_rank_ends_the_run(starter: Starter, tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus")
     with (folder / "3.jsonl").open("a") as file:
         file.write('{"text": "cut o')
@@ -45,7 +45,7 @@ def test_a_broken_line_on_one_rank_ends_all(starter: Starter, tmp_path: Path) ->
     assert job.output.count("warning: skipped ") == 1
 
 
-def test_a_far_file_that_vanishes_while_it_is_trained_on_ends_all(starter: Starter, tmp_path: Path) -> None:
+def test_remote_file_that_vanishes_ends_the_run(starter: Starter, tmp_path: Path) -> None:
     with web() as site:
         job = starter.start(tmp_path, **served(site) | {"training.steps": "100000"})
         metrics = tmp_path / "runs/run/metrics.jsonl"
@@ -56,13 +56,13 @@ def test_a_far_file_that_vanishes_while_it_is_trained_on_ends_all(starter: Start
         codes = job.wait_for_a_death(30)
         assert codes[1] == 2
         assert f"error: {site.address}/3.jsonl" in job.output
-        assert "there is no such file any more" in job.output or "tried 3 times: ClientResponseError: 404" in job.output
+        assert "no longer exists" in job.output or "tried 3 times: ClientResponseError: 404" in job.output
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_now_and_then_changes_nothing(starter: Starter, tmp_path: Path) -> None:
+def test_transient_server_errors_do_not_change_the_losses(starter: Starter, tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus")
-    job = starter.start(tmp_path, **STREAM | {"data.path": str(folder), "run.name": "here"})
+    job = starter.start(tmp_path, **STREAM | {"data.path": str(folder), "run.name": "local"})
     assert job.wait() == [0, 0], job.output
     with web() as site:
         options = served(site)
@@ -70,7 +70,7 @@ def test_a_server_that_fails_now_and_then_changes_nothing(starter: Starter, tmp_
         job = starter.start(tmp_path, **options)
         assert job.wait() == [0, 0], job.output
         assert not site.failures
-    assert losses(tmp_path / "runs/run") == losses(tmp_path / "runs/here")
+    assert losses(tmp_path / "runs/run") == losses(tmp_path / "runs/local")
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,7 @@ def test_a_server_that_fails_now_and_then_changes_nothing(starter: Starter, tmp_
         ),
     ],
 )
-def test_shards_that_are_not_right_are_refused_by_all(
-    starter: Starter, tmp_path: Path, damage: str, message: str
-) -> None:
+def test_damaged_shards_are_refused_by_all_ranks(starter: Starter, tmp_path: Path, damage: str, message: str) -> None:
     tokens = tmp_path / "tokens"
     prepare([str(corpus(tmp_path / "corpus"))], tokens, Tokenizer(), workers=0)
     options = {"data.source": "shards", "data.path": str(tokens)}

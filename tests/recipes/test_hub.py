@@ -1,4 +1,4 @@
-"""The recipes that stream from the Hugging Face Hub, against a hub on this machine."""
+"""Recipes that stream from the Hugging Face Hub, with a local server in its place."""
 
 import gzip
 import io
@@ -47,36 +47,36 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, query = unquote(self.path).partition("?")
         if match := re.fullmatch(r"/api/datasets/(\w+/[\w-]+)(?:/revision/main)?", path):
-            self._say(json.dumps({"id": match[1], "sha": "0", "siblings": []}).encode())
+            self._send(json.dumps({"id": match[1], "sha": "0", "siblings": []}).encode())
         elif match := re.fullmatch(r"/api/datasets/(\w+/[\w-]+)/tree/main/?(.*)", path):
-            self._say(json.dumps(self._entries(match[1], match[2], "recursive=true" in query)).encode())
+            self._send(json.dumps(self._entries(match[1], match[2], "recursive=true" in query)).encode())
         elif match := re.fullmatch(r"/datasets/(\w+/[\w-]+)/resolve/main/(.*)", path):
             content = FILES[match[1]][match[2]]
-            if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-                first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
-                place = f"bytes {first}-{last}/{len(content)}"
-                self._say(content[first : last + 1], 206, {"Content-Range": place, "ETag": '"0"'})
+            if requested := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+                first, last = int(requested[1]), min(int(requested[2] or len(content)), len(content) - 1)
+                content_range = f"bytes {first}-{last}/{len(content)}"
+                self._send(content[first : last + 1], 206, {"Content-Range": content_range, "ETag": '"0"'})
             else:
-                self._say(content, 200, {"ETag": '"0"'})
+                self._send(content, 200, {"ETag": '"0"'})
         else:
-            self._say(b"{}", 404)
+            self._send(b"{}", 404)
 
     def _entries(self, repository: str, folder: str, recursive: bool) -> list[dict[str, object]]:
         found: dict[str, dict[str, object]] = {}
         for name, content in FILES.get(repository, {}).items():
             if folder and not name.startswith(f"{folder}/"):
                 continue
-            below = name[len(folder) :].strip("/").split("/")
-            if len(below) > 1 and not recursive:
-                path = f"{folder}/{below[0]}".strip("/")
+            parts = name[len(folder) :].strip("/").split("/")
+            if len(parts) > 1 and not recursive:
+                path = f"{folder}/{parts[0]}".strip("/")
                 found[path] = {"type": "directory", "path": path, "oid": "0", "size": 0}
             else:
                 found[name] = {"type": "file", "path": name, "oid": "0", "size": len(content)}
         return list(found.values())
 
-    def _say(self, content: bytes, code: int = 200, more: dict[str, str] | None = None) -> None:
+    def _send(self, content: bytes, code: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send_response(code)
-        for name, value in {"Content-Length": str(len(content)), **(more or {})}.items():
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -95,24 +95,26 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def inspect(hub: str, folder: Path, *words: str) -> str:
+def inspect(hub: str, folder: Path, *arguments: str) -> str:
     variables = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = ("-m", "titanlike.cli.main", "data", "inspect", *words, "--tokenizer.encoding=bytes")
+    command = ("-m", "titanlike.cli.main", "data", "inspect", *arguments, "--tokenizer.encoding=bytes")
     done = python(ROOT, *command, variables=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_c4_is_streamed_and_validated(hub: str, tmp_path: Path) -> None:
-    words = ("train_configs/gpt2_124m_c4.toml", "--rank=1", "--ranks=2", "--training.seq_len=64")
-    shown = inspect(hub, tmp_path, *words, "--sequences=300")
+def test_c4_recipe_streams_and_validates(hub: str, tmp_path: Path) -> None:
+    arguments = ("train_configs/gpt2_124m_c4.toml", "--rank=1", "--ranks=2", "--training.seq_len=64")
+    shown = inspect(hub, tmp_path, *arguments, "--sequences=300")
     assert "data    stream: 2 files" in shown
-    assert set(re.findall(r"(train\d|validation|other)", shown.partition("sequence")[2])) == {"train1"}  # its own lane
-    assert re.search(r"validation \d+ validation \d+", inspect(hub, tmp_path, *words, "--validation"))
+    assert set(re.findall(r"(train\d|validation|other)", shown.partition("sequence")[2])) == {
+        "train1"
+    }  # this rank's file
+    assert re.search(r"validation \d+ validation \d+", inspect(hub, tmp_path, *arguments, "--validation"))
 
 
 @pytest.mark.slow
-def test_fineweb_edu_is_streamed(hub: str, tmp_path: Path) -> None:
+def test_fineweb_edu_recipe_streams(hub: str, tmp_path: Path) -> None:
     shown = inspect(hub, tmp_path, "train_configs/llama3_1b_fineweb_edu.toml", "--sequences=128")
     assert set(re.findall(r"edu\d", shown)) == {"edu0", "edu1"}

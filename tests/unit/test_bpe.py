@@ -1,4 +1,4 @@
-"""Tokenizers that are trained here: both kinds of file make the same tokens, of any text, and give the text back."""
+"""Training tokenizers: both file formats encode alike, and decode to the original text."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.text.train_tokenizer import SPECIAL, train
+from titanlike.data.text.train_tokenizer import BOS, EOS, train
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def both(corpus: Path) -> list[Tokenizer]:
-    """A tokenizer.json and a rank file."""
+    """Trains a tokenizer.json and a rank file."""
     found = []
     for name in ("tokenizer.json", "tokenizer.model"):
         trained = train([str(corpus / "*.txt")], corpus / "made" / name, 700)
@@ -36,9 +36,9 @@ def both(corpus: Path) -> list[Tokenizer]:
     return found
 
 
-def test_both_kinds_make_the_same_tokens(both: list[Tokenizer]) -> None:
-    chance, (one, other) = random.Random(0), both
-    signs = [
+def test_both_formats_encode_alike(both: list[Tokenizer]) -> None:
+    rng, (one, other) = random.Random(0), both
+    parts = [
         "def ",
         "self",
         "\n",
@@ -55,43 +55,43 @@ def test_both_kinds_make_the_same_tokens(both: list[Tokenizer]) -> None:
         "\x00",
         "ab" * 40,
     ]
-    texts = ["".join(chance.choices(signs, k=chance.randint(0, 60))) for _ in range(500)] + [
+    texts = ["".join(rng.choices(parts, k=rng.randint(0, 60))) for _ in range(500)] + [
         Path(random.__file__).read_text()
     ]
     for text in texts:
         tokens = one.encode(text).tolist()
         assert tokens == other.encode(text).tolist()
         assert one.decode(tokens) == other.decode(tokens) == text
-        assert max(tokens, default=0) < 700 - len(SPECIAL)  # special tokens that are spelt out are only text
+        assert max(tokens, default=0) < 698  # names of special tokens are encoded as plain text
     assert (one.bos, one.eos) == (other.bos, other.eos) == (698, 699)
     assert one.vocab_size == other.vocab_size == 700
 
 
-def test_a_trained_tokenizer_is_shorter_than_bytes(both: list[Tokenizer]) -> None:
+def test_trained_tokenizer_compresses(both: list[Tokenizer]) -> None:
     text = Path(random.__file__).read_text()
     assert len(text.encode()) / len(both[1].encode(text)) > 2.2
 
 
-def test_the_files_say_it_all(corpus: Path, both: list[Tokenizer]) -> None:
+def test_file_contents(corpus: Path, both: list[Tokenizer]) -> None:
     about = json.loads((corpus / "made/tokenizer_config.json").read_text())
-    assert (about["bos_token"], about["eos_token"]) == SPECIAL
+    assert (about["bos_token"], about["eos_token"]) == (BOS, EOS)
     lines = [line.split() for line in (corpus / "made/tokenizer.model").read_text().splitlines()]
     assert [int(rank) for _, rank in lines] == list(range(698))
     assert {base64.b64decode(token) for token, _ in lines[:256]} == {bytes([value]) for value in range(256)}
 
 
-def test_training_twice_comes_to_the_same(corpus: Path, both: list[Tokenizer], tmp_path: Path) -> None:
+def test_training_is_deterministic(corpus: Path, both: list[Tokenizer], tmp_path: Path) -> None:
     train([str(corpus / "*.txt")], tmp_path / "again.model", 700)
     assert (tmp_path / "again.model").read_bytes() == (corpus / "made/tokenizer.model").read_bytes()
 
 
-def test_a_small_text_has_fewer_tokens(tmp_path: Path) -> None:
+def test_small_text_yields_fewer_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abab abab")
     assert train([str(tmp_path / "a.txt")], tmp_path / "t.json", 1000).vocab_size == 258 + 2  # ab, abab
     assert train([str(tmp_path / "a.txt")], tmp_path / "u.json", 258).vocab_size == 258
 
 
-def test_the_limit_takes_a_share_of_each_file(tmp_path: Path) -> None:
+def test_limit_reads_a_fraction_of_each_file(tmp_path: Path) -> None:
     for name in "ab":
         lines = (json.dumps({"t": f"{name * 4} {number}"}) + "\n" for number in range(2000))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
@@ -101,14 +101,14 @@ def test_the_limit_takes_a_share_of_each_file(tmp_path: Path) -> None:
     assert {b"aaaa", b"bbbb"} <= tokens
 
 
-def test_what_cannot_be_trained_is_told(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--vocab-size = 257: give at least 258, one for each byte and 2 special ones"):
+def test_training_errors(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--vocab-size = 257: give at least 258, for 256 bytes and 2 special tokens"):
         train([str(corpus)], tmp_path / "t.json", 257)
     (tmp_path / "t.json").write_text("mine")
-    with pytest.raises(UserError, match=r"t\.json is there already; remove it, or give another --out"):
+    with pytest.raises(UserError, match=r"t\.json exists; remove it, or give another --out"):
         train([str(corpus)], tmp_path / "t.json", 300)
     (tmp_path / "e.txt").write_text("")
-    with pytest.raises(UserError, match=r"e\.txt: there is no text to train on in it"):
+    with pytest.raises(UserError, match=r"e\.txt: no text to train on"):
         train([str(tmp_path / "e.txt")], tmp_path / "u.json", 300)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{\n')
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2: not JSON"):
@@ -117,12 +117,12 @@ def test_what_cannot_be_trained_is_told(corpus: Path, tmp_path: Path) -> None:
     assert train([str(tmp_path / "bad.jsonl")], tmp_path / "u.json", 300, skip=True).skipped == 1
 
 
-def test_the_command_says_what_to_do_next(corpus: Path, tmp_path: Path) -> None:
-    words = [str(corpus / "json.txt"), "--out", "my.model", "--vocab-size", "5000"]
-    done = python(tmp_path, "-m", "titanlike.cli.main", "data", "train-tokenizer", *words)
+def test_command_prints_the_next_command(corpus: Path, tmp_path: Path) -> None:
+    arguments = [str(corpus / "json.txt"), "--out", "my.model", "--vocab-size", "5000"]
+    done = python(tmp_path, "-m", "titanlike.cli.main", "data", "train-tokenizer", *arguments)
     assert re.match(
-        r"my\.model: \d,?\d{3} tokens, from \d+\.\d KB of text in \d+\.\d s; \d\.\d\d bytes of text a token\n"
-        r"  fewer than 5,000: no other pair is there twice; give more text for more tokens\n",
+        r"my\.model: \d,?\d{3} tokens, trained on \d+\.\d KB of text in \d+\.\d s; \d\.\d\d bytes of text per token\n"
+        r"  fewer than 5,000: no other pair occurs twice; more text yields more tokens\n",
         done.stdout,
     )
-    assert f"titanlike data prepare {words[0]} --out tokens --tokenizer my.model" in done.stdout
+    assert f"titanlike data prepare {arguments[0]} --out tokens --tokenizer my.model" in done.stdout

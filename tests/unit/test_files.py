@@ -1,4 +1,4 @@
-"""Files here and at addresses: found, opened, unpacked, asked for again; and what is said when they cannot be read."""
+"""Local and remote files: listing, opening, decompression, retries and errors."""
 
 import gzip
 import os
@@ -12,12 +12,12 @@ import zstandard
 from tests.web import Web, web
 from titanlike.config import UserError
 from titanlike.data.text import files
-from titanlike.data.text.files import File, list_files, open_file, open_folder
+from titanlike.data.text.files import DataDirectory, File, list_files, open_file
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(files, "PAUSE", 0.01)
+    monkeypatch.setattr(files, "RETRY_DELAY", 0.01)
     with web() as served:
         yield served
 
@@ -30,7 +30,7 @@ def memory() -> Iterator[str]:
 
 
 def names(place: str, root: str) -> list[str]:
-    # fsspec names a file in memory with two strokes or three, by how it was found.
+    # fsspec names a file in memory with two slashes or three, depending on how it was found.
     return [file.name.replace(":///", "://").removeprefix(root).lstrip("/") for file in list_files(place)]
 
 
@@ -39,19 +39,19 @@ def read(file: File) -> bytes:
         return stream.read()
 
 
-def test_a_folder_is_its_text_in_order(tmp_path: Path) -> None:
+def test_folder_lists_its_text_files_in_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.jsonl", "a/.hidden/x.txt", ".git", "picture.png", "c.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"\x89PNG\0\1" if name in ("picture.png", "c.gz") else b"text")
     assert names(str(tmp_path), str(tmp_path)) == ["a/z.jsonl", "b.txt", "c.gz"]
     assert names(str(tmp_path / "**/*.txt"), str(tmp_path)) == ["b.txt"]
-    assert names(str(tmp_path / "picture.png"), str(tmp_path)) == ["picture.png"]  # named, so it is wanted
+    assert names(str(tmp_path / "picture.png"), str(tmp_path)) == ["picture.png"]  # named explicitly
     [file] = list_files(str(tmp_path / "b.txt"))
     assert (file.size, file.version) == (4, str((tmp_path / "b.txt").stat().st_mtime_ns))
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--in = '.*nowhere': there is no file to read"):
+def test_missing_files_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--in = '.*nowhere': no files found"):
         list_files(str(tmp_path / "nowhere"), "--in")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file or directory"):
@@ -60,7 +60,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
         list_files("unheardof://x")
 
 
-def test_compressed_files_are_unpacked_by_lines_and_closed(tmp_path: Path) -> None:
+def test_compressed_files_are_decompressed_by_lines_and_closed(tmp_path: Path) -> None:
     lines = [f"line {number}\n".encode() for number in range(200_000)]
     content = b"".join(lines)
     half = len(content) // 2
@@ -77,7 +77,7 @@ def test_compressed_files_are_unpacked_by_lines_and_closed(tmp_path: Path) -> No
         assert stream.compressed.closed  # type: ignore[attr-defined]
 
 
-def test_places_that_fsspec_knows(memory: str) -> None:
+def test_fsspec_urls(memory: str) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe(
         {"/corpus/b.jsonl": b"b", "/corpus/sub/a.txt": b"aa", "/corpus/part-08.txt": b"8", "/corpus/part-09.txt": b"9"}
@@ -90,28 +90,28 @@ def test_places_that_fsspec_knows(memory: str) -> None:
     [file] = list_files(f"{memory}/sub/a.txt")
     assert (file.size, read(file)) == (2, b"aa")
     assert file.version
-    with pytest.raises(UserError, match=r"memory://corpus/none\.txt: there is no such file"):
+    with pytest.raises(UserError, match=r"memory://corpus/none\.txt: no such file"):
         list_files(f"{memory}/none.txt")
-    folder = open_folder(memory)
-    assert folder.ranges([("b.jsonl", 0, 1), ("sub/a.txt", 1, 2)]) == [b"b", b"a"]
+    directory = DataDirectory(memory)
+    assert directory.ranges([("b.jsonl", 0, 1), ("sub/a.txt", 1, 2)]) == [b"b", b"a"]
     with pytest.raises(UserError, match=r"corpus/b\.jsonl ends at byte 1, before byte 5; copy it again"):
-        folder.ranges([("b.jsonl", 0, 5)])
+        directory.ranges([("b.jsonl", 0, 5)])
 
 
-def test_a_file_of_the_web_is_asked_for_in_ranges(server: Web) -> None:
+def test_http_files_are_read_in_ranges(server: Web) -> None:
     server.files["big.txt"] = os.urandom(12 * 2**20)
     [file] = list_files(f"{server.address}/big.txt")
     assert file.size == 12 * 2**20
-    assert not any(wanted != "HEAD" for _, wanted in server.asked)  # it was found without being fetched
+    assert not any(method != "HEAD" for _, method in server.asked)  # listed without a download
     with open_file(file) as stream:
         stream.seek(11 * 2**20)
         assert stream.read() == server.files["big.txt"][11 * 2**20 :]
-    first = min(int(wanted[6:].partition("-")[0]) for _, wanted in server.asked if wanted.startswith("bytes="))
+    first = min(int(value[6:].partition("-")[0]) for _, value in server.asked if value.startswith("bytes="))
     assert first == 11 * 2**20
     assert read(file) == server.files["big.txt"]
 
 
-def test_a_far_place_is_asked_again_and_then_given_up(server: Web) -> None:
+def test_remote_reads_are_retried_a_few_times(server: Web) -> None:
     server.files["a.txt"] = b"content" * 1000
     [file] = list_files(f"{server.address}/a.txt")
     server.failures = files.TRIES - 1
@@ -121,12 +121,12 @@ def test_a_far_place_is_asked_again_and_then_given_up(server: Web) -> None:
         read(file)
     server.failures = 0
     asked = len(server.asked)
-    with pytest.raises(UserError, match=r"none\.txt: there is no such file"):
+    with pytest.raises(UserError, match=r"none\.txt: no such file"):
         list_files(f"{server.address}/none.txt")
-    assert len([path for path, _ in server.asked[asked:] if path == "none.txt"]) <= 2  # not asked again
+    assert len([path for path, _ in server.asked[asked:] if path == "none.txt"]) <= 2  # not retried
 
 
-def test_a_file_that_has_become_shorter_is_no_end(server: Web) -> None:
+def test_remote_file_that_became_shorter_is_reported(server: Web) -> None:
     server.files["a.txt"] = bytes(9 * 2**20)
     [file] = list_files(f"{server.address}/a.txt")
     with open_file(file) as stream:
@@ -136,8 +136,8 @@ def test_a_file_that_has_become_shorter_is_no_end(server: Web) -> None:
             stream.read()
 
 
-def test_a_library_that_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a.zst").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(UserError, match=r"a\.zst wants zstandard: pip install 'titanlike\[data\]'"):
+    with pytest.raises(UserError, match=r"a\.zst requires the package zstandard: pip install 'titanlike\[data\]'"):
         read(list_files(str(tmp_path / "a.zst"))[0])

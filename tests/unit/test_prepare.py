@@ -1,5 +1,6 @@
-"""Text into token shards: the same to the bit however many processes."""
+"""Tokenizing text into shards: content of the shards, splits, work units; bit-identical for any number of processes."""
 
+import base64
 import json
 import random
 import re
@@ -10,118 +11,108 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.unit.preparing import BYTES, MANY, content, document_ids_and_positions, words
+from tests.unit.preparing import BYTES, MANY, content, random_text, read_split
 from titanlike.cli.data import recipe_lines
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.prepare import work_units
 from titanlike.data.prepare.prepare import Progress, prepare
 from titanlike.data.prepare.work_units import split_of, split_work_units
-from titanlike.data.text.documents import PIECE, BadRecord, Fields, read_documents
+from titanlike.data.text.documents import CHUNK_SIZE, BadRecord, Fields, read_documents
 from titanlike.data.text.files import File, list_files
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.data.token_shards import TRAIN, VALIDATION, Shards
 
 
-def test_the_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path: Path, small_units: None) -> None:
+def test_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path: Path, small_units: None) -> None:
     out, tokenizer = tmp_path / "out", build_tokenizer(BYTES)
     manifest = prepare([str(corpus)], out, BYTES, validation_share=0.1, workers=0)
     texts = [document.text for file in list_files(str(corpus)) for document in read_documents(file, Fields())]
-    wanted: dict[str, list[list[int]]] = {TRAIN: [], VALIDATION: []}
+    expected: dict[str, list[list[int]]] = {TRAIN: [], VALIDATION: []}
     for text in texts:
-        wanted[split_of(text.encode(), 0.1)].append(tokenizer.document(text)[0].tolist())
-    assert {split: document_ids_and_positions(out, split) for split in wanted} == wanted
-    assert 0.06 < len(wanted[VALIDATION]) / len(texts) < 0.14
+        expected[split_of(text.encode(), 0.1)].append(tokenizer.document(text)[0].tolist())
+    assert {split: read_split(out, split) for split in expected} == expected
+    assert 0.06 < len(expected[VALIDATION]) / len(texts) < 0.14
     assert manifest.source["empty"] == 24 + 6 + 1
     assert manifest.source["text_bytes"] == sum(len(text.encode()) for text in texts)
     assert manifest.tokenizer == {
         "fingerprint": tokenizer.fingerprint, "encoding": "bytes", "special": "eos", "eos": "", "bos": "", "vocab_size": 257
     }  # fmt: skip
-    for split in wanted:
+    for split in expected:
         Shards(str(out), split).verify()
     assert not (tmp_path / "out.partial").exists()
     assert not (tmp_path / ".out.lock").exists()
     assert not any(re.search("partial|unit-", path.name) for path in out.iterdir())
 
 
-def test_a_long_text_file_is_one_document_of_one_split(tmp_path: Path) -> None:
-    texts = [" ".join(map(str, range(number, PIECE // 8 * number))).encode() for number in (2, 3, 4, 5)]
+def test_long_text_file_is_one_document_of_one_split(tmp_path: Path) -> None:
+    texts = [" ".join(map(str, range(number, CHUNK_SIZE // 8 * number))).encode() for number in (2, 3, 4, 5)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text)
     prepare([str(tmp_path / "*.txt")], tmp_path / "out", BYTES, validation_share=0.5, workers=0)
-    found = [
-        document for split in (TRAIN, VALIDATION) for document in document_ids_and_positions(tmp_path / "out", split)
-    ]
+    found = [document for split in (TRAIN, VALIDATION) for document in read_split(tmp_path / "out", split)]
     assert sorted(found) == [[*text, 256] for text in texts]
 
 
-def test_a_document_is_in_one_split_wherever_it_stands(tmp_path: Path) -> None:
-    chance = random.Random(1)
-    texts = [words(chance, 5) for _ in range(300)]
-    for name, order in (("a", texts), ("b", texts[::-1] + texts[:50])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in order))
+def test_copies_of_a_document_are_in_the_same_split(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    texts = [random_text(rng, 5) for _ in range(300)]
+    for name, ordered in (("a", texts), ("b", texts[::-1] + texts[:50])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ordered))
         prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / name, BYTES, validation_share=0.2, workers=0)
-    found = {name: {tuple(text) for text in document_ids_and_positions(tmp_path / name, VALIDATION)} for name in "ab"}
+    found = {name: {tuple(text) for text in read_split(tmp_path / name, VALIDATION)} for name in "ab"}
     assert found["a"] == found["b"]
-    assert not found["a"] & {tuple(text) for text in document_ids_and_positions(tmp_path / "b", TRAIN)}
+    assert not found["a"] & {tuple(text) for text in read_split(tmp_path / "b", TRAIN)}
 
 
-def test_prompts_are_given_and_not_learnt(corpus: Path, tmp_path: Path) -> None:
+def test_prompts_are_excluded_from_the_loss(corpus: Path, tmp_path: Path) -> None:
     fields = Fields("text", "ask")
     prepare([str(corpus / "a.jsonl")], tmp_path / "out", Section(special="eos"), fields=fields, workers=0)
     document = next(iter(read_documents(list_files(str(corpus / "a.jsonl"))[0], fields)))
     shards = Shards(str(tmp_path / "out"))
-    [[end, learnt_from]] = shards._documents(shards.shards[0])[:1]
-    assert learnt_from == len(document.prompt.encode())
-    assert end == learnt_from + len(document.text.encode()) + 1
+    [[end, loss_start]] = shards._documents(shards.shards[0])[:1]
+    assert loss_start == len(document.prompt.encode())
+    assert end == loss_start + len(document.text.encode()) + 1
 
 
-def test_the_number_of_processes_changes_nothing(corpus: Path, tmp_path: Path, small_units: None) -> None:
+def test_result_does_not_depend_on_the_number_of_processes(corpus: Path, tmp_path: Path, small_units: None) -> None:
     found = []
     for workers in (0, 3):
         out = tmp_path / "out"
-        told: list[Progress] = []
-        prepare([str(corpus)], out, BYTES, validation_share=0.1, workers=workers, tell=told.append)
-        assert told[-1].done == told[-1].total
-        assert told[-1].tokens == sum(
-            len(text) for split in (TRAIN, VALIDATION) for text in document_ids_and_positions(out, split)
-        )
+        reports: list[Progress] = []
+        prepare([str(corpus)], out, BYTES, validation_share=0.1, workers=workers, on_progress=reports.append)
+        assert reports[-1].bytes_read == reports[-1].total_bytes
+        assert reports[-1].tokens == sum(len(text) for split in (TRAIN, VALIDATION) for text in read_split(out, split))
         found.append(content(out))
         shutil.rmtree(out)
     assert found[0] == found[1]
     assert len(json.loads(found[0]["plan.json"])["units"]) > MANY
 
 
-def test_how_files_are_cut(corpus: Path, small_units: None) -> None:
-    cut = split_work_units(list_files(str(corpus)))
-    parts = [part for unit in cut for part in unit.parts]
+def test_split_into_work_units(corpus: Path, small_units: None) -> None:
+    units = split_work_units(list_files(str(corpus)))
+    spans = [span for unit in units for span in unit.spans]
     sizes = Counter[str]()
-    for part in parts:
-        sizes[part.file.name] += part.size
+    for span in spans:
+        sizes[span.file.name] += span.size
     for file in list_files(str(corpus)):
-        assert abs(sizes[file.name] - file.size) < 20  # of row groups by their share
-    assert max(unit.size for unit in cut) < 12_000
-    kinds = Counter(part.file.kind for part in parts)
+        assert abs(sizes[file.name] - file.size) < 20  # sizes of row groups are estimates
+    assert max(unit.size for unit in units) < 12_000
+    kinds = Counter(span.file.kind for span in spans)
     assert kinds[".jsonl"] > 30
     assert kinds[".parquet"] > 3
     assert kinds[".txt"] == 20
-    assert len([unit for unit in cut if unit.parts[0].file.kind == ".txt"]) <= 3
-    assert [unit.number for unit in cut] == list(range(len(cut)))
+    assert len([unit for unit in units if unit.spans[0].file.kind == ".txt"]) <= 3
+    assert [unit.number for unit in units] == list(range(len(units)))
     assert len(split_work_units([File("a.jsonl.gz", 10**6)])) == 1  # has to be read from its start
 
 
-def test_a_unit_has_one_size_whatever_the_text() -> None:
-    for size, wanted in ((10**6, 1), (10**8, 24), (10**10, 256), (10**12, 3726)):
-        assert (
-            len(
-                work_units._cut(
-                    File("x.jsonl", size), min(max(size // work_units.MANY, work_units.SMALLEST), work_units.LARGEST)
-                )
-            )
-            == wanted
-        )
+@pytest.mark.parametrize(("size", "count"), [(10**6, 1), (10**8, 24), (10**10, 256), (10**12, 3726)])
+def test_number_of_work_units(size: int, count: int) -> None:
+    limit = min(max(size // work_units.TARGET_COUNT, work_units.MIN_SIZE), work_units.MAX_SIZE)
+    assert len(work_units._split_file(File("x.jsonl", size), limit)) == count
 
 
-def test_bad_records_are_left_out_and_counted(corpus: Path, tmp_path: Path, small_units: None) -> None:
+def test_bad_records_are_skipped_and_counted(corpus: Path, tmp_path: Path, small_units: None) -> None:
     lines = (corpus / "a.jsonl").read_text().splitlines()
     for number in range(100, 1100, 100):
         lines[number - 1] = "{"
@@ -130,12 +121,12 @@ def test_bad_records_are_left_out_and_counted(corpus: Path, tmp_path: Path, smal
         prepare([str(corpus)], tmp_path / "out", BYTES, workers=1)
     manifest = prepare([str(corpus)], tmp_path / "out", BYTES, workers=0, bad="skip")
     assert manifest.skipped == 10
-    places = [int(re.search(r"line (\d+)", example)[1]) for example in manifest.source["skipped"]]  # type: ignore[index]
-    assert places == [100, 200, 300, 400, 500]
+    numbers = [int(re.search(r"line (\d+)", example)[1]) for example in manifest.source["skipped"]]  # type: ignore[index]
+    assert numbers == [100, 200, 300, 400, 500]
 
 
-def test_a_tokenizer_of_a_file_comes_along(corpus: Path, tmp_path: Path) -> None:
-    ranks = "".join(f"{__import__('base64').b64encode(bytes([value])).decode()} {value}\n" for value in range(256))
+def test_tokenizer_file_is_copied_into_the_folder(corpus: Path, tmp_path: Path) -> None:
+    ranks = "".join(f"{base64.b64encode(bytes([value])).decode()} {value}\n" for value in range(256))
     (tmp_path / "my.model").write_text(ranks)
     section = Section(encoding=str(tmp_path / "my.model"), special="both")
     manifest = prepare([str(corpus)], tmp_path / "out", section, workers=0)
@@ -145,5 +136,5 @@ def test_a_tokenizer_of_a_file_comes_along(corpus: Path, tmp_path: Path) -> None
     assert recipe["model"] == {"vocab_size": 320}
     assert recipe["tokenizer"] == {"encoding": str(tmp_path / "out/my.model"), "special": "both"}
     assert build_tokenizer(Section(**recipe["tokenizer"])).fingerprint == manifest.tokenizer["fingerprint"]
-    first = document_ids_and_positions(tmp_path / "out", TRAIN)[0]
+    first = read_split(tmp_path / "out", TRAIN)[0]
     assert (first[0], first[-1]) == (256, 257)

@@ -1,4 +1,4 @@
-"""`titanlike data prepare` as a user runs it: killed, interrupted, without room; its screen and its memory."""
+"""`titanlike data prepare` as a command: kills, Ctrl-C, a full disk; terminal output and memory."""
 
 import json
 import os
@@ -17,17 +17,18 @@ import pytest
 import tomli
 
 from tests.launching import ROOT, descendants, environment
-from tests.unit.preparing import content, words
-from titanlike.cli.data import line
+from tests.unit.preparing import content, random_text
+from titanlike.cli.data import progress_text
 from titanlike.data.prepare.prepare import Progress
 
 
-def test_a_line_of_progress() -> None:
-    text = line(
-        Progress(done=3_000_000_000, total=12_000_000_000, before=1_000_000_000, tokens=500_000_000, seconds=1000.0)
-    )
-    assert text == " 25%  3.0 GB of 12.0 GB  2.0 MB/s  500.0K tokens/s  500.0M tokens  1:15:00 left"
-    assert line(Progress(0, 10, 0, 0, 0.0)).endswith("? left")
+def test_progress_text() -> None:
+    progress = Progress(
+        bytes_read=3_000_000_000, total_bytes=12_000_000_000, resumed_bytes=1_000_000_000, tokens=500_000_000, seconds=1000.0
+    )  # fmt: skip
+    text = " 25%  3.0 GB of 12.0 GB  2.0 MB/s  500.0K tokens/s  500.0M tokens  1:15:00 left"
+    assert progress_text(progress) == text
+    assert progress_text(Progress(0, 10, 0, 0, 0.0)).endswith("? left")
 
 
 class Ended(NamedTuple):
@@ -36,13 +37,13 @@ class Ended(NamedTuple):
     err: str
 
 
-def start(folder: Path, *words: str, **options: Any) -> "subprocess.Popen[str]":
-    # The command, with units so small that a moment's work has many.
+def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    # The command, with work units so small that a second of work has many.
     program = (
-        "from titanlike.data.prepare import work_units; work_units.SMALLEST = 400_000; "
+        "from titanlike.data.prepare import work_units; work_units.MIN_SIZE = 400_000; "
         "from titanlike.cli.main import main; main()"
     )
-    command = [sys.executable, "-c", program, "data", "prepare", *words]
+    command = [sys.executable, "-c", program, "data", "prepare", *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, **options,
@@ -54,19 +55,19 @@ def end(process: "subprocess.Popen[str]") -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def run(folder: Path, *words: str, **options: Any) -> Ended:
-    return end(start(folder, *words, **options))
+def run(folder: Path, *arguments: str, **options: Any) -> Ended:
+    return end(start(folder, *arguments, **options))
 
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
-    """A second of work, or more, in 35 units."""
-    chance = random.Random(0)
-    text = words(chance, 20_000)
+    """Creates a file that takes a second or more, in 35 work units."""
+    rng = random.Random(0)
+    text = random_text(rng, 20_000)
     with (tmp_path / "large.jsonl").open("w") as file:
         while file.tell() < 14_000_000:
-            begin = chance.randrange(len(text) - 5000)
-            file.write(json.dumps({"text": text[begin : begin + chance.randrange(5000)]}) + "\n")
+            begin = rng.randrange(len(text) - 5000)
+            file.write(json.dumps({"text": text[begin : begin + rng.randrange(5000)]}) + "\n")
     yield tmp_path / "large.jsonl"
     (tmp_path / "large.jsonl").unlink()
 
@@ -75,115 +76,120 @@ COMMAND = ("large.jsonl", "--out", "out", "--tokenizer", "bytes", "--workers", "
 
 
 def wait_for_units(folder: Path, count: int) -> None:
-    end = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while len(list((folder / "out.partial").glob("unit-*.json"))) < count:
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def stopped(process: "subprocess.Popen[str]") -> None:
-    """Let it stand still, its workers too, so that what a test does next is done in time."""
+def suspend(process: "subprocess.Popen[str]") -> None:
+    """Stops a process and its workers, so that they do not finish before the test's next action."""
     for pid in descendants(process.pid):
         os.kill(pid, signal.SIGSTOP)
 
 
-def ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
 
 
+def workers_of(pid: int) -> list[int]:
+    """Returns the worker processes, without multiprocessing's resource tracker."""
+    return [child for child in descendants(pid)[1:] if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
 @pytest.mark.slow
-def test_killed_again_and_again_it_comes_to_the_same(large: Path, tmp_path: Path) -> None:
+def test_result_after_kills_is_bit_identical(large: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "large.jsonl", "--out", "undisturbed", *COMMAND[3:]).code == 0
     first = start(tmp_path, *COMMAND)
     wait_for_units(tmp_path, 2)
-    workers = descendants(first.pid)[1:]
+    children = descendants(first.pid)[1:]
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     deadline = time.monotonic() + 5
-    while not all(ended(pid) for pid in workers):
+    while not all(has_ended(pid) for pid in children):
         assert time.monotonic() < deadline, "workers outlive their parent"
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("unit-*.json")}
     second = start(tmp_path, *COMMAND)
-    while len(workers := descendants(second.pid)[1:]) < 2:  # before there is much done
+    while len(workers := workers_of(second.pid)) < 2:  # before much is done
         time.sleep(0.01)
     wait_for_units(tmp_path, len(times) + 1)
     os.kill(workers[0], signal.SIGKILL)
     code, _, err = end(second)
     assert code == 2
     assert re.fullmatch(
-        r"error: a process was ended by SIGKILL while it read large\.jsonl \(unit \d+\), perhaps for lack of memory: give fewer "
-        r"than 2 --workers; the same command goes on from there\n",
+        r"error: a worker process was killed by SIGKILL while it read large\.jsonl \(work unit \d+\), possibly because it ran out "
+        r"of memory; give fewer than 2 --workers, and the same command resumes\n",
         err,
     )
     third = start(tmp_path, *COMMAND)
     code, out, err = end(third)
     assert (code, err) == (0, "")
-    assert "the rest by earlier starts" in out
+    assert "the rest before the interruption" in out
     assert all(not path.exists() for path in times)
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_one_sentence_and_goes_on(large: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_one_line_and_the_command_resumes(large: Path, tmp_path: Path) -> None:
     process = start(tmp_path, *COMMAND)
     wait_for_units(tmp_path, 1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
     code, _, err = end(process)
-    assert (code, err) == (130, "stopped; the same command goes on from here, in out.partial\n")
+    assert (code, err) == (130, "stopped; the same command resumes from out.partial\n")
     second = start(tmp_path, *COMMAND)
     wait_for_units(tmp_path, 2)
-    stopped(second)
+    suspend(second)
     code, _, err = run(tmp_path, *COMMAND)
     assert code == 2
-    assert re.fullmatch(rf"error: out is being prepared by process {second.pid} on host .*; wait for that one.*\n", err)
+    assert re.fullmatch(rf"error: out is being prepared by process {second.pid} on host .*; wait for it.*\n", err)
     os.killpg(second.pid, signal.SIGCONT)
     code, out, err = end(second)
     assert (code, err) == (0, "")
     code, out, err = run(tmp_path, *COMMAND)
     assert (code, err) == (0, "")
-    assert out.startswith("out is complete already\n  train ")
+    assert out.startswith("out is already complete\n  train ")
 
 
-def test_the_command_says_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
+def test_user_errors_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
-    words = ("a.jsonl", "--out", "out", "--tokenizer")
+    arguments = ("a.jsonl", "--out", "out", "--tokenizer")
     found = [
-        run(tmp_path, *words, *more) for more in (["bytes"], ["gpt-2"], ["bytes", "--bos", "x", "--special", "bos"])
+        run(tmp_path, *arguments, *more) for more in (["bytes"], ["gpt-2"], ["bytes", "--bos", "x", "--special", "bos"])
     ]
     assert [end.code for end in found] == [2, 2, 2]
     assert found[0].err == (
-        "error: a.jsonl, line 2: its field 'text' is no text: 3; --bad-records skip leaves such records out\n"
+        "error: a.jsonl, line 2: the field 'text' is not text: 3; --bad-records skip skips such records\n"
     )
     assert (
         found[1].err == "error: --tokenizer = 'gpt-2' is neither a file nor a tiktoken encoding; did you mean 'gpt2'?\n"
     )
-    assert found[2].err.startswith("error: --bos = 'x' is no special token of --tokenizer = 'bytes'")
+    assert found[2].err.startswith("error: --bos = 'x' is not a special token of --tokenizer = 'bytes'")
     assert not (tmp_path / "out").exists()
-    done = run(tmp_path, *words, "bytes", "--bad-records", "skip")
+    done = run(tmp_path, *arguments, "bytes", "--bad-records", "skip")
     assert done.code == 0, done.err
-    assert "1 bad records are left out:\n    a.jsonl, line 2: its field 'text' is no text: 3\n" in done.out
-    assert tomli.loads(done.out.partition("A recipe reads it with\n")[2])["data"]["path"] == "out"
+    assert "1 bad records skipped:\n    a.jsonl, line 2: the field 'text' is not text: 3\n" in done.out
+    assert tomli.loads(done.out.partition("Recipe:\n")[2])["data"]["path"] == "out"
 
 
-def test_a_full_disk_is_one_sentence(large: Path, tmp_path: Path) -> None:
+def test_full_disk_is_one_line(large: Path, tmp_path: Path) -> None:
     limit = 2**18
 
-    def no_larger() -> None:
+    def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    code, _, err = run(tmp_path, *COMMAND, preexec_fn=no_larger)
+    code, _, err = run(tmp_path, *COMMAND, preexec_fn=limit_file_size)
     assert code == 2
     assert re.fullmatch(
-        r"error: out\.partial: the disk is full \(File too large\); make room, and the same command goes on from here\n",
+        r"error: out\.partial: the disk is full \(File too large\); free some space, then run the same command to resume\n",
         err,
     )
-    assert not list((tmp_path / "out.partial").glob("*.tokens*"))  # room for others
+    assert not list((tmp_path / "out.partial").glob("*.tokens*"))  # unfinished shards do not fill the disk
 
 
-def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+def test_command_does_not_import_torch(tmp_path: Path) -> None:
     code = (
         "import sys, titanlike.cli.data, titanlike.data.prepare.prepare; "
         "import titanlike.data.text.train_tokenizer, titanlike.data.prepare.workers; "
@@ -192,38 +198,47 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=environment(PYTHONPATH=str(ROOT)), check=True)
 
 
-def test_a_terminal_has_one_live_line(tmp_path: Path) -> None:
+def test_workers_do_not_import_the_calling_program(large: Path, tmp_path: Path) -> None:
+    program = """
+import os
+from pathlib import Path
+from titanlike.config.sections import Tokenizer
+from titanlike.data.prepare import work_units
+from titanlike.data.prepare.prepare import prepare
+
+with open("imports", "a") as file:
+    file.write("imported\\n")
+work_units.MIN_SIZE = 400_000
+prepare(["large.jsonl"], Path("out"), Tokenizer(), workers=2)
+"""
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "program.py"]
+    subprocess.run(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), check=True, timeout=100)
+    assert (tmp_path / "imports").read_text() == "imported\n"
+
+
+def test_terminal_shows_a_live_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text " * 1000)
-    ours, theirs = os.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "titanlike.cli.main",
-        "data",
-        "prepare",
-        "a.txt",
-        "--out",
-        "out",
-        "--tokenizer",
-        "bytes",
-    ]
+    master, slave = os.openpty()
+    arguments = ["data", "prepare", "a.txt", "--out", "out", "--tokenizer", "bytes"]
+    command = [sys.executable, "-m", "titanlike.cli.main", *arguments]
     env = environment(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="120")
-    subprocess.run(command, cwd=tmp_path, env=env, stdout=theirs, stderr=theirs, check=True, timeout=60)
-    os.close(theirs)
-    shown = os.read(ours, 100_000).decode()
-    os.close(ours)
+    subprocess.run(command, cwd=tmp_path, env=env, stdout=slave, stderr=slave, check=True, timeout=60)
+    os.close(slave)
+    shown = os.read(master, 100_000).decode()
+    os.close(master)
     assert "100%  5.0 KB of 5.0 KB" in shown
-    assert shown.rindex("\x1b[?25h") > shown.index("\x1b[?25l")  # the cursor is back
+    assert shown.rindex("\x1b[?25h") > shown.index("\x1b[?25l")  # the cursor is shown again
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the most memory that a process had")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the peak memory of a process")
 def test_memory_does_not_grow_with_a_text_file(tmp_path: Path) -> None:
     code = (
         "import re, sys; from pathlib import Path; from titanlike.data.prepare.prepare import prepare; "
         "from titanlike.config.sections import Tokenizer; "
         "prepare([sys.argv[1]], Path(sys.argv[1] + '.out'), Tokenizer(), workers=0); "
-        # Not getrusage: what it says of a process that was just started is its parent's.
+        # Not getrusage, which includes the parent's memory before exec.
         "print(int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) / 1024)"
     )
     peaks = []

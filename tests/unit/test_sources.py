@@ -99,10 +99,10 @@ def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file"):
         open_(source="text", path=str(folder))
     (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match=r"data\.path = '.*none': there is no file to read"):
+    with pytest.raises(UserError, match=r"data\.path = '.*none': no files found"):
         open_(source="text", path=str(tmp_path / "none"))
     texts(tmp_path / "empty", a="")
-    with pytest.raises(UserError, match=r"there is no document in it"):
+    with pytest.raises(UserError, match=r"no documents: "):
         open_(source="text", path=str(tmp_path / "empty"))
 
 

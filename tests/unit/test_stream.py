@@ -166,7 +166,7 @@ def test_bad_records_are_errors_or_skipped_with_a_warning(tmp_path: Path, capsys
     warnings = capsys.readouterr().err
     assert warnings.count("warning: skipped ") == 2
     assert "part00.jsonl, line 4: not JSON" in warnings
-    assert "part00.jsonl, line 8: has no field 'text', but txt; set data.text_field" in warnings
+    assert "part00.jsonl, line 8: no field 'text'; its fields are txt; set data.text_field" in warnings
 
 
 def test_remote_files_are_read_and_a_missing_one_is_reported() -> None:
@@ -178,7 +178,7 @@ def test_remote_files_are_read_and_a_missing_one_is_reported() -> None:
     source = open_stream([files], seq_len=64)
     assert all(b"." in bytes(min(token, 255) for token in row) for row in source.read(1, range(8)).tokens.tolist())
     memory.rm("/remote/2.jsonl")
-    with pytest.raises(UserError, match=r"memory://(/?)remote/2\.jsonl: there is no such file any more"):
+    with pytest.raises(UserError, match=r"memory://(/?)remote/2\.jsonl: no longer exists"):
         open_stream([files], seq_len=64).read(1, range(8))
 
 

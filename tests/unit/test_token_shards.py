@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(files, "PAUSE", 0.01)
+    monkeypatch.setattr(files, "RETRY_DELAY", 0.01)
     with web() as served:
         served.files |= {f"s/{path.name}": path.read_bytes() for path in folder.iterdir()}
         yield served
@@ -116,7 +116,7 @@ def test_remote_shards_are_read_by_byte_range(server: Web) -> None:
     with pytest.raises(UserError, match=r"s/train-00002\.tokens ends at byte 2, before byte 6; copy it again"):
         shards.read(np.array([10]), 6)
     del server.files["s/train-00002.tokens"]
-    with pytest.raises(UserError, match=r"/s: a file of it is not there any more: .*train-00002\.tokens"):
+    with pytest.raises(UserError, match=r"/s: a file no longer exists: .*train-00002\.tokens"):
         shards.read(np.array([10]), 6)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, tiktoken's files, Hugging Face's; what opens and closes a document; what tells one from another."""
+"""Tokenizers: bytes, rank files, tokenizer.json; special tokens of documents; fingerprints."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ def build(encoding: str, vocab_size: int | None = None, **keys: str) -> Tokenize
     return build_tokenizer(Section(encoding=encoding, **keys), vocab_size)  # type: ignore[arg-type]
 
 
-def test_bytes_come_back_as_they_went_in() -> None:
+def test_bytes_round_trip() -> None:
     text = "def é(x):\n    return '🙂' * x\r\n\x00<|endoftext|>" * 50
     tokens = BYTES.encode(text)
     assert tokens.tolist() == list(text.encode())
@@ -26,28 +26,28 @@ def test_bytes_come_back_as_they_went_in() -> None:
     assert (BYTES.vocab_size, BYTES.separator) == (257, Separator(256, closes=True))
 
 
-def test_a_rank_file_is_read(tmp_path: Path) -> None:
-    words = [bytes([value]) for value in range(256)] + [b"ab", b"abc"]
+def test_rank_file(tmp_path: Path) -> None:
+    tokens = [bytes([value]) for value in range(256)] + [b"ab", b"abc"]
     path = tmp_path / "tokenizer.model"
-    path.write_text("".join(f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words)))
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
     tokenizer = build(str(path), 320)
     assert tokenizer.encode("abc ab").tolist() == [257, ord(" "), 256]
     assert tokenizer.decode([257, 256]) == "abcab"
     assert (tokenizer.vocab_size, tokenizer.eos) == (260, 259)
     for text, message in (
-        ("", "the byte 0 has no rank"),
-        ("YQ== 0\n", "the byte 0 has no rank"),
-        (path.read_text().replace(" 257\n", " 300\n"), "its ranks do not count from 0 without a gap"),
+        ("", "byte 0 has no rank"),
+        ("YQ== 0\n", "byte 0 has no rank"),
+        (path.read_text().replace(" 257\n", " 300\n"), "its ranks are not consecutive from 0"),
     ):
         path.write_text(text)
-        with pytest.raises(UserError, match=f"tokenizer.model: not a whole rank file: {message}"):
+        with pytest.raises(UserError, match=f"tokenizer.model: not a complete rank file: {message}"):
             build(str(path), 320)
     path.write_text("YQ== 0\nwrong\n")
     with pytest.raises(UserError, match=r"tokenizer\.model, line 2: not a rank file"):
         build(str(path), 320)
 
 
-def test_a_tokenizer_that_does_not_fit_is_told() -> None:
+def test_mismatched_vocabulary_and_unknown_encoding_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"vocab_size = 200 is smaller than the 257 tokens .* set model.vocab_size = 320"
     ):
@@ -56,20 +56,20 @@ def test_a_tokenizer_that_does_not_fit_is_told() -> None:
         build("gpt-2", 320)
 
 
-def test_an_encoding_that_must_be_downloaded_and_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_download_prints_instructions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # no server listens
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     with pytest.raises(
         UserError,
-        match=r"could not .*fetch https://\S+/vocab.bpe elsewhere, put it into a folder as [0-9a-f]{40}, and set",
+        match=r"cannot download it .*download https://\S+/vocab.bpe elsewhere, save it as [0-9a-f]{40} in a folder, and set",
     ):
         build("gpt2", 50304)
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """A small byte-pair tokenizer.json of Hugging Face's."""
+    """Trains a small byte-pair tokenizer.json."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -78,29 +78,27 @@ def trained(tmp_path: Path) -> Path:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     made.train_from_iterator(["the cat and the dog and the end of the day"] * 20, trainer)
-    made.enable_truncation(4)  # as many published files have it
+    made.enable_truncation(4)  # as in many published files
     made.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
-def test_hugging_faces_file_is_read(trained: Path) -> None:
+def test_tokenizer_json(trained: Path) -> None:
     tokenizer = build(str(trained), 320)
     text = "the dog </s> and é 🙂\n"
     tokens = tokenizer.encode(text)
     assert 4 < len(tokens) < len(text.encode())
-    assert tokenizer.eos not in tokens  # spelt out, a special token is only text
+    assert tokenizer.eos not in tokens  # the name of a special token is encoded as plain text
     assert tokenizer.decode(tokens.tolist()) == text
     assert (tokenizer.vocab_size, tokenizer.eos) == (276, 1)
     assert build(str(trained / "tokenizer.json"), 320).fingerprint == tokenizer.fingerprint
 
 
-def test_the_ends_of_a_document_are_those_that_are_named(trained: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"does not say which token opens a document; set tokenizer\.bos .*: <\|open\|>, </s>"
-    ):
+def test_special_tokens_of_documents(trained: Path) -> None:
+    with pytest.raises(UserError, match=r"does not name its BOS token; set tokenizer\.bos .*: <\|open\|>, </s>"):
         build(str(trained), special="both")
     with pytest.raises(
-        UserError, match=r"tokenizer\.bos = '<\|opem\|>' is no special token .*; did you mean '<\|open\|>'\?"
+        UserError, match=r"tokenizer\.bos = '<\|opem\|>' is not a special token .*; did you mean '<\|open\|>'\?"
     ):
         build(str(trained), special="both", bos="<|opem|>")
     named = build(str(trained), special="both", bos="<|open|>")
@@ -119,8 +117,8 @@ def test_the_ends_of_a_document_are_those_that_are_named(trained: Path) -> None:
     assert opened.opening("") == [0]
 
 
-def test_tokenizers_that_differ_in_anything_have_other_fingerprints(trained: Path) -> None:
-    prints = {
+def test_fingerprints_differ_between_tokenizers(trained: Path) -> None:
+    fingerprints = {
         BYTES.fingerprint,
         build(str(trained)).fingerprint,
         build(str(trained), special="both", bos="<|open|>").fingerprint,
@@ -130,21 +128,22 @@ def test_tokenizers_that_differ_in_anything_have_other_fingerprints(trained: Pat
     values = json.loads(file.read_text())
     values["model"]["merges"] = values["model"]["merges"][:-1]
     file.write_text(json.dumps(values))
-    assert len({*prints, build(str(trained)).fingerprint}) == 5
+    assert len({*fingerprints, build(str(trained)).fingerprint}) == 5
 
 
-def test_a_file_that_is_no_tokenizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_file_and_missing_library_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer\.json that the tokenizers library can read"):
         build(str(file))
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"wants Hugging Face's tokenizers: pip install 'titanlike\[data\]'"):
+    with pytest.raises(UserError, match=r"requires the package tokenizers: pip install 'titanlike\[data\]'"):
         build(str(file))
 
 
-def test_one_token_cannot_open_and_close() -> None:
+def test_same_token_for_bos_and_eos_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"tokenizer\.special = 'both' wants two tokens, .* 'bytes' has one for both; use 'eos'"
+        UserError,
+        match=r"tokenizer\.special = 'both' requires two tokens, .* 'bytes' has the same one for both; use 'eos'",
     ):
         build("bytes", special="both", bos="<|endoftext|>")

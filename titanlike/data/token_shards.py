@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.data.shuffle import Numbers
-from titanlike.data.text.files import Folder, open_folder
+from titanlike.data.text.files import DataDirectory
 from titanlike.utils.atomic_io import atomic_write_text, atomic_writer, write_all
 
 MANIFEST = "manifest.json"
@@ -60,9 +60,9 @@ class Manifest:
         return hashlib.sha256(json.dumps([self.dtype, self.tokenizer["fingerprint"], hashes]).encode()).hexdigest()[:16]
 
 
-def read_manifest(path: str, folder: Folder | None = None) -> Manifest:
+def read_manifest(path: str, folder: DataDirectory | None = None) -> Manifest:
     """Reads the manifest of a local or remote folder."""
-    folder = folder or open_folder(path)
+    folder = folder or DataDirectory(path)
     try:
         values = json.loads(folder.read(MANIFEST))
     except FileNotFoundError:
@@ -106,7 +106,7 @@ class Shards:
 
     def __init__(self, path: str, split: str = TRAIN) -> None:
         self.path = path
-        self.folder = open_folder(path)
+        self.folder = DataDirectory(path)
         self.manifest = read_manifest(path, self.folder)
         self.shards = self.manifest.splits.get(split, [])
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")

@@ -1,7 +1,7 @@
-"""Raw text into a folder of token shards, side by side on all cores, to be gone on with wherever it was killed. No torch.
+"""Tokenizes text into a folder of token shards on all cores; resumes if interrupted. No torch.
 
-All is written into `OUT.partial`: first `plan.json`, with the input and how it is cut into units, then the shards of each unit
-and after them `unit-00012.json`, at the end the manifest. Then the folder gets its name.
+All files are written to `OUT.partial`: first `plan.json` (the input files and the work units), then for each work unit its shards
+and `unit-00012.json`, and finally the manifest. The complete folder is renamed to `OUT`.
 """
 
 import json
@@ -18,41 +18,41 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.prepare.work_units import (
-    SHOWN,
+    MAX_EXAMPLES,
     FileSpan,
     Options,
     WorkUnit,
     WorkUnitResult,
-    make,
     split_work_units,
-    sync,
-    write_whole,
-    writing,
 )
-from titanlike.data.prepare.workers import TICK, Workers
+from titanlike.data.prepare.workers import process_in_parallel, process_serially
 from titanlike.data.text.documents import LINES, PARQUET, Fields
-from titanlike.data.text.files import File, list_files
+from titanlike.data.text.files import File, convert_write_errors, list_inputs
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer, files_of
 from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, read_manifest
 from titanlike.utils import system
+from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
 from titanlike.utils.file_lock import FileLock, LockHeld
 
 PLAN = "plan.json"
 FORMAT = 1
-BYTES = 258  # tokens of a vocabulary of bytes alone
-LONGEST_TOKEN = 16  # bytes; a text has no fewer tokens than this says, about
+BYTE_VOCAB_SIZE = 258  # of a tokenizer without merges
+MAX_TOKEN_BYTES = 16  # of an average token: bounds the size of the output from below
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far it is."""
+    """Progress of a preparation."""
 
-    done: int  # bytes read
-    total: int
-    before: int  # of those read, by earlier starts
-    tokens: int  # made by this start
+    bytes_read: int
+    total_bytes: int
+    resumed_bytes: int  # read by earlier starts, included in bytes_read
+    tokens: int  # made since this start
     seconds: float  # since this start
-    complete: bool = False  # by an earlier start: there was nothing to do
+    already_complete: bool = False  # an earlier start finished the folder
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def prepare(
@@ -64,48 +64,53 @@ def prepare(
     validation_share: float = 0.0,
     workers: int | None = None,
     bad: Literal["stop", "skip"] = "stop",
-    tell: Callable[[Progress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Manifest:
-    """Make a folder of token shards of files, folders, patterns or addresses. `workers` is the number of processes: one a
-    core if it is None, and 0 does it all in this one. `tell` is called a few times a second. Raises `UserError`, after which the
-    same call goes on where it was."""
+    """Tokenizes files, folders, patterns or URLs into a folder of token shards. After an interruption the same call resumes.
+
+    `workers` is the number of processes: by default one for each core; with 0 this process does the work. `bad` says whether a
+    bad record raises or is skipped and counted. `on_progress` is called a few times a second.
+    """
     if not 0.0 <= validation_share < 1.0:
-        raise UserError(f"--validation = {validation_share}: give a share of the documents, from 0 to below 1")
+        raise UserError(f"--validation = {validation_share}: give a fraction of the documents, at least 0 and below 1")
+    if not out.name:
+        raise UserError(f"--out = {str(out)!r} is not a name for a new folder")
     built = build_tokenizer(tokenizer)
     fields = fields or Fields()
-    with _alone(out), writing(out):
-        files = _files(inputs, out)
-        facts = _facts(files, built, fields, validation_share)
+    partial = out.with_name(f"{out.name}.partial")
+    with convert_write_errors(out), _locked(out):
+        outputs = {out.resolve(), partial.resolve()}
+        files = [file for file in list_inputs(inputs) if outputs.isdisjoint(Path(file.name).resolve().parents)]
+        if not files:
+            raise UserError("no input files")
+        parameters = {
+            "format": FORMAT,
+            "tokenizer": built.fingerprint,
+            "text_field": fields.text,
+            "prompt_field": fields.prompt,
+            "validation": validation_share,
+            "files": [[file.name, file.size, file.version] for file in files],
+        }
         if (out / MANIFEST).exists():
-            _refuse_others(out, facts)
-            _tidy(out)
-            tell(Progress(0, 0, 0, 0, 0.0, complete=True))
+            _check_same_parameters(out, parameters)
+            _remove_results(out)
+            on_progress(Progress(0, 0, 0, 0, 0.0, already_complete=True))
             return read_manifest(str(out))
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} is there already, and is no folder of token shards; give another --out")
-        partial = partial_of(out)
-        units = _plan(partial, files, facts)
+            raise UserError(f"{out} exists and is not a folder of token shards; give another --out")
+        units = _plan(partial, files, parameters)
         options = Options(partial, tokenizer, fields, validation_share, bad == "skip")
-        done = _make_all(units, options, built, workers, tell)
-        return _finish(partial, out, done, built, facts)
-
-
-def partial_of(out: Path) -> Path:
-    """Where a folder is, until it is whole."""
-    return out.with_name(f"{out.name}.partial")
+        results = _process(units, options, built, workers, on_progress)
+        return _finish(partial, out, results, built, parameters)
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Keep other processes from the same folder."""
-    if not out.name:
-        raise UserError(f"--out = {str(out)!r} is no name for a new folder")
+def _locked(out: Path) -> Iterator[None]:
+    """Keeps other processes from preparing the same folder."""
     try:
         lock = FileLock(out.with_name(f".{out.name}.lock"))
     except LockHeld as holder:
-        raise UserError(f"{out} is being prepared by {holder}; wait for that one, or give another --out") from None
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error}") from None
+        raise UserError(f"{out} is being prepared by {holder}; wait for it, or give another --out") from None
     try:
         yield
     finally:
@@ -113,195 +118,141 @@ def _alone(out: Path) -> Iterator[None]:
         lock.release()
 
 
-def _files(inputs: Sequence[str | File], out: Path) -> list[File]:
-    """The files of all inputs, without those that we make."""
-    found = [file for place in inputs for file in ([place] if isinstance(place, File) else list_files(place, "INPUT"))]
-    ours = [folder.resolve() for folder in (out, partial_of(out))]
-    found = [file for file in found if not any(folder in Path(file.name).resolve().parents for folder in ours)]
-    if not found:
-        raise UserError("there is no file to read")
-    return found
+def _plan(partial: Path, files: Sequence[File], parameters: dict[str, Any]) -> list[WorkUnit]:
+    """Returns the work units of the start that is resumed, or creates them."""
+    plan = partial / PLAN
+    if any(partial.glob("unit-*.json")):
+        _check_same_parameters(partial, parameters)
+    else:
+        if plan.exists():
+            shutil.rmtree(partial)  # no finished work is lost
+        indices = {id(file): index for index, file in enumerate(files)}
+        units = [[(indices[id(s.file)], s.size, s.bounds) for s in unit.spans] for unit in split_work_units(files)]
+        partial.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(plan, json.dumps({**parameters, "units": units}))
+        fsync_directory(partial)
+    return [
+        WorkUnit(n, tuple(FileSpan(files[i], size, bounds and (bounds[0], bounds[1])) for i, size, bounds in spans))
+        for n, spans in enumerate(json.loads(plan.read_text())["units"])
+    ]
 
 
-def _facts(files: Sequence[File], tokenizer: Tokenizer, fields: Fields, validation_share: float) -> dict[str, Any]:
-    """All that the result depends on."""
-    return {
-        "format": FORMAT,
-        "tokenizer": tokenizer.fingerprint,
-        "text_field": fields.text,
-        "prompt_field": fields.prompt,
-        "validation": validation_share,
-        "files": [[file.name, file.size, file.version] for file in files],
-    }
-
-
-def _plan(partial: Path, files: Sequence[File], facts: dict[str, Any]) -> list[WorkUnit]:
-    """The units: those of an earlier start if there was one, else new ones."""
-    if (partial / PLAN).exists():
-        if not any(partial.glob("unit-*.json")):  # nothing is lost
-            shutil.rmtree(partial)
-        else:
-            _refuse_others(partial, facts)
-            return [
-                WorkUnit(
-                    number,
-                    tuple(FileSpan(files[index], size, span and (span[0], span[1])) for index, size, span in parts),
-                )
-                for number, parts in enumerate(json.loads((partial / PLAN).read_text())["units"])
-            ]
-    units = split_work_units(files)
-    places = {id(file): index for index, file in enumerate(files)}
-    cut = [[[places[id(part.file)], part.size, part.span] for part in unit.parts] for unit in units]
-    partial.mkdir(parents=True, exist_ok=True)
-    write_whole(partial / PLAN, json.dumps({**facts, "units": cut}))
-    sync(partial)
-    return units
-
-
-def _refuse_others(folder: Path, facts: dict[str, Any]) -> None:
-    """Refuse what was made, or begun, of something else."""
+def _check_same_parameters(folder: Path, parameters: dict[str, Any]) -> None:
+    """Raises if the folder was created with other parameters."""
     try:
-        there = json.loads((folder / PLAN).read_text())
-        what = [_difference(key, there[key], facts[key]) for key in facts if there[key] != facts[key]]
+        before = json.loads((folder / PLAN).read_text())
+        differences = [
+            _difference(key, before[key], value) for key, value in parameters.items() if before[key] != value
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = [f"its {PLAN} cannot be read ({type(error).__name__}: {error})"]
-    if what:
+        differences = [f"its {PLAN} cannot be read ({type(error).__name__}: {error})"]
+    if differences:
         raise UserError(
-            f"{folder} was {'begun' if folder.suffix == '.partial' else 'prepared'} otherwise: {'; '.join(what)}; remove that "
-            "folder, or give another --out"
+            f"{folder} was {'started' if folder.suffix == '.partial' else 'prepared'} with different parameters: "
+            f"{'; '.join(differences)}; remove that folder, or give another --out"
         )
 
 
-def _difference(key: str, there: Any, here: Any) -> str:
+def _difference(key: str, before: Any, now: Any) -> str:
     if key == "tokenizer":
-        return "the tokenizer is another"
+        return "the tokenizer differs"
     if key != "files":
-        return f"--{key.replace('_', '-')} was {there!r} and is {here!r}"
-    before, now = ({name: rest for name, *rest in files} for files in (there, here))
-    for name in [*before, *now]:
-        if name not in now:
-            return f"{name} was among its files and is not now"
-        if name not in before:
-            return f"{name} was not among its files and is now"
-        if before[name] != now[name]:
-            return f"{name} has changed since"
-    return "its files were in another order"
+        return f"--{key.replace('_', '-')} was {before!r} and is {now!r}"
+    old, new = ({name: rest for name, *rest in files} for files in (before, now))
+    for name in [*old, *new]:
+        if name not in new:
+            return f"input file {name} was removed"
+        if name not in old:
+            return f"input file {name} was added"
+        if old[name] != new[name]:
+            return f"input file {name} has changed"
+    return "the order of the input files differs"
 
 
-def _make_all(
-    units: Sequence[WorkUnit],
-    options: Options,
-    tokenizer: Tokenizer,
-    workers: int | None,
-    tell: Callable[[Progress], None],
+def _process(
+    units: Sequence[WorkUnit], options: Options, tokenizer: Tokenizer, workers: int | None, on_progress: OnProgress
 ) -> list[WorkUnitResult]:
-    """What has become of all units, in their order."""
-    width = np.dtype(tokenizer.dtype).itemsize
-    found = {unit.number: WorkUnitResult.read(options.folder, unit.number, width) for unit in units}
-    left = [unit for unit in units if found[unit.number] is None]
-    meter = _Meter(sum(unit.size for unit in units), sum(unit.size for unit in units if found[unit.number]), tell)
-    _check_room(options.folder, left, tokenizer)
-    count = system.num_cores() if workers is None else workers
+    """Processes all work units that are not finished. Returns the results of all, in order."""
+    token_bytes = np.dtype(tokenizer.dtype).itemsize
+    earlier = (WorkUnitResult.read(options.folder, unit.number, token_bytes) for unit in units)
+    results = {result.unit: result for result in earlier if result is not None}
+    remaining = [unit for unit in units if unit.number not in results]
+    total = sum(unit.size for unit in units)
+    resumed = total - sum(unit.size for unit in remaining)
+    started = time.monotonic()
+
+    def report(read: int, tokens: int) -> None:
+        on_progress(Progress(resumed + read, total, resumed, tokens, time.monotonic() - started))
+
+    _check_free_space(options.folder, remaining, tokenizer)
+    count = min(system.num_cores() if workers is None else workers, len(remaining))
     try:
-        if not count or len(left) < 2:
-            for unit in left:
-                found[unit.number] = make(unit, options, tokenizer, meter.add)
+        if count and len(remaining) > 1:
+            new = process_in_parallel(remaining, options, count, report)
         else:
-            with Workers(min(count, len(left)), options) as crew:
-                for done in crew.results(left):
-                    if done is not None:
-                        found[done.unit] = done
-                    meter.show(*crew.counts)
-                meter.show(*crew.counts)
+            new = process_serially(remaining, options, tokenizer, report)
     finally:
-        for path in options.folder.glob("*.partial"):  # of those that were killed
+        for path in options.folder.glob("*.partial"):  # left by processes that were killed
             path.unlink()
-    meter.tell()
-    return [done for done in found.values() if done is not None]
+    results |= {result.unit: result for result in new}
+    return [results[unit.number] for unit in units]
 
 
-class _Meter:
-    """Tells how far it is, not too often."""
-
-    def __init__(self, total: int, before: int, tell: Callable[[Progress], None]) -> None:
-        self.total, self.before, self._tell = total, before, tell
-        self.started = self.told = time.monotonic()
-        self.read = self.tokens = 0
-
-    def add(self, read: int, tokens: int) -> None:
-        self.show(self.read + read, self.tokens + tokens)
-
-    def show(self, read: int, tokens: int) -> None:
-        self.read, self.tokens = read, tokens
-        if time.monotonic() - self.told >= TICK:
-            self.tell()
-
-    def tell(self) -> None:
-        self.told = time.monotonic()
-        seconds = self.told - self.started
-        self._tell(Progress(self.before + self.read, self.total, self.before, self.tokens, seconds))
-
-
-def _check_room(folder: Path, units: Sequence[WorkUnit], tokenizer: Tokenizer) -> None:
-    """Refuse what cannot fit: even if each token were a long one, and most of a record no text."""
-    longest = 1 if tokenizer.vocab_size <= BYTES else LONGEST_TOKEN
-    text = sum(part.size if _is_plain(part) else part.size // 4 for unit in units for part in unit.parts)
-    least, free = text // longest * np.dtype(tokenizer.dtype).itemsize, shutil.disk_usage(folder).free
-    if least > free:
+def _check_free_space(folder: Path, units: Sequence[WorkUnit], tokenizer: Tokenizer) -> None:
+    """Raises if not even a low estimate of the output fits: long tokens, and records that are mostly not text."""
+    token_bytes = 1 if tokenizer.vocab_size <= BYTE_VOCAB_SIZE else MAX_TOKEN_BYTES
+    spans = [span for unit in units for span in unit.spans]
+    kinds = (PARQUET, *LINES)
+    text = sum(s.size // 4 if s.file.kind in kinds and not s.file.compressed else s.size for s in spans)
+    needed, free = text // token_bytes * np.dtype(tokenizer.dtype).itemsize, shutil.disk_usage(folder).free
+    if needed > free:
         raise UserError(
-            f"{folder}: this text makes at least about {least:,} bytes of tokens, and its disk has {free:,} free; give --out "
-            "on another"
+            f"{folder}: the tokens of this text take at least about {needed:,} bytes, and {free:,} are free on the disk; "
+            "give an --out on another disk"
         )
-
-
-def _is_plain(part: FileSpan) -> bool:
-    return part.file.compressed or part.file.kind not in (PARQUET, *LINES)
 
 
 def _finish(
-    partial: Path, out: Path, done: Sequence[WorkUnitResult], tokenizer: Tokenizer, facts: dict[str, Any]
+    partial: Path, out: Path, results: Sequence[WorkUnitResult], tokenizer: Tokenizer, parameters: dict[str, Any]
 ) -> Manifest:
-    """Write what the folder says of itself, and let it be there under its name."""
-    kept = [TRAIN, VALIDATION] if facts["validation"] else [TRAIN]
-    splits = {split: [unit.splits[split] for unit in done if split in unit.splits] for split in kept}
-    empty, skipped = sum(unit.empty for unit in done), sum(unit.skipped for unit in done)
-    left_out = f"{empty} had no text, and {skipped} could not be read"
+    """Writes the manifest and renames the folder."""
+    names = [TRAIN, VALIDATION] if parameters["validation"] else [TRAIN]
+    splits = {split: [result.splits[split] for result in results if split in result.splits] for split in names}
+    empty, skipped = sum(result.empty for result in results), sum(result.skipped for result in results)
+    files = parameters["files"]
     if not splits[TRAIN]:
-        shutil.rmtree(partial)  # nobody would go on with it
-    if not any(splits.values()):
-        raise UserError(f"{_named(facts['files'])}: there is no document in it: {left_out}")
-    if not splits[TRAIN]:
-        raise UserError(f"--validation = {facts['validation']} leaves no document to train on; give a smaller share")
-    section, files = tokenizer.section, files_of(tokenizer.section.encoding)
-    for file in files:
+        shutil.rmtree(partial)  # nothing to resume
+        if any(splits.values()):
+            raise UserError(
+                f"--validation = {parameters['validation']} leaves no document for training; give a smaller fraction"
+            )
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise UserError(f"{files[0][0]}{more}: no documents: {empty} without text, {skipped} bad records")
+    section = tokenizer.section
+    tokenizer_files = files_of(section.encoding)
+    for file in tokenizer_files:
         shutil.copyfile(file, partial / file.name)
     about = {"fingerprint": tokenizer.fingerprint, **asdict(section), "vocab_size": tokenizer.vocab_size}
     source = {
-        "files": len(facts["files"]),
-        "first": facts["files"][0][0],
-        "bytes": sum(size for _, size, _ in facts["files"]),
-        "text_bytes": sum(unit.text_bytes for unit in done),
-        "text_field": facts["text_field"],
-        "prompt_field": facts["prompt_field"],
-        "validation": facts["validation"],
-        "tokenizer_file": files[0].name if files else "",
+        "files": len(files),
+        "first": files[0][0],
+        "bytes": sum(size for _, size, _ in files),
+        "text_bytes": sum(result.text_bytes for result in results),
+        **{key: parameters[key] for key in ("text_field", "prompt_field", "validation")},
+        "tokenizer_file": tokenizer_files[0].name if tokenizer_files else "",
         "empty": empty,
-        "skipped": [example for unit in done for example in unit.examples][:SHOWN],
+        "skipped": [example for result in results for example in result.examples][:MAX_EXAMPLES],
     }
     manifest = Manifest(np.dtype(tokenizer.dtype).name, about, splits, source, skipped)
     manifest.write(partial)
-    sync(partial)
+    fsync_directory(partial)
     partial.replace(out)
-    sync(out.parent)
-    _tidy(out)
+    fsync_directory(out.parent)
+    _remove_results(out)
     return manifest
 
 
-def _tidy(out: Path) -> None:
-    """Take away what was kept only to go on from."""
+def _remove_results(out: Path) -> None:
+    """Removes the results of the work units, which only a resume needs."""
     for path in out.glob("unit-*.json"):
         path.unlink()
-
-
-def _named(files: Sequence[Sequence[Any]]) -> str:
-    return files[0][0] if len(files) == 1 else f"{files[0][0]} and {len(files) - 1} more"

@@ -1,180 +1,150 @@
-"""Processes that make units into shards, side by side. No torch.
+"""Tokenizes work units, in this process or in parallel worker processes. No torch.
 
-Each is a python of its own: a copy of the parent would have its threads and locks without what holds them, and a process of
-`multiprocessing` would import the parent's program once more, which may take seconds. A pipe brings units to it, and what has
-become of them back. They die with the parent.
+Worker processes are spawned: a forked copy of the parent would inherit the state of locks that the parent's other threads hold.
+They exit when the parent dies, and leave Ctrl-C to the parent.
 """
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe, wait
-from types import TracebackType
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.prepare.work_units import Options, Seen, WorkUnit, WorkUnitResult, make
+from titanlike.data.prepare.work_units import Options, ReportProgress, WorkUnit, WorkUnitResult, process_work_unit
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.utils import system
 
-TICK = 0.2  # seconds between two looks at how far they are
-PROGRAM = "import sys; sys.path = {path!r}; from titanlike.data.prepare.workers import serve; serve({pipe}, {parent})"
+PROGRESS_INTERVAL = 0.2  # seconds
 
 
-class Workers:
-    """So many processes. Within this context they run; after it they are gone, whatever they were at."""
+def process_serially(
+    units: Sequence[WorkUnit], options: Options, tokenizer: Tokenizer, report: ReportProgress
+) -> list[WorkUnitResult]:
+    """Tokenizes work units in this process. Calls `report` like `process_in_parallel`."""
+    read = tokens = 0
+    last_report = time.monotonic()
 
-    def __init__(self, count: int, options: Options) -> None:
-        self.count, self.options = count, options
-        self._workers: list[_Worker] = []
+    def add(new_read: int, new_tokens: int) -> None:
+        nonlocal read, tokens, last_report
+        read += new_read
+        tokens += new_tokens
+        if time.monotonic() - last_report >= PROGRESS_INTERVAL:
+            last_report = time.monotonic()
+            report(read, tokens)
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Bytes read and tokens made until now."""
-        return sum(worker.read for worker in self._workers), sum(worker.tokens for worker in self._workers)
-
-    def __enter__(self) -> "Workers":
-        # A Ctrl-C is sent to all processes of a terminal; these leave it to the parent, from their first moment on.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            for _ in range(self.count):
-                self._workers.append(_Worker(self.options))
-        except OSError as error:
-            self._end(at_once=True)
-            raise UserError(f"no more processes can be started ({error.strerror}); give fewer --workers") from None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._end(at_once=kind is not None)
-
-    def results(self, units: Sequence[WorkUnit]) -> Iterator[WorkUnitResult | None]:
-        """What becomes of the units, in the order in which they are done; and None every now and then meanwhile."""
-        waiting, busy = list(reversed(units)), dict[Connection, _Worker]()
-        for worker in self._workers:
-            if waiting:
-                worker.begin(waiting.pop())
-                busy[worker.pipe] = worker
-        while busy:
-            for pipe in wait(list(busy), timeout=TICK):
-                assert isinstance(pipe, Connection)
-                worker = busy[pipe]
-                done = worker.hear(self.count)
-                if done is not None:
-                    del busy[pipe]
-                    yield done
-                    if waiting:
-                        worker.begin(waiting.pop())
-                        busy[pipe] = worker
-            yield None
-
-    def _end(self, at_once: bool) -> None:
-        for worker in self._workers:
-            if at_once:
-                worker.process.kill()
-            worker.pipe.close()  # at which one that waits for a unit ends
-        for worker in self._workers:
-            try:
-                worker.process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+    results = [process_work_unit(unit, options, tokenizer, add) for unit in units]
+    report(read, tokens)
+    return results
 
 
-class _Worker:
-    """One process, as its parent sees it."""
+def process_in_parallel(
+    units: Sequence[WorkUnit], options: Options, num_workers: int, report: ReportProgress
+) -> list[WorkUnitResult]:
+    """Tokenizes work units in `num_workers` processes, which have ended when this function returns or raises.
 
-    def __init__(self, options: Options) -> None:
-        self.read = self.tokens = 0
-        self.pipe, theirs = Pipe()
-        program = PROGRAM.format(path=sys.path, pipe=theirs.fileno(), parent=os.getpid())
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
-        self._tell(options)
-
-    def begin(self, unit: WorkUnit) -> None:
-        self.unit = unit
-        self._tell(unit)
-
-    def hear(self, count: int) -> WorkUnitResult | None:
-        """What has become of its unit, if it is done."""
-        try:
-            found = self.pipe.recv()
-        except (EOFError, OSError):
-            raise UserError(self._how_it_died(count)) from None
-        if isinstance(found, Exception):
-            raise found
-        if isinstance(found, WorkUnitResult):
-            return found
-        self.read, self.tokens = found
-        return None
-
-    def _tell(self, what: WorkUnit | Options) -> None:
-        with suppress(OSError):  # it is dead, which is told when nothing comes from it
-            self.pipe.send(what)
-
-    def _how_it_died(self, count: int) -> str:
-        code = self.process.wait(5.0)
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return (
-            f"a process {how} while it read {self.unit.parts[0].file.name} (unit {self.unit.number}), perhaps for lack of "
-            f"memory: give fewer than {count} --workers; the same command goes on from there"
-        )
-
-
-def serve(descriptor: int, parent: int) -> None:
-    """What a process does: make units until there are no more."""
-    system.kill_with_parent(parent)
-    # Each process has a core: the library's own threads would only be in each other's way.
-    system.set_variables({"TOKENIZERS_PARALLELISM": "false"})
-    pipe = Connection(descriptor)
-    with suppress(EOFError, OSError):  # there is nobody who wants more
-        options = pipe.recv()
-        meter = _Meter(pipe, parent)
-        tokenizer = build_tokenizer(options.tokenizer)
-        while True:
-            result = _result(pipe.recv(), options, tokenizer, meter.add)
-            meter.tell()
-            pipe.send(result)
-
-
-class _Meter:
-    """Tells the parent how far this process is, not too often."""
-
-    def __init__(self, pipe: Connection, parent: int) -> None:
-        self.pipe, self.parent = pipe, parent
-        self.read = self.tokens = 0
-        self.told = time.monotonic()
-
-    def add(self, read: int, tokens: int) -> None:
-        self.read += read
-        self.tokens += tokens
-        if time.monotonic() - self.told >= TICK:
-            self.tell()
-
-    def tell(self) -> None:
-        if os.getppid() != self.parent:  # where the system does not end us with it
-            os._exit(1)
-        self.told = time.monotonic()
-        self.pipe.send((self.read, self.tokens))
-
-
-def _result(unit: WorkUnit, options: Options, tokenizer: Tokenizer, seen: Seen) -> WorkUnitResult | Exception:
+    Calls `report` every `PROGRESS_INTERVAL` seconds with the bytes read and the tokens made so far.
+    """
+    context = multiprocessing.get_context("spawn")
+    # Process id, bytes read and tokens made of each work unit. Only one process writes to an entry, so no lock is needed.
+    status = context.RawArray("q", 3 * len(units))
+    earlier = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(num_workers, context, _initialize, (options, status))
+    pending: set[Future[WorkUnitResult]] = set()
+    workers: set[BaseProcess] = set()
+    results = []
     try:
-        return make(unit, options, tokenizer, seen)
-    except UserError as error:
-        return error
+        with _spawning():
+            for index, unit in enumerate(units):
+                pending.add(executor.submit(_run, index, unit))
+        workers = set(multiprocessing.active_children()) - earlier
+        while pending:
+            done, pending = wait(pending, PROGRESS_INTERVAL, FIRST_COMPLETED)
+            results += [future.result() for future in done]
+            report(sum(status[1::3]), sum(status[2::3]))
+    except BrokenProcessPool:
+        executor.shutdown()  # waits for the exit codes
+        raise UserError(
+            f"{_describe_death(workers, units, status)}, possibly because it ran out of memory; give fewer than {num_workers} "
+            "--workers, and the same command resumes"
+        ) from None
+    finally:
+        if pending:
+            for process in set(multiprocessing.active_children()) - earlier:
+                process.kill()
+        executor.shutdown(cancel_futures=True)
+    return results
+
+
+@contextmanager
+def _spawning() -> Iterator[None]:
+    """Prepares this process for spawning workers.
+
+    Workers block SIGINT from their start. They do not import this process's program, which may take seconds: multiprocessing
+    imports the file of `__main__`, and a module without a file stands in for it.
+    """
+    main = sys.modules["__main__"]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot start another process ({error.strerror}); give fewer --workers") from None
+    finally:
+        sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _describe_death(workers: set[BaseProcess], units: Sequence[WorkUnit], status: Any) -> str:
+    """Describes the end of the process that broke the pool. The pool terminates the others with SIGTERM."""
+    for worker in workers:
+        code = worker.exitcode
+        if code not in (0, None, -signal.SIGTERM):
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            active = [unit for index, unit in enumerate(units) if status[3 * index] == worker.pid]
+            where = "".join(f" while it read {unit.spans[0].file.name} (work unit {unit.number})" for unit in active)
+            return f"a worker process {how}{where}"
+    return "a worker process ended unexpectedly"
+
+
+_state: tuple[Options, Tokenizer, Any]  # of a worker process: ProcessPoolExecutor offers no other place for it
+
+
+def _initialize(options: Options, status: Any) -> None:
+    global _state
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # Each process has a core: the library's own threads would compete with the other processes.
+    system.set_variables({"TOKENIZERS_PARALLELISM": "false"})
+    _state = options, build_tokenizer(options.tokenizer), status
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(index: int, unit: WorkUnit) -> WorkUnitResult:
+    options, tokenizer, status = _state
+    status[3 * index] = os.getpid()
+
+    def report(read: int, tokens: int) -> None:
+        status[3 * index + 1] += read
+        status[3 * index + 2] += tokens
+
+    try:
+        return process_work_unit(unit, options, tokenizer, report)
     except MemoryError:
-        os.kill(os.getpid(), signal.SIGKILL)  # told as if the system had found it first
+        os.kill(os.getpid(), signal.SIGKILL)  # reported as if the kernel had killed the process
         raise
-    except Exception:  # noqa: BLE001  a fault of ours, which the parent shows
-        return RuntimeError(traceback.format_exc())
+    finally:
+        status[3 * index] = 0

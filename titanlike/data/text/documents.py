@@ -1,7 +1,7 @@
-"""The documents in files: text, JSON lines and Parquet. No torch.
+"""Reads documents from text, JSON lines and Parquet files. No torch.
 
-A text file is a document. A line of a `.jsonl` file (or `.json`, where each line is one object) and a row of a `.parquet` file
-is one too.
+A text file is one document. In a `.jsonl` file (or `.json` with one object per line) each line is a document; in a `.parquet` file
+each row is one.
 """
 
 import codecs
@@ -9,298 +9,265 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.text.files import BLOCK, Decompressed, File, needed, open_file
+from titanlike.data.text.files import BLOCK, Decompressed, File, import_optional, open_file
 
 T = TypeVar("T")
+Span = tuple[int, int]
 
 LINES = (".jsonl", ".json", ".ndjson")
 PARQUET = ".parquet"
-PIECE = 2**20  # characters of a document that are made into tokens at once
+CHUNK_SIZE = 2**20  # characters of a document that are tokenized at once
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Where in a record the text is."""
+    """Names of the fields of a record."""
 
     text: str = "text"
-    prompt: str = ""  # what comes before it and is not learnt, if anything
-    key: str = "data.text_field"  # where the user says so
+    prompt: str = ""  # precedes the text and is excluded from the loss; empty: none
+    key: str = "data.text_field"  # the option that sets `text`, for error messages
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or a piece of one."""
+    """A document, or a chunk of one."""
 
     text: str
     prompt: str = ""
-    record: int = 0  # which of its file, from 0
+    record: int = 0  # index within the file
     size: int = 0  # bytes in the file
-    last: bool = True  # else the next piece goes on with it
+    last: bool = True  # False: another chunk of this document follows
 
 
 class BadRecord(UserError):
-    """A record that is not what it should be. The text says which, and where."""
+    """A record that cannot be used. The message names the file and the line or row."""
 
 
-Bad = Callable[[BadRecord], None]
+OnBadRecord = Callable[[BadRecord], None]
 
 
 def read_documents(
-    file: File,
-    fields: Fields,
-    *,
-    first: int = 0,
-    span: tuple[int, int] | None = None,
-    bad: Bad | None = None,
+    file: File, fields: Fields, *, first: int = 0, span: Span | None = None, bad: OnBadRecord | None = None
 ) -> Iterator[Document]:
-    """The documents of a file, from the `first` record on. Of lines, `span` says which bytes: those that begin in it; of
-    Parquet, which row groups. A bad record is raised, or given to `bad` and left out; so are records without text."""
-    pieces: list[Document] = []
-    for piece in read_pieces(file, fields, first=first, span=span, bad=bad):
-        pieces.append(piece)
-        if piece.last:
-            if len(pieces) > 1:
-                text, size = "".join(each.text for each in pieces), sum(each.size for each in pieces)
-                piece = replace(pieces[0], text=text, size=size, last=True)
-            pieces = []
-            if piece.text:
-                yield piece
+    """Reads the documents of a file that are not empty, from record `first` of the span on.
+
+    For JSON lines, `span` is a range of byte offsets, and the lines that begin in it are read; for Parquet it is a range of row
+    groups. A bad record is passed to `bad` and skipped, or raised by default.
+    """
+    chunks: list[Document] = []
+    for chunk in read_chunks(file, fields, first=first, span=span, bad=bad):
+        chunks.append(chunk)
+        if chunk.last:
+            text, size = "".join(each.text for each in chunks), sum(each.size for each in chunks)
+            if text:
+                yield replace(chunks[0], text=text, size=size, last=True)
+            chunks = []
 
 
-def read_pieces(
-    file: File,
-    fields: Fields,
-    *,
-    first: int = 0,
-    span: tuple[int, int] | None = None,
-    bad: Bad | None = None,
+def read_chunks(
+    file: File, fields: Fields, *, first: int = 0, span: Span | None = None, bad: OnBadRecord | None = None
 ) -> Iterator[Document]:
-    """As `read_documents`, but a long document comes in pieces, those of a text file without the whole ever being in memory,
-    and records without text come too."""
-    readers = {PARQUET: _rows} | dict.fromkeys(LINES, _lines)
-    if file.kind not in readers:
-        yield from _whole(file, first, bad)
+    """Reads documents like `read_documents`, long ones in chunks, and empty ones too. Text files of any size fit in memory."""
+    bad = bad or _raise
+    if file.kind not in (PARQUET, *LINES):
+        if not first:
+            yield from _read_text(file, bad)
         return
-    for document in readers[file.kind](file, fields, first, span, bad or _stop):
-        if len(document.text) <= PIECE:
+    read = _read_rows if file.kind == PARQUET else _read_lines
+    for document in read(file, fields, first, span, bad):
+        if len(document.text) <= CHUNK_SIZE:
             yield document
             continue
-        parts = [document.text[place : place + PIECE] for place in range(0, len(document.text), PIECE)]
-        for text, last in pieces_of(parts):
+        starts = range(0, len(document.text), CHUNK_SIZE)  # parts, because split_chunks copies what follows a chunk
+        for text, last in split_chunks([document.text[start : start + CHUNK_SIZE] for start in starts]):
             yield replace(document, text=text, last=last)
             document = replace(document, prompt="", size=0)
 
 
-def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """A text that comes in parts, in pieces, and whether each is the last. Where the cuts are depends on the text alone."""
-    waiting = ""
+def split_chunks(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Splits a text, given in parts, into chunks, and says which is the last. The boundaries depend on the text only."""
+    rest = ""
     for part in parts:
-        waiting += part
-        while len(waiting) > PIECE:
-            cut = _cut(waiting)
-            yield waiting[:cut], False
-            waiting = waiting[cut:]
-    yield waiting, True
+        rest += part
+        while len(rest) > CHUNK_SIZE:
+            end = _chunk_end(rest)
+            yield rest[:end], False
+            rest = rest[end:]
+    yield rest, True
 
 
-def _cut(text: str) -> int:
-    """Where to end a piece so that byte-pair tokenizers make the same tokens as of the whole: after the end of a line that
-    has no white space around it and no sign after it, as some draw those together; else before a space that stands alone;
-    else, as in a text that has neither, anywhere."""
-    for sign, shift in (("\n", 1), (" ", 0)):
-        place = text.rfind(sign, 1, PIECE)
-        while place > 0:
-            before, after = text[place - 1], text[place + 1]
-            if not before.isspace() and (after.isalnum() or (sign == " " and not after.isspace())):
-                return place + shift
-            place = text.rfind(sign, 1, place)
-    return PIECE
+def _chunk_end(text: str) -> int:
+    """Finds a chunk boundary at which byte-pair tokenizers produce the same tokens as without it.
+
+    That is after a line break between a character that is not white space and a letter or digit (some tokenizers merge
+    punctuation with a line break), or else before a single space. A text with neither is split anywhere.
+    """
+    for separator, shift in (("\n", 1), (" ", 0)):
+        index = text.rfind(separator, 1, CHUNK_SIZE)
+        while index > 0:
+            before, after = text[index - 1], text[index + 1]
+            if not before.isspace() and (after.isalnum() or (separator == " " and not after.isspace())):
+                return index + shift
+            index = text.rfind(separator, 1, index)
+    return CHUNK_SIZE
 
 
-def _stop(problem: BadRecord) -> None:
+def _raise(problem: BadRecord) -> None:
     raise problem
 
 
-def _whole(file: File, first: int, bad: Bad | None) -> Iterator[Document]:
-    if first:
-        return
+def _read_text(file: File, bad: OnBadRecord) -> Iterator[Document]:
     try:
-        if bad is not None and (file.compressed or not 0 < file.size <= PIECE):
-            # Read once more, to leave out all of a file that is bad in the middle.
-            for _ in _decode(file):
+        if bad is not _raise and (file.compressed or not 0 < file.size <= CHUNK_SIZE):
+            for _ in _decode(file):  # find invalid UTF-8 first, to skip the complete file
                 pass
-        size = file.size
-        for text, last in pieces_of(_decode(file)):
-            done = size if last else min(size, len(text))
-            yield Document(text, size=done, last=last)
-            size -= done
+        unread = file.size
+        for text, last in split_chunks(_decode(file)):
+            size = unread if last else min(unread, len(text))
+            yield Document(text, size=size, last=last)
+            unread -= size
     except BadRecord as problem:
-        (bad or _stop)(problem)
+        bad(problem)
 
 
 def _decode(file: File) -> Iterator[str]:
-    """The text of a file in blocks of bytes as they come, without the mark that some editors put first."""
+    """Decodes a file block by block, without a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    place, mark = 0, "\ufeff"
+    offset, byte_order_mark = 0, "\ufeff"
     with open_file(file) as stream:
-        while True:
-            content = _read(file, lambda: stream.read(BLOCK))
-            waiting = len(decoder.getstate()[0])  # bytes of a character that began in the block before
+        content = b"-"
+        while content:
+            content = _checked(file, lambda: stream.read(BLOCK))
+            incomplete = len(decoder.getstate()[0])  # bytes of a character that began in the previous block
             try:
                 text = decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:
                 raise BadRecord(
-                    f"{file.name}: byte {place - waiting + error.start} is not UTF-8; convert the file, or leave it out"
+                    f"{file.name}: byte {offset - incomplete + error.start} is not UTF-8; convert the file, or leave it out"
                 ) from None
-            place += len(content)
+            offset += len(content)
             if text:
-                yield text.removeprefix(mark)
-                mark = ""
-            if not content:
-                return
+                yield text.removeprefix(byte_order_mark)
+                byte_order_mark = ""
 
 
-def _lines(file: File, fields: Fields, first: int, span: tuple[int, int] | None, bad: Bad) -> Iterator[Document]:
+def _read_lines(file: File, fields: Fields, first: int, span: Span | None, bad: OnBadRecord) -> Iterator[Document]:
+    begin, end = span or (0, None)
     with open_file(file) as stream:
-        place = read = 0
-        if span is not None and span[0]:
-            # Begin after the line that another span has: one that begins at the very start of this span is ours.
-            place = _read(file, lambda: stream.seek(span[0] - 1))
-            place += len(_read(file, stream.readline))
-        for number in range(2**62):
-            if span is not None and place >= span[1]:
-                return
-            line = _read(file, stream.readline, f", after line {number}")
-            if not line:
-                return
-            start, place = place, place + len(line)
-            if number < first or not line.strip():
-                continue
-            try:
-                text, prompt = _take(_parse(line), fields)
-            except BadRecord as problem:
-                bad(BadRecord(f"{_where(file, number, start, span)}: {problem}"))
+        offset = compressed_offset = number = 0
+        if begin:
+            # The previous span reads the line that contains byte begin - 1. A line that begins at `begin` is read here.
+            offset = _checked(file, lambda: stream.seek(begin - 1))
+            offset += len(_checked(file, stream.readline))
+        while (end is None or offset < end) and (line := _checked(file, stream.readline, f", after line {number}")):
+            start, offset = offset, offset + len(line)
+            number += 1
+            if number <= first or not line.strip():
                 continue
             size = len(line)
+            try:
+                text, prompt = _extract(partial(json.loads, line), fields)
+            except BadRecord as problem:
+                before = _count_lines(file, start) if begin else number - 1
+                bad(BadRecord(f"{file.name}, line {before + 1}: {problem}"))
+                continue
             if isinstance(stream, Decompressed):
-                read, size = stream.compressed.tell(), stream.compressed.tell() - read
-            yield Document(text, prompt, number, size)
+                before, compressed_offset = compressed_offset, stream.compressed.tell()
+                size = compressed_offset - before
+            yield Document(text, prompt, number - 1, size)
 
 
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"byte {error.start} of it is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"not JSON: {error}") from None
+def _count_lines(file: File, stop: int) -> int:
+    """Counts the lines before a byte offset."""
+    with open_file(file) as stream:
+        return sum(stream.read(min(BLOCK, stop - start)).count(b"\n") for start in range(0, stop, BLOCK))
 
 
-def _rows(file: File, fields: Fields, first: int, span: tuple[int, int] | None, bad: Bad) -> Iterator[Document]:
+def _read_rows(file: File, fields: Fields, first: int, span: Span | None, bad: OnBadRecord) -> Iterator[Document]:
     columns = [name for name in (fields.text, fields.prompt) if name]
     with open_parquet(file) as table:
         for name in columns:
             if name not in table.schema_arrow.names:
-                there = ", ".join(table.schema_arrow.names)
-                raise UserError(f"{file.name}: has no column {name!r}, but {there}; set {fields.key}")
+                names = ", ".join(table.schema_arrow.names)
+                raise UserError(f"{file.name}: no column {name!r}; its columns are {names}; set {fields.key}")
         sizes = row_groups(table)
-        before, number = sum(sizes[: span[0]] if span else []), 0
-        for group in range(*(span or (0, len(sizes)))):
+        begin, end = span or (0, len(sizes))
+        skipped, number = sum(sizes[:begin]), 0  # rows before the span, and rows of it
+        row_bytes = file.size // max(sum(sizes), 1)
+        for group in range(begin, end):
             if number + sizes[group] <= first:
                 number += sizes[group]
                 continue
-            for row in _read_rows(file, table, group, columns, before + number):
-                if number >= first:
+            batches = table.iter_batches(256, row_groups=[group], columns=columns)
+            read = partial(next, batches, None)
+            while (batch := _checked(file, read, f", row {skipped + number + 1}")) is not None:
+                for row in range(len(batch)):
+                    number += 1
+                    if number <= first:
+                        continue
                     try:
-                        if isinstance(row, BadRecord):
-                            raise row
-                        yield Document(*_take(row, fields), number, file.size // sum(sizes))
+                        text, prompt = _extract(partial(_to_python, batch, row), fields)
                     except BadRecord as problem:
-                        bad(BadRecord(f"{file.name}, row {before + number + 1}: {problem}"))
-                number += 1
+                        bad(BadRecord(f"{file.name}, row {skipped + number}: {problem}"))
+                    else:
+                        yield Document(text, prompt, number - 1, row_bytes)
 
 
 @contextmanager
 def open_parquet(file: File) -> Iterator[Any]:
-    """A Parquet file as pyarrow has it."""
-    pyarrow = needed("pyarrow.parquet", file.name)
+    """Opens a file as a `pyarrow.parquet.ParquetFile`."""
+    pyarrow = import_optional("pyarrow.parquet", file.name)
     with open_file(file) as stream:
         try:
-            found = pyarrow.parquet.ParquetFile(stream)
+            table = pyarrow.parquet.ParquetFile(stream)
         except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{file.name}: not a whole Parquet file: {error}") from None
-        yield found
+            raise UserError(f"{file.name}: not a complete Parquet file: {error}") from None
+        yield table
 
 
 def row_groups(table: Any) -> list[int]:
-    """How many rows each group of a Parquet file has."""
+    """Returns the number of rows of each row group of a Parquet file."""
     return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
 
 
-def _read_rows(file: File, table: Any, group: int, columns: list[str], number: int) -> Iterator[Any]:
-    """The rows of a group, from row `number` of the file on; instead of one that cannot be text, why."""
-    batches = table.iter_batches(256, row_groups=[group], columns=columns)
-    while True:
-        batch = _read(file, lambda: next(batches, None), f", row {number + 1}")
-        if batch is None:
-            return
-        try:
-            rows = batch.to_pylist()
-        except UnicodeDecodeError:  # one by one, to find which
-            rows = [_row(batch, place) for place in range(len(batch))]
-        yield from rows
-        number += len(rows)
+def _to_python(batch: Any, row: int) -> dict[str, Any]:
+    return {name: batch[name][row].as_py() for name in batch.schema.names}
 
 
-def _row(batch: Any, place: int) -> Any:
+def _extract(parse: Callable[[], Any], fields: Fields) -> tuple[str, str]:
+    """Parses a record. Returns its text and prompt."""
     try:
-        return batch.slice(place, 1).to_pylist()[0]
+        record = parse()
     except UnicodeDecodeError as error:
-        return BadRecord(f"byte {error.start} of it is not UTF-8")
-
-
-def _take(record: Any, fields: Fields) -> tuple[str, str]:
-    """The text and the prompt of a record."""
+        raise BadRecord(f"byte {error.start} is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise BadRecord(f"a {type(record).__name__} and not an object with a field {fields.text!r}")
-    found = []
-    for name in (fields.text, fields.prompt) if fields.prompt else (fields.text,):
-        if name not in record:
-            raise BadRecord(f"has no field {name!r}, but {', '.join(map(str, record)) or 'none'}; set {fields.key}")
-        if not isinstance(record[name], str):
-            raise BadRecord(f"its field {name!r} is no text: {json.dumps(record[name], default=str)[:40]}")
-        found.append(_well_formed(record[name]))
-    return (found[0], found[1]) if fields.prompt else (found[0], "")
+        raise BadRecord(f"a {type(record).__name__}, not an object with a field {fields.text!r}")
+    return _text_of(record, fields.text, fields), _text_of(record, fields.prompt, fields) if fields.prompt else ""
 
 
-def _well_formed(text: str) -> str:
-    """JSON can spell half of a pair of surrogates, which is no character and has no UTF-8."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+def _text_of(record: dict[str, Any], name: str, fields: Fields) -> str:
+    if name not in record:
+        raise BadRecord(f"no field {name!r}; its fields are {', '.join(map(str, record)) or 'none'}; set {fields.key}")
+    if not isinstance(record[name], str):
+        raise BadRecord(f"the field {name!r} is not text: {json.dumps(record[name], default=str)[:40]}")
+    text = record[name]
+    # Replaces lone surrogates, which JSON permits and UTF-8 cannot encode.
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _read(file: File, read: Callable[[], T], where: str = "") -> T:
-    """Read from a file, or say what is wrong with it."""
+def _checked(file: File, read: Callable[[], T], position: str = "") -> T:
+    """Calls `read`. Converts its errors into a `UserError` with the file and position."""
     try:
         return read()
     except UserError:
         raise
     except EOFError:
-        raise UserError(f"{file.name}{where}: is cut off; copy it again") from None
-    except Exception as error:  # noqa: BLE001  each compression and each file system has errors of its own
-        raise UserError(f"{file.name}{where}: cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _where(file: File, number: int, start: int, span: tuple[int, int] | None) -> str:
-    """A line by its number. In a part of a file, those before it are counted now: it was not worth it until now."""
-    if span is not None and span[0]:
-        with open_file(file) as stream:
-            number = sum(stream.read(min(2**20, start - place)).count(b"\n") for place in range(0, start, 2**20))
-    return f"{file.name}, line {number + 1}"
+        raise UserError(f"{file.name}{position}: the file is truncated; copy it again") from None
+    except Exception as error:  # noqa: BLE001  each compression format and file system has its own errors
+        raise UserError(f"{file.name}{position}: cannot be read: {type(error).__name__}: {error}") from None

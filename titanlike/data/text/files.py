@@ -1,273 +1,244 @@
-"""Files wherever they are: here, or at an address that fsspec knows, such as `s3://`, `https://` or `hf://`. No torch."""
+"""Local files, and files at any URL that fsspec supports, such as `s3://`, `https://` or `hf://`. No torch."""
 
 import glob
 import gzip
 import io
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 from titanlike.config import UserError
+from titanlike.utils.live_line import DISK_FULL
 
 T = TypeVar("T")
 
-TRIES, PAUSE = 3, 1.0  # of what is far away, and seconds between them
-BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {00000..01023}, for places that cannot list what they have
-NOT_TEXT = b"\0"
-SILENCE = 60.0  # seconds without a byte, after which a web server counts as gone
-BLOCK = 2**20  # bytes of a compressed file, or of one far away, that are asked for at once
+TRIES, RETRY_DELAY = 3, 1.0  # attempts to read a remote file, and seconds between them
+NUMBER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {00000..01023}: web servers cannot list their files
+HTTP_TIMEOUT = 60.0  # seconds without a byte
+BLOCK = 2**20  # bytes read at a time from a compressed or remote file
 
 
 @dataclass(frozen=True)
 class File:
-    """A file by its path or address, and its size in bytes."""
+    """Path or URL of a file, and its size in bytes."""
 
     name: str
     size: int
     version: str = field(default="", compare=False)
-    """Another after its content has changed: a time, or what the place gives for one; empty where it gives nothing."""
+    """Differs after a change of the content: a modification time or an ETag. Empty if the file system has neither."""
 
     @property
     def kind(self) -> str:
-        """The end of its name, without that of a compression."""
+        """Suffix of the name, without that of a compression."""
         return Path(re.sub(r"\.(gz|zst)$", "", self.name)).suffix
 
     @property
     def compressed(self) -> bool:
-        """Whether it has to be read from its start."""
+        """Whether reading has to begin at the start of the file."""
         return self.name.endswith((".gz", ".zst"))
 
 
 def is_address(place: str) -> bool:
-    """Whether a place is reached through fsspec."""
+    """Whether `place` is a URL, accessed through fsspec."""
     return "://" in place
 
 
+def list_inputs(inputs: Sequence[str | File]) -> list[File]:
+    """Lists the files of a command's INPUT arguments."""
+    return [file for place in inputs for file in ([place] if isinstance(place, File) else list_files(place, "INPUT"))]
+
+
 def list_files(place: str, key: str = "data.path") -> list[File]:
-    """The file, all files below the folder, or the files that the pattern fits, in order of their names. Below a folder hidden
-    ones are left out, and those that are no text. `key` is what the user wrote the place at."""
-    found = _list_remote(place) if is_address(place) else _list_local(place)
-    if not found:
-        raise UserError(f"{key} = {place!r}: there is no file to read")
-    return found
+    """Lists the file, all files below the folder, or the files that match the pattern, sorted by name.
+
+    Of a local folder, hidden files and binary files are left out. `key` names the option in error messages.
+    """
+    files = _list_remote(place) if is_address(place) else _list_local(place)
+    if not files:
+        raise UserError(f"{key} = {place!r}: no files found")
+    return files
 
 
-def open_file(file: File) -> BinaryIO:
-    """A file's content from its start, decompressed if its name ends in .gz or .zst. A far place that fails is asked again."""
-    zstandard = needed("zstandard", file.name) if file.name.endswith(".zst") else None
+def open_file(file: File) -> io.BufferedReader:
+    """Opens a file for reading. Decompresses `.gz` and `.zst`; retries the reads of remote files."""
+    zstandard = import_optional("zstandard", file.name) if file.name.endswith(".zst") else None
+    raw: io.BufferedReader
     if is_address(file.name):
         fs, path = _file_system(file.name)
         try:
-            raw = retry(lambda: fs.open(path, "rb"), file.name)
+            remote: Any = _RemoteReader(retry(lambda: fs.open(path, "rb"), file.name), file)
         except FileNotFoundError:
-            raise UserError(f"{file.name}: there is no such file any more") from None
-        raw = cast(BinaryIO, io.BufferedReader(_Patient(raw, file), BLOCK))
+            raise UserError(f"{file.name}: no longer exists") from None
+        raw = io.BufferedReader(remote, BLOCK)
     else:
         try:
-            raw = Path(file.name).open("rb")  # noqa: SIM115  who calls closes it
+            raw = Path(file.name).open("rb")  # noqa: SIM115  the caller closes it
         except OSError as error:
             raise UserError(f"{file.name}: cannot be read: {error.strerror}") from None
     if file.name.endswith(".gz"):
-        return cast(BinaryIO, Decompressed(gzip.GzipFile(fileobj=raw), raw))
+        return Decompressed(gzip.GzipFile(fileobj=raw), raw)
     if zstandard:
         reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-        return cast(BinaryIO, Decompressed(reader, raw))
-    return cast(BinaryIO, raw)
+        return Decompressed(reader, raw)
+    return raw
 
 
 class Decompressed(io.BufferedReader):
-    """What a compressed file holds. In blocks: a reader of zstandard has no lines of its own."""
+    """Content of a compressed file. Buffered, because a zstandard reader cannot read lines."""
 
-    def __init__(self, reader: Any, compressed: BinaryIO) -> None:
+    def __init__(self, reader: Any, compressed: io.BufferedReader) -> None:
         super().__init__(reader, BLOCK)
         self.compressed = compressed
 
     def close(self) -> None:
-        """Close both: gzip leaves open what it was given."""
+        """Closes the compressed file too, which gzip leaves open."""
         super().close()
         self.compressed.close()
 
 
-class _Patient(io.RawIOBase):
-    """A file at an address. Read in blocks: fsspec's own lines are slow."""
+class _RemoteReader:
+    """An fsspec file with retries and a check of the size. Wrapped in a BufferedReader, since fsspec's `readline` is slow."""
 
     def __init__(self, raw: Any, file: File) -> None:
-        self.raw, self.file = raw, file
+        self._raw, self._file = raw, file
 
-    def readable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
 
-    def seekable(self) -> bool:
-        return bool(self.raw.seekable())
+    def read(self, size: int = -1) -> bytes:
+        content: bytes = retry(lambda: self._raw.read(size), self._file.name)
+        if not content and self._raw.tell() < self._file.size:
+            raise UserError(f"{self._file.name}: ends at byte {self._raw.tell()} of {self._file.size}; it has changed")
+        return content
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self.raw.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self.raw.tell())
-
-    def readinto(self, buffer: Any) -> int:
-        content = retry(lambda: self.raw.read(len(buffer)), self.file.name)
-        if not content and self.tell() < self.file.size:
-            raise UserError(f"{self.file.name}: ends at byte {self.tell()} of {self.file.size}; it has changed")
+    def readinto(self, buffer: memoryview) -> int:
+        content = self.read(len(buffer))
         buffer[: len(content)] = content
         return len(content)
 
-    def close(self) -> None:
-        if not self.closed:
-            self.raw.close()
-        super().close()
 
-
-class Folder(Protocol):
-    """A folder of files that are read in any order."""
-
-    local: bool
-
-    def path(self, name: str) -> Path:
-        """The file, on this machine."""
-
-    def read(self, name: str) -> bytes:
-        """All of a file."""
-
-    def sizes(self) -> Mapping[str, int] | None:
-        """Bytes of each file; None where the place cannot list them."""
-
-    def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        """Bytes of files, each from a first to before a last one."""
-
-
-def open_folder(place: str) -> Folder:
-    """The folder at a path or an address."""
-    return _Remote(place) if is_address(place) else _Local(place)
-
-
-class _Local:
-    local = True
-
-    def __init__(self, place: str) -> None:
-        self.place = Path(place)
-
-    def path(self, name: str) -> Path:
-        return self.place / name
-
-    def read(self, name: str) -> bytes:
-        return self.path(name).read_bytes()
-
-    def sizes(self) -> dict[str, int]:
-        return {path.name: path.stat().st_size for path in self.place.iterdir() if path.is_file()}
-
-    def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        raise AssertionError("mapped into memory instead")
-
-
-class _Remote:
-    local = False
+class DataDirectory:
+    """A local or remote directory. Local files are memory-mapped by the caller; remote files are read in byte ranges."""
 
     def __init__(self, place: str) -> None:
         self.place = place.rstrip("/")
-        self.fs, self.root = _file_system(self.place)
+        self.local = not is_address(place)
+        self._fs: Any
+        self._fs, self._root = (None, place) if self.local else _file_system(self.place)
 
     def path(self, name: str) -> Path:
-        raise AssertionError("not on this machine")
+        """Returns the path of a local file."""
+        assert self.local
+        return Path(self._root, name)
 
     def read(self, name: str) -> bytes:
-        return retry(lambda: self.fs.cat_file(f"{self.root}/{name}"), f"{self.place}/{name}")
+        """Reads a complete file."""
+        if self.local:
+            return self.path(name).read_bytes()
+        return retry(lambda: self._fs.cat_file(f"{self._root}/{name}"), f"{self.place}/{name}")
 
     def sizes(self) -> dict[str, int] | None:
+        """Returns the size of each file in bytes, or None if the server cannot list the directory."""
+        if self.local:
+            return {path.name: path.stat().st_size for path in Path(self._root).iterdir() if path.is_file()}
         try:
-            entries = self.fs.ls(self.root, detail=True)
-        except Exception:  # noqa: BLE001  whatever a place without lists may raise; too short a range is told when it is read
+            entries = self._fs.ls(self._root, detail=True)
+        except Exception:  # noqa: BLE001  depends on the file system; a file that is too short is reported when it is read
             return None
         if any(entry.get("size") is None for entry in entries):
             return None
         return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries}
 
     def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        paths = [f"{self.root}/{name}" for name, _, _ in wanted]
-        starts, stops = ([item[place] for item in wanted] for place in (1, 2))
+        """Reads byte ranges of remote files concurrently; a range is a file name, a start and an exclusive end."""
+        names, starts, stops = (list(values) for values in zip(*wanted, strict=True))
+        paths = [f"{self._root}/{name}" for name in names]
+        read = partial(self._fs.cat_ranges, paths, starts, stops, on_error="raise")
         try:
-            found = retry(
-                lambda: self.fs.cat_ranges(paths, starts, stops, on_error="raise"), f"{self.place}/{wanted[0][0]}"
-            )
+            contents: list[bytes] = retry(read, f"{self.place}/{names[0]}")
         except FileNotFoundError as error:
-            raise UserError(f"{self.place}: a file of it is not there any more: {error}") from None
-        for (name, start, stop), content in zip(wanted, found, strict=True):
-            if len(content) != stop - start:
-                raise UserError(
-                    f"{self.place}/{name} ends at byte {start + len(content)}, before byte {stop}; copy it again"
-                )
-        return found
+            raise UserError(f"{self.place}: a file no longer exists: {error}") from None
+        for (name, start, stop), content in zip(wanted, contents, strict=True):
+            end = start + len(content)
+            if end != stop:
+                raise UserError(f"{self.place}/{name} ends at byte {end}, before byte {stop}; copy it again")
+        return contents
 
 
-def retry(do: Callable[[], T], name: str) -> T:
-    """Do it, again after a while if it fails. What is not there is not asked for again."""
+def retry(read: Callable[[], T], name: str) -> T:
+    """Calls `read`, up to `TRIES` times if it fails. A missing file is not retried."""
     for attempt in range(1, TRIES + 1):
         try:
-            return do()
+            return read()
         except FileNotFoundError:
             raise
-        except Exception as error:  # noqa: BLE001  each file system has errors of its own
-            if attempt == TRIES:
-                raise UserError(f"{name}: cannot be read, tried {TRIES} times: {_words(error)}") from None
-            time.sleep(PAUSE * attempt)
-    raise AssertionError
+        except Exception as error:  # noqa: BLE001  each file system has its own errors
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if attempt < TRIES:
+            time.sleep(RETRY_DELAY * attempt)
+    raise UserError(f"{name}: cannot be read, tried {TRIES} times: {reason}")
 
 
-def needed(module: str, name: str) -> Any:
-    """A library that only some files want."""
+@contextmanager
+def convert_write_errors(folder: Path) -> Iterator[None]:
+    """Converts an `OSError` in the block, which writes to `folder`, into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise UserError(
+                f"{folder}: the disk is full ({error.strerror}); free some space, then run the same command to resume"
+            ) from None
+        raise UserError(f"{folder} cannot be written: {error}") from None
+
+
+def import_optional(module: str, name: str) -> Any:
+    """Imports an optional dependency, which the file `name` requires."""
     try:
         return __import__(module)
     except ImportError:
-        raise UserError(f"{name} wants {module}: pip install 'titanlike[data]'") from None
+        raise UserError(f"{name} requires the package {module}: pip install 'titanlike[data]'") from None
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+def _file_system(url: str) -> tuple[Any, str]:
+    import fsspec  # type: ignore[import-untyped]  # imported late: only remote files need it
 
-
-def _file_system(place: str) -> tuple[Any, str]:
-    import fsspec  # type: ignore[import-untyped]  # only here: most recipes do without
-
+    options = {}
+    if url.startswith(("http://", "https://")):
+        # No limit on the total: a large file may take hours, as long as data arrives.
+        limits = {"total": None, "sock_connect": HTTP_TIMEOUT, "sock_read": HTTP_TIMEOUT}
+        options = {"client_kwargs": {"timeout": import_optional("aiohttp", url).ClientTimeout(**limits)}}
     try:
-        return cast(tuple[Any, str], fsspec.core.url_to_fs(place, **_options(place)))
+        fs, path = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
-        raise UserError(f"{place}: {error}") from None
+        raise UserError(f"{url}: {error}") from None
+    return fs, path
 
 
-def _options(place: str) -> dict[str, Any]:
-    """For the web: a large file may take hours, as long as something comes; an answer that does not come is not waited for."""
-    if not place.startswith(("http://", "https://")):
-        return {}
-    timeout = needed("aiohttp", place).ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
-    return {"client_kwargs": {"timeout": timeout}}
-
-
-def _list_remote(place: str) -> list[File]:
-    if match := BRACES.search(place):
+def _list_remote(url: str) -> list[File]:
+    if match := NUMBER_RANGE.search(url):
         first, last = match.groups()
-        numbers = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-        return [
-            file for number in numbers for file in _list_remote(place[: match.start()] + number + place[match.end() :])
-        ]
-    fs, path = _file_system(place)
+        numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
+        return [file for number in numbers for file in _list_remote(url[: match.start()] + number + url[match.end() :])]
+    fs, path = _file_system(url)
 
     def entries() -> dict[str, Any]:
-        if any(sign in path for sign in "*?["):
-            return cast(dict[str, Any], fs.glob(path, detail=True))
-        info = fs.info(path)  # not isdir: of the web that fetches the whole file, to look for links in it
-        if info["type"] == "directory" or place.endswith("/"):
-            return cast(dict[str, Any], fs.find(path, detail=True))
+        if any(character in path for character in "*?["):
+            return dict(fs.glob(path, detail=True))
+        info = fs.info(path)  # not isdir, which downloads a file from a web server to search it for links
+        if info["type"] == "directory" or url.endswith("/"):
+            return dict(fs.find(path, detail=True))
         return {path: info}
 
     try:
-        found = retry(entries, place)
+        found = retry(entries, url)
     except FileNotFoundError:
-        raise UserError(f"{place}: there is no such file") from None
+        raise UserError(f"{url}: no such file") from None
     files = [
         File(fs.unstrip_protocol(name), info.get("size") or 0, _version(info))
         for name, info in found.items()
@@ -277,40 +248,38 @@ def _list_remote(place: str) -> list[File]:
 
 
 def _list_local(place: str) -> list[File]:
-    found = []
+    paths = []
     for match in [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True)):
-        path = Path(match)
-        if path.is_dir():
-            below = sorted(file for file in path.rglob("*") if not _hidden(file, path))
-            found += [file for file in below if (file.is_file() or not file.exists()) and _is_text(file)]
-        else:
-            found.append(path)
-    return [local_file(path) for path in found]
+        root = Path(match)
+        if not root.is_dir():
+            paths.append(root)
+            continue
+        for path in sorted(root.rglob("*")):
+            hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            # A broken link is listed, so that opening it reports an error.
+            if not hidden and (path.is_file() or not path.exists()) and _is_text(path):
+                paths.append(path)
+    return [local_file(path) for path in paths]
 
 
 def local_file(path: Path) -> File:
-    """A file of this machine."""
+    """Returns the `File` of a local path."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    return File(str(path), found.st_size, str(found.st_mtime_ns))
+    return File(str(path), stat.st_size, str(stat.st_mtime_ns))
 
 
 def _version(info: Mapping[str, Any]) -> str:
-    """What each file system calls it."""
     names = ("ETag", "etag", "LastModified", "last_modified", "last_commit", "mtime", "modified", "updated", "created")
     return next((str(info[name]) for name in names if info.get(name)), "")
 
 
-def _hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
 def _is_text(path: Path) -> bool:
-    """Whether it is, or has, text: what is neither, such as a picture, has a zero byte soon."""
+    """Whether a file is, or contains, text: binary files, such as images, have a zero byte near their start."""
     if path.suffix in (".gz", ".zst", ".parquet"):
         return True
     with suppress(OSError), path.open("rb") as file:
-        return NOT_TEXT not in file.read(8192)
-    return True  # who reads it says why it cannot be read
+        return b"\0" not in file.read(8192)
+    return True  # opening it later reports why it cannot be read

@@ -1,4 +1,4 @@
-"""Byte-pair tokenizers, trained on text: as `tokenizer.json`, or as a rank file, which is faster to encode with. No torch."""
+"""Trains byte-pair tokenizers. They are written as `tokenizer.json`, or as a rank file, which encodes faster. No torch."""
 
 import base64
 import json
@@ -9,24 +9,24 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.prepare.work_units import write_whole, writing
-from titanlike.data.text.documents import BadRecord, Fields, read_pieces
-from titanlike.data.text.files import File, list_files, needed
-from titanlike.data.text.tokenizer import WORDS, build_tokenizer
+from titanlike.data.text.documents import BadRecord, Fields, read_chunks
+from titanlike.data.text.files import File, convert_write_errors, import_optional, list_inputs
+from titanlike.data.text.tokenizer import SPLIT_PATTERN, build_tokenizer
+from titanlike.utils.atomic_io import atomic_write_text
 
-SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
-FEWEST = 256 + len(SPECIAL)  # a token for each byte, and the special ones
-LIMIT = 256 * 2**20  # bytes of text
-SAMPLE = 4 * 2**20  # bytes of text that are encoded at the end, to tell how well it does
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+MIN_VOCAB_SIZE = 256 + 2  # a token for each byte, and the special tokens
+MAX_TEXT = 256 * 2**20  # bytes
+SAMPLE = 4 * 2**20  # bytes of text that measure the compression
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What training has come to."""
+class TrainingResult:
+    """Statistics of a trained tokenizer."""
 
     vocab_size: int
     text_bytes: int  # read
-    bytes_per_token: float  # of some of the text
+    bytes_per_token: float  # measured on a sample
     skipped: int  # bad records
 
 
@@ -36,101 +36,97 @@ def train(
     vocab_size: int,
     *,
     fields: Fields | None = None,
-    limit_bytes: int = LIMIT,
+    limit_bytes: int = MAX_TEXT,
     skip: bool = False,
-) -> Trained:
-    """Train a byte-level BPE on the text of files, and write it: as `tokenizer.json` if the name ends in .json, else as a rank
-    file. Of more text than the limit, each file gives a share from its beginning."""
-    if vocab_size < FEWEST:
+) -> TrainingResult:
+    """Trains a byte-level BPE tokenizer and writes it to `out`: a `tokenizer.json` if the name ends in .json, else a rank file.
+
+    Of inputs larger than `limit_bytes`, the same fraction of each file is read, from its start.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(
-            f"--vocab-size = {vocab_size}: give at least {FEWEST}, one for each byte and {len(SPECIAL)} special ones"
+            f"--vocab-size = {vocab_size}: give at least {MIN_VOCAB_SIZE}, for 256 bytes and 2 special tokens"
         )
     if out.exists():
-        raise UserError(f"{out} is there already; remove it, or give another --out")
-    files = [file for place in inputs for file in ([place] if isinstance(place, File) else list_files(place, "INPUT"))]
-    text = _Text(files, fields or Fields(), limit_bytes, skip)
-    trained = _train(text, vocab_size, str(out))
-    if not text.size:
-        raise UserError(
-            f"{files[0].name}: there is no text to train on in {'it' if len(files) == 1 else 'these files'}"
-        )
-    with writing(out.parent):
+        raise UserError(f"{out} exists; remove it, or give another --out")
+    files = list_inputs(inputs)
+    sampler = _TextSampler(files, fields or Fields(), limit_bytes, skip)
+    trained = _train(sampler, vocab_size, str(out))
+    if not sampler.size:
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise UserError(f"{files[0].name}{more}: no text to train on")
+    with convert_write_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".json":
-            begin, end = SPECIAL
-            about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
-            write_whole(out.with_name("tokenizer_config.json"), json.dumps(about, indent=1) + "\n")
-            write_whole(out, trained.to_str(pretty=True))
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+            atomic_write_text(out.with_name("tokenizer_config.json"), json.dumps(config, indent=1) + "\n")
+            atomic_write_text(out, trained.to_str(pretty=True))
         else:
-            write_whole(out, _ranks(trained))
+            atomic_write_text(out, _rank_file(trained))
     built = build_tokenizer(Section(encoding=str(out)))
-    tokens = sum(len(built.encode(piece)) for piece in text.sample)
-    size = sum(len(piece.encode()) for piece in text.sample)
-    return Trained(built.vocab_size, text.size, size / tokens, text.skipped)
+    tokens = sum(len(built.encode(text)) for text in sampler.sample)
+    size = sum(len(text.encode()) for text in sampler.sample)
+    return TrainingResult(built.vocab_size, sampler.size, size / tokens, sampler.skipped)
 
 
-class _Text:
-    """Pieces of text up to a limit, evenly from all files; some of them are kept."""
+class _TextSampler:
+    """Iterates over text up to `limit` bytes, evenly from all files. Keeps a sample."""
 
     def __init__(self, files: Sequence[File], fields: Fields, limit: int, skip: bool) -> None:
-        self.files, self.fields, self.skip = files, fields, skip
-        self.share = min(1.0, limit / max(sum(file.size for file in files), 1))
-        self.limit = limit
-        self.size = self.skipped = self._kept = 0
+        self._files, self._fields, self._limit, self._skip = files, fields, limit, skip
+        self.size = self.skipped = self._sample_size = 0
         self.sample: list[str] = []
 
     def __iter__(self) -> Iterator[str]:
-        for file in self.files:
-            left = file.size * self.share if file.size else self.limit
-            for piece in read_pieces(file, self.fields, bad=self._bad if self.skip else None):
-                if self.size >= self.limit:
+        fraction = min(1.0, self._limit / max(sum(file.size for file in self._files), 1))
+        for file in self._files:
+            remaining = file.size * fraction if file.size else self._limit
+            for chunk in read_chunks(file, self._fields, bad=self._count_bad_record if self._skip else None):
+                if self.size >= self._limit:
                     return
-                size = len(piece.text.encode())
+                size = len(chunk.text.encode())
                 self.size += size
-                if self._kept < SAMPLE and piece.text:
-                    self._kept += size
-                    self.sample.append(piece.text)
-                yield piece.text
-                left -= piece.size
-                if left <= 0:
+                if self._sample_size < SAMPLE and chunk.text:
+                    self._sample_size += size
+                    self.sample.append(chunk.text)
+                yield chunk.text
+                remaining -= chunk.size
+                if remaining <= 0:
                     break
 
-    def _bad(self, problem: BadRecord) -> None:
+    def _count_bad_record(self, problem: BadRecord) -> None:
         self.skipped += 1
 
 
-def _train(text: _Text, vocab_size: int, out: str) -> Any:
-    """A tokenizer of the library. Its special tokens come last, as in a rank file, so that both number alike."""
-    tokenizers = needed("tokenizers", out)
+def _train(text: _TextSampler, vocab_size: int, out: str) -> Any:
+    tokenizers = import_optional("tokenizers", out)
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    trained = tokenizers.Tokenizer(models.BPE())
-    cut = pre_tokenizers.Split(tokenizers.Regex(WORDS), behavior="isolated")
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trained.pre_tokenizer = pre_tokenizers.Sequence([cut, spell])
-    trained.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL),
+        vocab_size=vocab_size - 2,
         min_frequency=2,
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    trained.train_from_iterator(iter(text), trainer)
-    trained.add_special_tokens(list(SPECIAL))
-    return trained
+    tokenizer.train_from_iterator(iter(text), trainer)
+    tokenizer.add_special_tokens([BOS, EOS])  # last, as in a rank file: both formats number the tokens alike
+    return tokenizer
 
 
-def _ranks(trained: Any) -> str:
-    """The lines of a rank file: the order of the merges is that of the numbers."""
-    values = _byte_of_sign()
-    tokens = sorted(trained.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
-    spelt = [(bytes(values[sign] for sign in token), number) for token, number in tokens]
-    return "".join(f"{base64.b64encode(token).decode()} {number}\n" for token, number in spelt)
+def _rank_file(tokenizer: Any) -> str:
+    """Returns the lines of a rank file. The rank of a token is its number."""
+    from tokenizers import pre_tokenizers
 
-
-def _byte_of_sign() -> dict[str, int]:
-    """What the signs stand for that byte-level tokenizers spell bytes with: those that can be seen for themselves, the others
-    for what comes from 256 on."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [value for value in range(256) if value not in seen]
-    return {chr(value): value for value in seen} | {chr(256 + place): value for place, value in enumerate(others)}
+    # Byte-level tokenizers write printable bytes as themselves, and the others as the characters from 256 on.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    byte_of = {character: ord(character) for character in alphabet if ord(character) < 256}
+    others = (value for value in range(256) if value not in byte_of.values())
+    byte_of |= dict(zip((character for character in alphabet if ord(character) >= 256), others, strict=True))
+    tokens = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
+    encoded = [(base64.b64encode(bytes(byte_of[character] for character in token)), rank) for token, rank in tokens]
+    return "".join(f"{token.decode()} {rank}\n" for token, rank in encoded)
