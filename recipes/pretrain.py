@@ -92,7 +92,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     seed_generators(seed)
     if resume.checkpoint:
         checkpoints.load(model, optimizer, resume.checkpoint)
-        data.training.source.begin(resume.checkpoint.position)
+        data.training.source.load_position(resume.checkpoint.position)
 
     if process_group.is_main():
         run.open(device, resumed_step=resume.first_step - 1)

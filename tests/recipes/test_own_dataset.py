@@ -14,7 +14,11 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
     (tmp_path / "my_data.py").write_text(example)
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
-        ("from titanlike.data.sources import open_sources\n", "from my_data import open_sources\n"),
+        ("import torch\nfrom torch", "from my_data import open_sources\nimport torch\nfrom torch"),
+        (
+            "        device=device,\n    )\n\n    # Whether",
+            "        device=device,\n        open_sources=open_sources,\n    )\n\n    # Whether",
+        ),
     )
     (tmp_path / "mine.py").write_text(program)
     debug = (ROOT / "train_configs/debug.toml").read_text()

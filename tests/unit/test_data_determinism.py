@@ -48,7 +48,7 @@ def read(
         entries = {}
         for rank in range(ranks):
             source = build()
-            source.begin(json.loads(json.dumps(position)))
+            source.load_position(json.loads(json.dumps(position)))
             batches = BatchLoader(
                 source, global_batch_size=size, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=0,
                 device=torch.device("cpu"),

@@ -202,7 +202,7 @@ class StepSource:
     def position(self) -> list[int]:
         return [self.steps_read[-1]]
 
-    def begin(self, position: object) -> None: ...
+    def load_position(self, position: object) -> None: ...
 
     def describe(self, steps: int) -> str:
         return ""

@@ -69,7 +69,7 @@ def source(build_loader: Callable[[int, int, int], Any]) -> StatefulLoaderSource
 
 def batches(build_loader: Callable[[int, int, int], Any], position: Any, rank: int, num_ranks: int) -> BatchLoader:
     data = source(build_loader)
-    data.begin(json.loads(json.dumps(position)))
+    data.load_position(json.loads(json.dumps(position)))
     return BatchLoader(
         data, global_batch_size=GLOBAL_BATCH_SIZE, local_batch_size=2, data_rank=rank, num_data_ranks=num_ranks, seed=0,
         device=torch.device("cpu"),

@@ -104,7 +104,7 @@ def test_a_position_is_exact_at_any_step(tmp_path: Path, block: int, monkeypatch
         position = json.loads(json.dumps(first.position()))
         for again in (stop + 3, 40):  # resumed, and resumed again
             resumed = open_stream(files, workers=3, **options)
-            resumed.begin(position)
+            resumed.load_position(position)
             for step in range(stop + 1, again + 1):
                 assert np.array_equal(resumed.read(step, range(8)).tokens, expected[step]), (stop, again, step)
             position, stop = resumed.position(), again
@@ -124,7 +124,7 @@ def test_a_position_is_restored_on_another_number_of_ranks(tmp_path: Path) -> No
         for rank in range(ranks):
             rows = range(rank * 8 // ranks, (rank + 1) * 8 // ranks)
             resumed = open_stream([files])
-            resumed.begin(position)
+            resumed.load_position(position)
             for step in (3, 4):
                 assert np.array_equal(resumed.read(step, rows).tokens, expected[step - 1][rows.start : rows.stop])
 

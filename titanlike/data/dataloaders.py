@@ -1,5 +1,6 @@
 """The batches of a run: opens the data that a recipe names and shards each global batch over the data ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from titanlike.config.sections import Data, Training
 from titanlike.data.loader import BatchLoader
 from titanlike.data.packed_dataset import BatchSource
-from titanlike.data.sources import open_sources
+from titanlike.data.sources import Sources, open_sources
 from titanlike.data.text.tokenizer import Tokenizer
 from titanlike.distributed import process_group
 
@@ -34,6 +35,7 @@ def build_dataloaders(
     num_data_ranks: int,
     position_ids: Tensor,
     device: torch.device,
+    open_sources: Callable[..., Sources] = open_sources,
 ) -> DataLoaders:
     """Opens the training and validation data. All ranks call it together, and fail if their data differ.
 
@@ -41,6 +43,7 @@ def build_dataloaders(
         validate: whether to hold out or open validation data.
         dropout: whether batches carry random bits for dropout.
         position_ids: the positions of each sequence that this rank holds; see `context_position_ids`.
+        open_sources: opens the data; replace it to read a dataset of your own.
     """
     sources = open_sources(
         section,

@@ -35,7 +35,7 @@ class BatchSource(Protocol):
     def describe(self, steps: int) -> str:
         """Summarizes the data and how much of it `steps` steps read."""
 
-    def begin(self, position: Position | None) -> None:
+    def load_position(self, position: Position | None) -> None:
         """Restores a position from a checkpoint, merged over all ranks."""
 
     def read(self, step: int, rows: range) -> SequenceBatch:
@@ -158,7 +158,7 @@ class ShuffledMixture:
             parts.append(f"{prefix}{dataset.tokens.num_tokens:,} tokens read {epochs:.2g} time{plural}")
         return "; ".join(parts)
 
-    def begin(self, position: Position | None) -> None:
+    def load_position(self, position: Position | None) -> None:
         """Does nothing: the step number is the only state."""
 
     def position(self) -> None:

@@ -1,8 +1,6 @@
 """A user's own dataset, read with torchdata's StatefulDataLoader or any other loader with a state."""
 
 import base64
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -42,7 +40,7 @@ class StatefulLoaderSource:
     def describe(self, steps: int) -> str:
         return f"{steps * self.global_batch_size:,} sequences of a user's loader"
 
-    def begin(self, position: Position | None) -> None:
+    def load_position(self, position: Position | None) -> None:
         self._resumed, self._items = position or [], None
 
     def position(self) -> Position:
@@ -67,7 +65,7 @@ class StatefulLoaderSource:
 
         Every epoch has a new loader, and the state after its last item is never used: torchdata 0.11 neither restores the
         generator of a shuffle for later epochs nor resumes every loader that is exhausted."""
-        epoch, state = 0, ""
+        epoch, state = 0, None
         if self._resumed:
             _, num_saved, epoch, state = self._resumed[min(rank, len(self._resumed) - 1)]
             if num_saved != num_ranks:
@@ -78,16 +76,16 @@ class StatefulLoaderSource:
         while True:
             loader = self.build_loader(rank, num_ranks, epoch)
             if state:
-                loader.load_state_dict(_decode(state))  # before `iter`, which would start from the first item
+                loader.load_state_dict(_from_json(state))  # before `iter`, which would start from the first item
             items = iter(loader)
             item = next(items, None)
             if item is None:
                 raise UserError(f"the loader of data rank {rank} yields no items in epoch {epoch}")
             while item is not None:
-                state = _encode(loader.state_dict())
+                state = _to_json(loader.state_dict())
                 following = next(items, None)
                 if following is None:
-                    epoch, state = epoch + 1, ""
+                    epoch, state = epoch + 1, None
                 yield item, [[rank, num_ranks, epoch, state]]
                 item = following
 
@@ -101,20 +99,40 @@ class StatefulLoaderSource:
         return array
 
 
-def _encode(state: dict[str, Any]) -> str:
-    """Serializes a state, which may contain tensors, as text for the checkpoint's JSON."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    text = base64.b64encode(buffer.getvalue()).decode()
-    try:
-        _decode(text)  # fails in the first step, not on resume
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"a loader's state_dict() may hold only tensors, numbers, strings, bytes, None, lists, tuples and dicts: {error}"
-        ) from None
-    return text
+def _to_json(value: Any) -> Any:
+    """Converts a state to what JSON can hold, so that a checkpoint needs no pickle."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_to_json(each) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_to_json(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return {
+            "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), base64.b64encode(content).decode()]
+        }
+    raise UserError(
+        "a loader's state_dict() may hold only tensors, numbers, strings, bytes, None, lists, tuples and dicts, not "
+        f"{type(value).__name__}"
+    )
 
 
-def _decode(text: str) -> dict[str, Any]:
-    """Restores a state. `weights_only` refuses to unpickle anything but tensors and plain Python values."""
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "tuple":
+        return tuple(_from_json(each) for each in content)
+    if kind == "dict":
+        return {_from_json(key): _from_json(each) for key, each in content}
+    if kind == "bytes":
+        return base64.b64decode(content)
+    dtype, shape, text = content
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=getattr(torch, dtype)).reshape(shape)

@@ -79,7 +79,7 @@ class Stream:
         size = sum(file.size for file in files)
         return f"{len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes, readers: {self.num_readers}"
 
-    def begin(self, position: Position | None) -> None:
+    def load_position(self, position: Position | None) -> None:
         self._resumed = dict(position or ())
 
     def read(self, step: int, rows: range) -> SequenceBatch:
