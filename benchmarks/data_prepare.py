@@ -234,8 +234,8 @@ def main() -> None:
         "versions": {name: metadata.version(name) for name in ("tiktoken", "tokenizers", "numpy")},
         "load_before": os.getloadavg(),
     }
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write_corpus(folder / "training.jsonl", 8 * 10**6)
         names = {"rank file (tiktoken)": "tokenizer.model", "tokenizer.json (tokenizers)": "tokenizer.json"}
         for name in names.values():

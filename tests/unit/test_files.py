@@ -29,9 +29,9 @@ def memory() -> Iterator[str]:
     fs.rm("/corpus", recursive=True)
 
 
-def names(place: str, root: str) -> list[str]:
+def names(path: str, root: str) -> list[str]:
     # fsspec names a file in memory with two slashes or three, depending on how it was found.
-    return [file.name.replace(":///", "://").removeprefix(root).lstrip("/") for file in list_files(place)]
+    return [file.name.replace(":///", "://").removeprefix(root).lstrip("/") for file in list_files(path)]
 
 
 def read(file: File) -> bytes:

@@ -100,6 +100,20 @@ def workers_of(pid: int) -> list[int]:
     return [child for child in descendants(pid)[1:] if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
+def suspend_busy_worker(pid: int) -> int:
+    """Stops a worker that is writing a shard, and returns its process id."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for worker in workers_of(pid):
+            os.kill(worker, signal.SIGSTOP)
+            open_files = [str(link.readlink()) for link in Path(f"/proc/{worker}/fd").iterdir()]
+            if any("out.partial" in name for name in open_files):
+                return worker
+            os.kill(worker, signal.SIGCONT)
+        time.sleep(0.01)
+    raise AssertionError("no worker is busy")
+
+
 @pytest.mark.slow
 def test_result_after_kills_is_bit_identical(large: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "large.jsonl", "--out", "undisturbed", *COMMAND[3:]).code == 0
@@ -113,10 +127,8 @@ def test_result_after_kills_is_bit_identical(large: Path, tmp_path: Path) -> Non
         assert time.monotonic() < deadline, "workers outlive their parent"
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("unit-*.json")}
     second = start(tmp_path, *COMMAND)
-    while len(workers := workers_of(second.pid)) < 2:  # before much is done
-        time.sleep(0.01)
     wait_for_units(tmp_path, len(times) + 1)
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(suspend_busy_worker(second.pid), signal.SIGKILL)
     code, _, err = end(second)
     assert code == 2
     assert re.fullmatch(

@@ -22,17 +22,17 @@ from titanlike.data.token_shards import TRAIN, Manifest
 from titanlike.utils.file_lock import FileLock
 
 
-class Interrupted(Exception):
+class Stop(Exception):
     pass
 
 
 def stop_after(count: int) -> Callable[[Any], None]:
-    """Returns a function that raises `Interrupted` after `count` calls."""
+    """Returns a function that raises `Stop` after `count` calls."""
     calls = iter(range(count))
 
     def call(*_: Any) -> None:
         if next(calls, None) is None:
-            raise Interrupted
+            raise Stop
 
     return call
 
@@ -53,7 +53,7 @@ def test_finished_work_units_are_not_repeated(
     monkeypatch.setattr(workers, "process_work_unit", process_work_unit)
     for count in (0, 5, 10):
         check = stop_after(count)
-        with pytest.raises(Interrupted):
+        with pytest.raises(Stop):
             prepare([str(corpus)], out, BYTES, workers=0)
     assert processed == list(range(15))
     (partial / "train-00003.tokens").write_bytes(b"short")  # as after a loss of power
@@ -61,7 +61,7 @@ def test_finished_work_units_are_not_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "write", stop_after(0))
         check = stop_after(1000)
-        with pytest.raises(Interrupted):
+        with pytest.raises(Stop):
             prepare([str(corpus)], out, BYTES, workers=0)
     assert processed[15:] == [3, 4, *range(15, processed[-1] + 1)]
     reports: list[Progress] = []
@@ -179,14 +179,14 @@ def test_remote_files_and_files_that_vanish(corpus: Path, tmp_path: Path, monkey
     with web() as server:
         for name in ("a.jsonl", "b.parquet"):
             server.files[name] = (corpus / name).read_bytes()
-        paths = [f"{server.address}/{name}" for name in server.files]
-        prepare(paths, tmp_path / "remote", BYTES, workers=1)
+        urls = [f"{server.address}/{name}" for name in server.files]
+        prepare(urls, tmp_path / "remote", BYTES, workers=1)
         assert read_split(tmp_path / "remote", TRAIN) == read_split(tmp_path / "local", TRAIN)
         server.ranges = False  # reading cannot begin in the middle of a file
-        prepare(paths[:1], tmp_path / "unsplit", BYTES, workers=0)
+        prepare(urls[:1], tmp_path / "unsplit", BYTES, workers=0)
         assert len(json.loads((tmp_path / "unsplit/plan.json").read_text())["units"]) == 1
         server.ranges = True
-        found = list_files(paths[0])
+        found = list_files(urls[0])
         server.files.clear()
         with pytest.raises(UserError, match=r"a\.jsonl: (no longer exists|cannot be read)"):
             prepare(found, tmp_path / "gone", BYTES, workers=0)

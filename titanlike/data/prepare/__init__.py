@@ -1,1 +1,1 @@
-"""Tokenizing text into token shards."""
+"""Tokenization of text into token shards."""

@@ -115,7 +115,9 @@ def _describe_death(workers: set[BaseProcess], units: Sequence[WorkUnit], status
     return "a worker process ended unexpectedly"
 
 
-_state: tuple[Options, Tokenizer, Any]  # of a worker process: ProcessPoolExecutor offers no other place for it
+_state: tuple[
+    Options, Tokenizer, Any
+]  # state of a worker process; ProcessPoolExecutor's initializer can only set globals
 
 
 def _initialize(options: Options, status: Any) -> None:

@@ -43,24 +43,24 @@ class File:
         return self.name.endswith((".gz", ".zst"))
 
 
-def is_address(place: str) -> bool:
-    """Whether `place` is a URL, accessed through fsspec."""
-    return "://" in place
+def is_address(path: str) -> bool:
+    """Whether `path` is a URL, accessed through fsspec."""
+    return "://" in path
 
 
 def list_inputs(inputs: Sequence[str | File]) -> list[File]:
     """Lists the files of a command's INPUT arguments."""
-    return [file for place in inputs for file in ([place] if isinstance(place, File) else list_files(place, "INPUT"))]
+    return [file for item in inputs for file in ([item] if isinstance(item, File) else list_files(item, "INPUT"))]
 
 
-def list_files(place: str, key: str = "data.path") -> list[File]:
+def list_files(path: str, key: str = "data.path") -> list[File]:
     """Lists the file, all files below the folder, or the files that match the pattern, sorted by name.
 
     Of a local folder, hidden files and binary files are left out. `key` names the option in error messages.
     """
-    files = _list_remote(place) if is_address(place) else _list_local(place)
+    files = _list_remote(path) if is_address(path) else _list_local(path)
     if not files:
-        raise UserError(f"{key} = {place!r}: no files found")
+        raise UserError(f"{key} = {path!r}: no files found")
     return files
 
 
@@ -125,11 +125,11 @@ class _RemoteReader:
 class DataDirectory:
     """A local or remote directory. Local files are memory-mapped by the caller; remote files are read in byte ranges."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place.rstrip("/")
-        self.local = not is_address(place)
+    def __init__(self, location: str) -> None:
+        self.location = location.rstrip("/")
+        self.local = not is_address(location)
         self._fs: Any
-        self._fs, self._root = (None, place) if self.local else _file_system(self.place)
+        self._fs, self._root = (None, location) if self.local else _file_system(self.location)
 
     def path(self, name: str) -> Path:
         """Returns the path of a local file."""
@@ -140,7 +140,7 @@ class DataDirectory:
         """Reads a complete file."""
         if self.local:
             return self.path(name).read_bytes()
-        return retry(lambda: self._fs.cat_file(f"{self._root}/{name}"), f"{self.place}/{name}")
+        return retry(lambda: self._fs.cat_file(f"{self._root}/{name}"), f"{self.location}/{name}")
 
     def sizes(self) -> dict[str, int] | None:
         """Returns the size of each file in bytes, or None if the server cannot list the directory."""
@@ -160,13 +160,13 @@ class DataDirectory:
         paths = [f"{self._root}/{name}" for name in names]
         read = partial(self._fs.cat_ranges, paths, starts, stops, on_error="raise")
         try:
-            contents: list[bytes] = retry(read, f"{self.place}/{names[0]}")
+            contents: list[bytes] = retry(read, f"{self.location}/{names[0]}")
         except FileNotFoundError as error:
-            raise UserError(f"{self.place}: a file no longer exists: {error}") from None
+            raise UserError(f"{self.location}: a file no longer exists: {error}") from None
         for (name, start, stop), content in zip(wanted, contents, strict=True):
             end = start + len(content)
             if end != stop:
-                raise UserError(f"{self.place}/{name} ends at byte {end}, before byte {stop}; copy it again")
+                raise UserError(f"{self.location}/{name} ends at byte {end}, before byte {stop}; copy it again")
         return contents
 
 
@@ -247,9 +247,9 @@ def _list_remote(url: str) -> list[File]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _list_local(place: str) -> list[File]:
+def _list_local(pattern: str) -> list[File]:
     paths = []
-    for match in [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True)):
+    for match in [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True)):
         root = Path(match)
         if not root.is_dir():
             paths.append(root)
