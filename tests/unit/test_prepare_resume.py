@@ -22,17 +22,17 @@ from titanlike.data.token_shards import TRAIN, Manifest
 from titanlike.utils.file_lock import FileLock
 
 
-class Stop(Exception):
+class Interrupted(Exception):
     pass
 
 
 def stop_after(count: int) -> Callable[[Any], None]:
-    """Returns a function that raises `Stop` after `count` calls."""
+    """Returns a function that raises `Interrupted` after `count` calls."""
     calls = iter(range(count))
 
     def call(*_: Any) -> None:
         if next(calls, None) is None:
-            raise Stop
+            raise Interrupted
 
     return call
 
@@ -53,7 +53,7 @@ def test_finished_work_units_are_not_repeated(
     monkeypatch.setattr(workers, "process_work_unit", process_work_unit)
     for count in (0, 5, 10):
         check = stop_after(count)
-        with pytest.raises(Stop):
+        with pytest.raises(Interrupted):
             prepare([str(corpus)], out, BYTES, workers=0)
     assert processed == list(range(15))
     (partial / "train-00003.tokens").write_bytes(b"short")  # as after a loss of power
@@ -61,7 +61,7 @@ def test_finished_work_units_are_not_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "write", stop_after(0))
         check = stop_after(1000)
-        with pytest.raises(Stop):
+        with pytest.raises(Interrupted):
             prepare([str(corpus)], out, BYTES, workers=0)
     assert processed[15:] == [3, 4, *range(15, processed[-1] + 1)]
     reports: list[Progress] = []
