@@ -1,13 +1,15 @@
 """User errors: each is reported in one line, within a second, and creates no files."""
 
 import re
+import shlex
 import socket
+import subprocess
 import venv
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, SMALL, cpu_seconds, run
+from tests.launching import ROOT, SMALL, command, cpu_seconds, run
 from titanlike.run.start import program_of
 
 MISTAKES = [
@@ -76,6 +78,13 @@ def test_help_and_errors_take_less_than_a_second_and_do_not_import_torch(
         assert not re.search(r"\|\s+torch$", done.stderr, flags=re.MULTILINE)
         assert bool(times) or re.search(r"\|\s+pydantic$", done.stderr, flags=re.MULTILINE)  # the import log works
     assert min(times) < 1.0  # CPU seconds, minimum of three: the machine may be busy
+
+
+def test_help_into_a_closed_pipe_ends_without_a_stack_trace(tmp_path: Path) -> None:
+    pipeline = f"{shlex.join(command('--help', real=True))} | head -1"
+    done = subprocess.run(["bash", "-c", pipeline], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("usage: ./run_train.sh")
+    assert done.stderr == ""
 
 
 def test_missing_packages_are_reported_with_the_install_command(tmp_path: Path) -> None:

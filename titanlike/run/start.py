@@ -4,6 +4,7 @@ Runs before torch is imported, so that a mistake in a recipe is reported within 
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,6 +88,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     try:
         ranks = environment.rank_info()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)
+        if arguments.help or arguments.resolved:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a stack trace
         if arguments.help:
             output.print(help_text(recipe_type, USAGE))
             sys.exit(0)
