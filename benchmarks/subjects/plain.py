@@ -67,7 +67,7 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         h = self.embed(tokens)
         if self.pos_embed is not None:
-            h = h + self.pos_embed(torch.arange(tokens.config[1], device=tokens.device))
+            h = h + self.pos_embed(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             h = layer(h, self.cos, self.sin)
         logits = self.head(self.norm(h))

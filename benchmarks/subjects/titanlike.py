@@ -73,7 +73,7 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
             super().step(step, **values)
             clock.step(values["loss"])
 
-    sources._synthetic = lambda tokenizer: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
+    sources._open_training = lambda *_: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
     pretrain.Monitor = Monitor  # type: ignore[misc]
     with process_group.session(recipe.run.device) as device:
         pretrain.main(recipe, device)
