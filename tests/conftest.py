@@ -6,6 +6,8 @@ import os
 # than cores some steps take a hundred times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -15,8 +17,8 @@ import torch.distributed as dist
 from tests.pool import Pool
 
 # The cache of runs, such as the tokens of text, is not the user's. Child processes inherit the variable.
-_CACHE = tempfile.TemporaryDirectory(prefix="titanlike-tests-")
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titanlike-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
