@@ -11,6 +11,7 @@ from tests.training import mesh_of
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.distributed import collectives, process_group
+from titanlike.parallelisms import mesh
 from titanlike.parallelisms.mesh import build_mesh
 
 Ranks = Callable[[int], Pool]
@@ -79,6 +80,7 @@ def test_mesh_groups_for_data_and_weights(
 
 
 def _num_new_groups(**sizes: int) -> int:
+    mesh._groups.clear()  # groups that other tests created
     before = len(dist.distributed_c10d._world.pg_map)
     build_mesh("cpu", **sizes)
     count = len(dist.distributed_c10d._world.pg_map) - before
@@ -102,3 +104,12 @@ def _num_new_groups(**sizes: int) -> int:
 def test_no_group_is_created_twice(ranks: Ranks, sizes: dict[str, int], count: int) -> None:
     world_size = 4 if sizes else 1
     assert ranks(world_size).run(_num_new_groups, **sizes) == [count] * world_size
+
+
+def _groups_of_two_meshes() -> bool:
+    first, second = (build_mesh("cpu", pipeline=pipeline, shard=2 // pipeline, tensor=2) for pipeline in (2, 1))
+    return first.tensor.get_group() is second.tensor.get_group()
+
+
+def test_two_meshes_in_one_process_share_groups_of_equal_ranks(ranks: Ranks) -> None:
+    assert ranks(4).run(_groups_of_two_meshes) == [True] * 4

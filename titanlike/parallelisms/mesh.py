@@ -47,22 +47,9 @@ def build_mesh(
     """
     names = ("pipeline", "replicate", "shard", "tensor")
     grid = torch.arange(dist.get_world_size()).view(pipeline, replicate, shard * context, tensor)
-    self_group = dist.group.WORLD if grid.numel() == 1 else None
-
-    def group_along(grid: Tensor, dimension: int) -> dist.ProcessGroup:
-        """Returns this rank's process group along a dimension of the grid."""
-        nonlocal self_group
-        ranks_by_group = grid.movedim(dimension, -1).flatten(0, -2).tolist()
-        if len(ranks_by_group) == 1:
-            return cast(dist.ProcessGroup, dist.group.WORLD)
-        if len(ranks_by_group[0]) > 1:
-            return dist.new_subgroups_by_enumeration(ranks_by_group)[0]
-        self_group = self_group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return self_group
-
-    groups = [group_along(grid, dimension) for dimension in range(grid.ndim)]
+    groups = [_group_along(grid, dimension) for dimension in range(grid.ndim)]
     mesh = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
-    context_group = group_along(grid.view(-1, context, tensor), 1)
+    context_group = _group_along(grid.view(-1, context, tensor), 1)
     return Mesh(
         sizes=dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True)),
         fsdp=mesh["replicate", "shard"] if replicate > 1 else mesh["shard"],
@@ -72,3 +59,25 @@ def build_mesh(
         data_rank=mesh["replicate"].get_local_rank() * shard + mesh["shard"].get_local_rank() // context,
         num_data_ranks=replicate * shard,
     )
+
+
+# By the ranks of all groups of a dimension, which are the same on every rank.
+_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+
+def _group_along(grid: Tensor, dimension: int) -> dist.ProcessGroup:
+    """Returns this rank's process group along a dimension of the grid.
+
+    All meshes of a process share their groups: DTensor caches results by the ranks of a mesh, so that a second mesh with groups of
+    its own would get those of the first for some tensors, on some ranks.
+    """
+    ranks_by_group = grid.movedim(dimension, -1).flatten(0, -2).tolist()
+    if len(ranks_by_group) == 1:
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    key = tuple(map(tuple, ranks_by_group))
+    if _groups.get(key) not in dist.distributed_c10d._world.pg_map:  # not created yet, or destroyed since
+        if len(ranks_by_group[0]) == 1:
+            _groups[key] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        else:
+            _groups[key] = dist.new_subgroups_by_enumeration(ranks_by_group)[0]
+    return _groups[key]
