@@ -78,6 +78,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.world_size > 1:
             self._heartbeats.start()
+            self._heartbeats.call(lambda _: None)  # publishes: a rank that is stopped in its first step is known, too
         self._thread.start()
         return self
 
