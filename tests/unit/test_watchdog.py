@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tests.pool import Pool
 from titanlike.distributed.heartbeat import Heartbeat, diagnose_missing_ranks, format_ranks
 from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Watchdog, flight_records, group_timeout, stack_location
@@ -116,3 +118,17 @@ def run_watchdogs(run_dir: Path, count: int) -> list[int]:
             found.append(num_ranks)
             assert not watchdog._heartbeats.is_alarm_raised
     return found
+
+
+def _first_heartbeats(folder: Path) -> list[bool]:
+    with Watchdog(600, folder) as watchdog:
+        dist.barrier()
+        found = watchdog._heartbeats.call(watchdog._heartbeats.read_all) if dist.get_rank() == 0 else None
+        dist.barrier()
+    return [] if found is None else [bool(heartbeat) for heartbeat in found[0].values()]
+
+
+def test_every_rank_in_the_training_loop_has_published_a_heartbeat(
+    ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    assert ranks(2).run(_first_heartbeats, tmp_path) == [[True, True], []]

@@ -127,9 +127,8 @@ class BatchLoader:
         arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
         if self.document_separator:
             document_ids, positions = document_ids_and_positions(tokens, self.document_separator)
-            same = (
-                document_ids[:, 1:] == document_ids[:, :-1]
-            )  # the first token of a document is predicted from nothing
+            # The first token of a document has no context to be predicted from.
+            same = document_ids[:, 1:] == document_ids[:, :-1]
             arrays |= {"position_ids": positions[:, :-1], "document_ids": document_ids[:, :-1]}
             arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
         if loss_mask is not None:

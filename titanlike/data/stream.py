@@ -112,6 +112,7 @@ class Stream:
                 self._open_text(files[number :: self.num_readers], seed=derive_seed(self.seed, f"source {source}"))
                 for source, files in enumerate(self.sources)
             ]
+            # The label determines the order of the data: do not rename it.
             mixture = Mixture(self.weights, derive_seed(self.seed, f"lane {number}"))
             reader = self._readers[number] = Reader(texts, mixture, self.rows_per_reader)
             reader.reset(self._resumed.get(number))

@@ -115,9 +115,8 @@ def _describe_death(workers: set[BaseProcess], units: Sequence[WorkUnit], status
     return "a worker process ended unexpectedly"
 
 
-_state: tuple[
-    Options, Tokenizer, Any
-]  # state of a worker process; ProcessPoolExecutor's initializer can only set globals
+# State of a worker process. An initializer of ProcessPoolExecutor can only set globals.
+_state: tuple[Options, Tokenizer, Any]
 
 
 def _initialize(options: Options, status: Any) -> None:
