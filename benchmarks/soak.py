@@ -292,9 +292,9 @@ def table(result: dict[str, Any]) -> str:
     repeated, seconds = found["repeated_steps"], found["seconds_to_recover"]
     steps, every = int(result["recipe"]["training.steps"]), result["recipe"]["checkpoint.interval"]
     facts = {
-        f"steps repeated after SIGKILL to one or all ranks during training, with a save every {every} steps: mean, maximum":
+        f"steps repeated after SIGKILL to one or all ranks after the first step, with a save every {every} steps: mean, maximum":
         f"{repeated['mean']:.1f}, {repeated['max']:.0f}",
-        "saved before exit after SIGTERM or the death of the launcher during training":
+        "saved before exit after SIGTERM or the death of the launcher after the first step":
         f"{found['stopped_and_saved']} of {found['stopped_in_training']}",
         "saves interrupted": str(found["saves_interrupted"]),
         "incomplete directories deleted by a later save": f"{result['leftovers_cleared']}, 0 remaining",
