@@ -1,8 +1,8 @@
 """Throughput of batches on one CPU core: `python -m benchmarks.data_batches --out FILE.json`.
 
 Shards of random tokens, larger than the processor's caches, are written first. A process that is pinned to one core then builds
-batches, as a data rank does. The cases alternate, and the table gives the median of all rounds. The files are in the page cache,
-so disk reads are not measured.
+batches, as a data-parallel rank does. The cases alternate, and the table gives the median of all rounds. The files are in the page
+cache, so disk reads are not measured.
 
 `--baseline FOLDER` compares this checkout with another one instead: each case runs in a process of its own, alternately with
 the code of either folder, and the table gives medians of the ratios.
@@ -73,7 +73,7 @@ def write_text(folder: Path) -> str:
 
 
 def build_loader(source: BatchSource, batch: int, *, document_masks: bool = False) -> BatchLoader:
-    """Builds the loader of one data rank of eight."""
+    """Builds the loader of one data-parallel rank of eight."""
     return BatchLoader(
         source, global_batch_size=8 * batch, local_batch_size=batch, data_rank=3, num_data_ranks=8, seed=0,
         device=torch.device("cpu"), document_separator=Separator(VOCAB_SIZE - 1, closes=True) if document_masks else None,

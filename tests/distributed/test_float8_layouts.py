@@ -72,7 +72,7 @@ def _gradients(recipe: PretrainRecipe, seeds: int = 1) -> list[dict[str, Tensor]
         loss.backward()
         total = collectives.all_reduce_sum(loss.detach().clone(), [mesh.context.get_group()])
         found = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        # All data ranks read the same batch.
+        # All data-parallel ranks read the same batch.
         found = {name: gradient / mesh.num_data_ranks for name, gradient in found.items()}
         results.append({"loss": total, **found})
         model.zero_grad()

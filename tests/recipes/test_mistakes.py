@@ -46,7 +46,7 @@ MISTAKES = [
     (("--recipe=none",), {}, "recipe = 'none': there is no program"),
     (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist"),
     (("--run.dir=/dev/null/runs",), {}, "run.dir = '/dev/null/runs': /dev/null is a file, not a folder"),
-    ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data ranks; use 15 or 18"),
+    ((), {"NPROC": "3"}, "global_batch_size = 16 does not divide over 3 data-parallel ranks; use 15 or 18"),
     (("--parallelism.replicate=2",), {"NPROC": "3"}, "replicate = 2 does not divide the 3 processes; use 1 or 3"),
     ((), {"NPROC": "two"}, "NPROC=two is not an integer"),
     ((), {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
@@ -135,7 +135,7 @@ def test_check_validates_for_other_machines(tmp_path: Path) -> None:
     assert run(tmp_path, recipe, *available, "--check", "128").returncode == 0
     refused = run(tmp_path, recipe, *available, "--check", "96")
     assert refused.returncode == 2
-    assert "training.global_batch_size = 128 does not divide over 96 data ranks" in refused.stderr
+    assert "training.global_batch_size = 128 does not divide over 96 data-parallel ranks" in refused.stderr
 
 
 def test_the_default_program_is_the_shipped_one(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ Sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 
 @st.composite
 def layouts(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws a global batch size, data ranks that divide it, a local batch size and a number of prefetched batches."""
+    """Draws a global batch size, data-parallel ranks that divide it, a local batch size and a number of prefetched batches."""
     size = draw(st.integers(1, 8))
     ranks = draw(st.sampled_from([number for number in range(1, size + 1) if size % number == 0]))
     return dict(size=size, ranks=ranks, local=draw(st.integers(1, size // ranks)), prefetch=draw(st.integers(0, 3)))

@@ -53,7 +53,7 @@ def test_documents_separators_and_prompts_have_distinct_styles(tokens: Path) -> 
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", soft_wrap=True, highlight=False)
     inspect_recipe(recipe, step=1, rank=1, ranks=2, limit=1, validation=False, console=console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "step    1, data rank 1 of 2: 2 sequences of 64 tokens" in shown
+    assert "step    1, data-parallel rank 1 of 2: 2 sequences of 64 tokens" in shown
     assert "\x1b[1msequence 2  \x1b[0m" in shown
     assert "1 more; --sequences 2 shows all" in shown
     assert "\x1b[1;30;43m<eos>\x1b[0m" in shown

@@ -35,13 +35,17 @@ def test_the_defaults_are_valid() -> None:
         (
             dict(training=dict(global_batch_size=16)),
             3,
-            "= 16 does not divide over 3 data ranks; use 15 or 18, or another",
+            "= 16 does not divide over 3 data-parallel ranks; use 15 or 18, or another",
         ),
-        (dict(training=dict(global_batch_size=2)), 3, "= 2 does not divide over 3 data ranks; use 3, or another"),
+        (
+            dict(training=dict(global_batch_size=2)),
+            3,
+            "= 2 does not divide over 3 data-parallel ranks; use 3, or another",
+        ),
         (
             dict(training=dict(global_batch_size=24, local_batch_size=8)),
             2,
-            "local_batch_size = 8 does not divide the 12 sequences of a rank (global_batch_size 24 over 2 data ranks); use 3,",
+            "8 does not divide the 12 sequences of a rank (global_batch_size 24 over 2 data-parallel ranks); use 3,",
         ),
         (dict(parallelism=dict(replicate=3)), 4, "replicate = 3 does not divide the 4 processes; use 1, 2 or 4"),
         (dict(parallelism=dict(replicate=2, shard=2)), 2, "2 x 2 = 4, but there are 2 processes; start 4, or set"),

@@ -116,7 +116,8 @@ def test_another_number_of_data_ranks_is_refused() -> None:
     loader.microbatches(1)
     resumed = batches(shuffled, loader._position, 1, 2)
     with pytest.raises(
-        UserError, match=r"loader states of 1 data ranks, but this run has 2; .*resume with 1 data ranks"
+        UserError,
+        match=r"loader states of 1 data-parallel ranks, but this run has 2; .*resume with 1 data-parallel ranks",
     ):
         resumed.microbatches(2)
 
@@ -144,7 +145,7 @@ def test_unsuitable_loaders_are_errors() -> None:
     def read(loader: Any) -> None:
         source(lambda *_: loader).read(1, range(4))
 
-    with pytest.raises(UserError, match="the loader of data rank 0 yields no items in epoch 0"):
+    with pytest.raises(UserError, match="the loader of data-parallel rank 0 yields no items in epoch 0"):
         read(Stateless())
     with pytest.raises(UserError, match=r"yields tokens of shape \(4, 3\), not \(4, 4\): training\.global_batch_size"):
         read(Stateless([ROWS[:4, :3]]))

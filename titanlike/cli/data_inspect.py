@@ -9,8 +9,8 @@ from titanlike.distributed import environment
 from titanlike.run.start import Arguments
 
 DESCRIPTION = """\
-Prints the text that a data rank reads in a step: documents in alternating colors, separators highlighted, prompts dim. For a
-folder of token shards: its splits, shards and document lengths.
+Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.
+For a folder of token shards: its splits, shards and document lengths.
 
   titanlike data inspect train_configs/debug.toml --step 3 --rank 1 --ranks 4
   titanlike data inspect train_configs/gpt2_124m.toml --data.path=data/corpus --validation
@@ -29,8 +29,8 @@ def add(commands: Any) -> None:
         "path", metavar="RECIPE.toml|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
     )
     parser.add_argument("--step", type=int, default=1, metavar="N", help="training step, from 1 (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="data rank, from 0 (default: 0)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of data ranks (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="data-parallel rank, from 0 (default: 0)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of data-parallel ranks (default: 1)")
     parser.add_argument("--sequences", type=int, default=2, metavar="N", help="most sequences or shards (default: 2)")
     parser.add_argument("--validation", action="store_true", help="print validation sequences, not training sequences")
     parser.add_argument("--verify", action="store_true", help="token shards: check the hash of every file")

@@ -111,14 +111,14 @@ def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ran
     if rest:
         multiples = [n * num_data_ranks for n in (share, share + 1) if n]
         raise UserError(
-            f"training.global_batch_size = {global_batch_size} does not divide over {num_data_ranks} data ranks; "
+            f"training.global_batch_size = {global_batch_size} does not divide over {num_data_ranks} data-parallel ranks; "
             f"use {one_of(multiples)}, or another number of processes"
         )
     if share % min(local_batch_size, share):
         divisors = [n for n in range(1, local_batch_size) if share % n == 0]
         raise UserError(
             f"training.local_batch_size = {local_batch_size} does not divide the {share} sequences of a rank "
-            f"(global_batch_size {global_batch_size} over {num_data_ranks} data ranks); use {one_of(divisors[-3:])}"
+            f"(global_batch_size {global_batch_size} over {num_data_ranks} data-parallel ranks); use {one_of(divisors[-3:])}"
         )
     return share // min(local_batch_size, share)
 

@@ -1,4 +1,4 @@
-"""The batches of a run: opens the data that a recipe names and shards each global batch over the data ranks."""
+"""The batches of a run: opens the data that a recipe names and shards each global batch over the data-parallel ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

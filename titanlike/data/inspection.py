@@ -20,7 +20,7 @@ SEPARATOR_STYLE = "bold black on yellow"
 def inspect_recipe(
     recipe: PretrainRecipe, *, step: int, rank: int, ranks: int, limit: int, validation: bool, console: Console
 ) -> None:
-    """Prints up to `limit` of the sequences that data rank `rank` of `ranks` reads in a step."""
+    """Prints up to `limit` of the sequences that data-parallel rank `rank` of `ranks` reads in a step."""
     training = recipe.training
     if training.global_batch_size % ranks or rank >= ranks:
         raise UserError(
@@ -47,7 +47,7 @@ def inspect_recipe(
     console.print(
         f"data    {name}: {source.describe(recipe.validation.batches if validation else training.steps)}\n"
         f"        fingerprint {data.fingerprint}, tokenizer {recipe.tokenizer.encoding} {tokenizer.fingerprint}\n"
-        f"step    {step}, data rank {rank} of {ranks}: {num_rows} sequences of {training.seq_len} tokens",
+        f"step    {step}, data-parallel rank {rank} of {ranks}: {num_rows} sequences of {training.seq_len} tokens",
         markup=False,
         highlight=False,
     )

@@ -20,11 +20,11 @@ class StatefulLoader(Stateful, Protocol):
 
 
 class StatefulLoaderSource:
-    """A `BatchSource` that reads one loader per data rank and keeps the state of each in the checkpoint.
+    """A `BatchSource` that reads one loader per data-parallel rank and keeps the state of each in the checkpoint.
 
     `build_loader(data_rank, num_data_ranks, epoch)` returns the loader of a rank, once per epoch. An item holds the rows of the
-    rank for one step: global batch size / data ranks sequences of `seq_len` + 1 token ids, as a tensor or array (N, T + 1), or
-    a dict of such `tokens` and a `loss_mask` of the same shape, True where a token is a label.
+    rank for one step: global batch size / data-parallel ranks sequences of `seq_len` + 1 token ids, as a tensor or array
+    (N, T + 1), or a dict of such `tokens` and a `loss_mask` of the same shape, True where a token is a label.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class StatefulLoaderSource:
             _, num_saved, epoch, state = self._resumed[min(rank, len(self._resumed) - 1)]
             if num_saved != num_ranks:
                 raise UserError(
-                    f"the checkpoint holds the loader states of {num_saved} data ranks, but this run has {num_ranks}; they cannot "
-                    f"be redistributed, so resume with {num_saved} data ranks"
+                    f"the checkpoint holds the loader states of {num_saved} data-parallel ranks, but this run has {num_ranks}; they "
+                    f"cannot be redistributed, so resume with {num_saved} data-parallel ranks"
                 )
         while True:
             loader = self.build_loader(rank, num_ranks, epoch)
@@ -80,7 +80,7 @@ class StatefulLoaderSource:
             items = iter(loader)
             item = next(items, None)
             if item is None:
-                raise UserError(f"the loader of data rank {rank} yields no items in epoch {epoch}")
+                raise UserError(f"the loader of data-parallel rank {rank} yields no items in epoch {epoch}")
             while item is not None:
                 state = _to_json(loader.state_dict())
                 following = next(items, None)
@@ -93,8 +93,8 @@ class StatefulLoaderSource:
         array, expected = np.asarray(values), (num_rows, self.seq_len + 1)
         if array.shape != expected:
             raise UserError(
-                f"the loader yields {name} of shape {array.shape}, not {expected}: training.global_batch_size / data ranks "
-                "sequences of training.seq_len + 1 tokens"
+                f"the loader yields {name} of shape {array.shape}, not {expected}: training.global_batch_size / data-parallel "
+                "ranks sequences of training.seq_len + 1 tokens"
             )
         return array
 
