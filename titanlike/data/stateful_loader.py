@@ -70,8 +70,8 @@ class StatefulLoaderSource:
             _, num_saved, epoch, state = self._resumed[min(rank, len(self._resumed) - 1)]
             if num_saved != num_ranks:
                 raise UserError(
-                    f"the checkpoint holds the loader states of {num_saved} data-parallel ranks, but this run has {num_ranks}; they "
-                    f"cannot be redistributed, so resume with {num_saved} data-parallel ranks"
+                    f"the checkpoint holds the loader states of {num_saved} data-parallel ranks, but this run has {num_ranks}; "
+                    f"they cannot be redistributed, so resume with {num_saved} data-parallel ranks"
                 )
         while True:
             loader = self.build_loader(rank, num_ranks, epoch)
