@@ -27,7 +27,7 @@ def verify_run(folder: Path, before: list[int], keep: int) -> list[int]:
     for step in steps:
         try:
             for name, digest in read_manifest(store, step).items():
-                verify_file(store.fetch(step, name), digest, content=True)
+                verify_file(store.open(step, name), digest, content=True)
         except CheckpointCorrupt as error:
             raise RunCorrupt(str(error)) from None
     for step in before:

@@ -1,74 +1,170 @@
-"""Runs all single-GPU benchmarks, in stages of less than ten minutes that each write JSON files.
+"""Runs the benchmarks and tests that need a GPU, part by part. Each part writes a JSON file.
 
-    python -m benchmarks.gpu limits --out benchmarks/results/h200
-    python -m benchmarks.gpu 1b --out benchmarks/results/h200 --python torchtitan=peer/bin/python --path nanochat=nanochat
+    python -m benchmarks.gpu first-hour --out DIR              the first hour on a GPU
+    python -m benchmarks.gpu 1b_bfloat16 8b_bfloat16 --out DIR parts by name
+    python -m benchmarks.gpu --list                            prints the command of each part
+    python -m benchmarks.gpu first-hour --rehearse             the same commands on a CPU, with tiny models
 
-Further arguments are passed to benchmarks/run.py. `--list` prints the commands of each stage.
+A second call continues: parts that succeeded are skipped, and parts that failed come last. `--minutes` ends a call at a part's end,
+for machines that limit the time of a command. Peers are rows of the comparison:
+
+    --python torchtitan=peer/bin/python --path nanochat=/path/to/nanochat
 """
 
 import argparse
+import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 570  # time limit of a stage; results so far are kept
 PEERS = "plain,titanlike,torchtitan,litgpt,nanochat"
+TINY = "cpu_tiny"  # the model of a rehearsal
 
 
-def run(model: str, precision: str, subjects: str, rows: str = "best", **options: str) -> str:
-    """Returns a command of benchmarks/run.py."""
-    arguments = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
-    return (
-        f"benchmarks.run --device cuda --model {model} --precision {precision} --subject {subjects} --rows {rows} "
-        + " ".join(arguments)
+@dataclass(frozen=True)
+class Part:
+    """A command of a module, to which `--out FILE` is added. `rehearsal` are its arguments on a CPU."""
+
+    command: str
+    rehearsal: str
+    limit: float = 570.0  # seconds
+
+
+def compare(
+    model: str, precision: str, subjects: str, rows: str = "best", *, steps: int = 30, warmup: int = 10
+) -> Part:
+    """Returns a part that compares projects on a model."""
+    command = f"benchmarks.run --precision {precision} --subject {subjects}"
+    tiny = f"--device cpu --model {TINY} --sequential --steps 2 --warmup 1"
+    # A rehearsal compiles nothing, which would take most of its time, and emulates float8 matmuls.
+    tiny_rows = rows.replace("best", "shipped")
+    for row in tiny_rows.split(","):
+        tiny += f" --option titanlike.{row}:compile.backend=eager"
+        if "float8" in precision + row:
+            tiny += f" --option titanlike.{row}:float8.emulate=true --option titanlike.{row}:float8.skip_small=false"
+    return Part(
+        f"{command} --rows {rows} --device cuda --model {model} --steps {steps} --warmup {warmup}",
+        f"{command} --rows {tiny_rows} {tiny}",
     )
 
 
-# Each command writes a JSON file of its name. The most important commands of a stage come first.
-STAGES = {
-    "limits": {
-        f"limits_{model}": f"benchmarks.limits --device cuda --model {model}"
-        for model in ("llama3_1b", "llama3_8b_8layers", "gpt2_124m")
-    },
-    "tests": {"float8_kernels": "pytest tests/gpu -o addopts= -p no:cacheprovider --record"},
-    "ladder": {
-        "ladder_8b": run("llama3_8b_8layers", "bfloat16", "titanlike", "baseline,compile,float8,float8_all_gather", steps="30"),
-    },
-    "1b": {"1b_bfloat16": run("llama3_1b", "bfloat16", PEERS, steps="30")},
-    "1b_float8": {"1b_float8": run("llama3_1b", "float8", "plain,titanlike,torchtitan,nanochat", steps="30")},
-    "8b": {"8b_bfloat16": run("llama3_8b_8layers", "bfloat16", PEERS, steps="20", warmup="10")},
-    "gpt2": {"gpt2_bfloat16": run("gpt2_124m", "bfloat16", "plain,titanlike,nanogpt,hf,nanochat")},
-    "shipped": {"1b_shipped": run("llama3_1b", "bfloat16", "titanlike,torchtitan,litgpt,hf", "shipped", steps="20")},
+def limits(model: str) -> Part:
+    """Returns a part that measures a device's rates at the shapes of a model."""
+    kinds = "--kinds bfloat16,float8"
+    return Part(
+        f"benchmarks.limits --device cuda --model {model}", f"benchmarks.limits --device cpu --model {TINY} {kinds}"
+    )
+
+
+# By name, which is that of the JSON file.
+PARTS = {
+    "sanity": Part("benchmarks.sanity --device cuda", "benchmarks.sanity --device cpu", 120),
+    # The tests need a GPU: a rehearsal only imports them.
+    "tests": Part(
+        "pytest tests/gpu -o addopts= -p no:cacheprovider -q",
+        "pytest tests/gpu -o addopts= -p no:cacheprovider -q --collect-only",
+        540,
+    ),
+    "document_masks": Part("benchmarks.document_masks --device cuda", "benchmarks.document_masks --device cpu", 180),
+    "memory": Part("benchmarks.memory --device cuda", "benchmarks.memory --device cpu --small --rows 2", 420),
+    "ladder_8b": compare("llama3_8b_8layers", "bfloat16", "titanlike", "baseline,compile,float8,float8_all_gather", steps=20),
+    "1b_bfloat16": compare("llama3_1b", "bfloat16", PEERS),
+    "1b_float8": compare("llama3_1b", "float8", "titanlike,torchtitan,nanochat"),
+    "gpt2_bfloat16": compare("gpt2_124m", "bfloat16", "plain,titanlike,nanogpt,hf,nanochat"),
+    "profile_1b": Part(
+        "benchmarks.profile_step --device cuda --model llama3_1b", f"benchmarks.profile_step --device cpu --model {TINY}", 120
+    ),
+    "one_gpu_fsdp": Part(
+        "benchmarks.one_gpu_fsdp --device cuda --model llama3_1b",
+        f"benchmarks.one_gpu_fsdp --device cpu --model {TINY} --compile none --steps 1 --warmup 1 --rounds 1",
+        400,
+    ),
+    "limits_1b": limits("llama3_1b"),
+    "limits_8b": limits("llama3_8b_8layers"),
+    "limits_gpt2": limits("gpt2_124m"),
+    "8b_bfloat16": compare("llama3_8b_8layers", "bfloat16", PEERS, steps=20),
+    "1b_shipped": compare("llama3_1b", "bfloat16", "titanlike,torchtitan,litgpt,hf", "shipped", steps=20),
 }  # fmt: skip
+FIRST_HOUR = (
+    "sanity", "tests", "memory", "ladder_8b", "1b_bfloat16", "1b_float8", "gpt2_bfloat16", "profile_1b", "document_masks",
+    "one_gpu_fsdp",
+)  # fmt: skip
+
+
+def argv_of(name: str, folder: Path, *, rehearse: bool, others: Sequence[str] = ()) -> list[str]:
+    """Returns the command line of a part."""
+    part = PARTS[name]
+    argv = shlex.split(part.rehearsal if rehearse else part.command)
+    out = folder.absolute() / f"{name}.json"
+    if argv[0] == "pytest":
+        return [*argv, "--record", str(out)]
+    return [*argv, *(others if argv[0] == "benchmarks.run" else ()), "--out", str(out)]
+
+
+def run(name: str, folder: Path, *, rehearse: bool, others: Sequence[str]) -> dict[str, Any]:
+    """Runs a part, writes its output to a log, and returns how it ended."""
+    start = time.monotonic()
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *argv_of(name, folder, rehearse=rehearse, others=others)],
+            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(PARTS[name].limit)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+            process.wait()
+            code = None
+    state = "ok" if code == 0 else "failed" if code is not None else "stopped"
+    return {"state": state, "code": code, "seconds": round(time.monotonic() - start, 1), "log": log.name}
 
 
 def main() -> None:
-    """Runs a stage."""
+    """Runs parts, and records how each ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", nargs="?", choices=list(STAGES))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"first-hour, or of: {', '.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
+    parser.add_argument("--minutes", type=float, default=25.0, help="start no part after this time")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny models")
     parser.add_argument("--list", action="store_true")
     arguments, others = parser.parse_known_args()
-    if arguments.list or not arguments.stage:
-        for stage, commands in STAGES.items():
-            print(stage, *(f"    python -m {command}" for command in commands.values()), sep="\n")
+    names = [name for part in arguments.parts for name in (FIRST_HOUR if part == "first-hour" else (part,))]
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]}: unknown; choose from first-hour, {', '.join(PARTS)}")
+    if arguments.list or not names:
+        for name in names or PARTS:
+            print(f"{name}: python -m {shlex.join(argv_of(name, arguments.out, rehearse=arguments.rehearse))}")
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + SECONDS
-    for name, command in STAGES[arguments.stage].items():
-        file = str(arguments.out.absolute() / f"{name}.json")
-        argv = [*shlex.split(command), *([file] if command.endswith("--record") else ["--out", file])]
-        if argv[0] == "benchmarks.run":
-            argv += others
-        try:
-            subprocess.run(
-                [sys.executable, "-m", *argv], cwd=ROOT, timeout=max(1.0, end - time.monotonic()), check=False
-            )
-        except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after {SECONDS} seconds", file=sys.stderr)
+    record = arguments.out / "parts.json"
+    states: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
+    states = {name: state for name, state in states.items() if state["rehearsed"] == arguments.rehearse}
+    order = sorted(dict.fromkeys(names), key=lambda name: name in states)  # parts that failed before come last
+    end = time.monotonic() + 60 * arguments.minutes
+    for name in order:
+        if states.get(name, {}).get("state") == "ok":
+            print(f"{name}: done before")
+            continue
+        if time.monotonic() > end:
+            print(f"{name}: not started, after {arguments.minutes:g} minutes; run the same command again to continue")
+            continue
+        result = run(name, arguments.out, rehearse=arguments.rehearse, others=others)
+        states[name] = result | {"rehearsed": arguments.rehearse}
+        record.write_text(json.dumps(states, indent=1) + "\n")
+        print(f"{name}: {result['state']} after {result['seconds']:.0f} s", flush=True)
+        if result["state"] != "ok":
+            print("\n".join((arguments.out / result["log"]).read_text().splitlines()[-15:]), flush=True)
+    sys.exit(any(states.get(name, {}).get("state") != "ok" for name in names))
 
 
 if __name__ == "__main__":

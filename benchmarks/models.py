@@ -25,6 +25,11 @@ def llama(**fields: Any) -> dict[str, Any]:
 
 
 MODELS = {
+    # To rehearse the benchmarks.
+    "cpu_tiny": Model(
+        llama(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320, max_seq_len=32),
+        seq_len=32, batch_size=2, micro_batch_size=2,
+    ),
     # For two CPU cores.
     "cpu_6m": Model(
         llama(dim=256, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=768, vocab_size=4096, max_seq_len=256),

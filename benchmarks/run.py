@@ -46,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--block", type=int, help="steps per turn; default 5 on a CPU, all on a GPU")
+    parser.add_argument("--sequential", action="store_true", help="run one process at a time, as on a GPU")
     parser.add_argument("--micro-batch", type=int, help="sequences per forward pass")
     parser.add_argument("--warm-start", action="store_true", help="also time a second start with warm compiler caches")
     parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
@@ -178,7 +179,7 @@ def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None
         row, _, change = item.partition(":")
         key, _, value = change.partition("=")
         options.setdefault(row, {})[key] = value
-    take_turns_on_cpu = arguments.device == "cpu"
+    take_turns_on_cpu = arguments.device == "cpu" and not arguments.sequential
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         limits = folder / "limits.json"

@@ -39,7 +39,8 @@ def step_seconds(recipe: str, processes: int, changes: dict[str, str]) -> float:
     """Returns the median step time of one run, without its first ten steps."""
     with tempfile.TemporaryDirectory() as runs:
         keys = changes | {
-            "training.steps": str(STEPS), "run.dir": runs, "run.name": "run", "checkpoint.enabled": "false",
+            "training.steps": str(STEPS), "schedule.warmup_steps": "0", "schedule.decay_steps": "0",
+            "run.dir": runs, "run.name": "run", "checkpoint.enabled": "false",
             "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "5", "metrics.tensorboard": "false",
         }  # fmt: skip
         command = [str(ROOT / "run_train.sh"), recipe, *(f"--{key}={value}" for key, value in keys.items())]

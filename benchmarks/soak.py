@@ -171,6 +171,10 @@ class Soak:
             kill.seconds_to_end = time.monotonic() - killed
         finally:
             kill.still_running = start.end()
+        if kill.still_running:
+            raise RunCorrupt(
+                f"{kill.still_running} processes were running {TIMEOUT:.0f} s after this kill:\n{kill}\n{start.log()}"
+            )
         kill.exit_code, kill.resumed = start.exit_code, start.resumed()
         self._verify(kill)
         return kill
@@ -233,8 +237,6 @@ class Soak:
         kill.interrupted = sorted(name for name, _ in self.incomplete.items() - incomplete_before.items())
         if kill.interrupted and kill.phase == "steps":
             kill.phase = "save"  # it began between the determination of the phase and the kill
-        if kill.still_running:
-            raise RunCorrupt(f"{kill.still_running} processes were running {TIMEOUT:.0f} s after the kill")
 
     def _compare_records(self) -> None:
         recorded = recorded_steps(self.killed)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-OVERRIDES = ["--training.steps=2", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0"]
+OVERRIDES = [
+    "--training.steps=2", "--schedule.warmup_steps=0", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0",
+]  # fmt: skip
 
 
 def start(processes: int, folder: Path) -> tuple[float, float]:

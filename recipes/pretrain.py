@@ -23,7 +23,9 @@ from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.distributed import collectives, process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog
-from titanlike.generate import generate
+from titanlike.inference.evaluator import Evaluator
+from titanlike.interop.export import export
+from titanlike.interop.weights import load_initial, open_weights
 from titanlike.metrics import Monitor
 from titanlike.models import build_model
 from titanlike.models.init import initialize
@@ -34,6 +36,7 @@ from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate, set_learning_rate
 from titanlike.parallelisms.context import context_position_ids
+from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
@@ -43,7 +46,7 @@ from titanlike.utils.garbage_collector import GarbageCollector
 from titanlike.utils.rng import seed_generators
 
 
-def main(recipe: PretrainRecipe, device: torch.device) -> None:
+def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> None:
     """Trains as the recipe says, from the run's latest checkpoint if there is one."""
     recipe = process_group.broadcast_object(recipe)
     training, seed = recipe.training, recipe.run.seed
@@ -66,12 +69,16 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         num_data_ranks=mesh.num_data_ranks,
         position_ids=context_position_ids(training.seq_len, mesh.context),
         device=device,
+        vocab_size=recipe.model.vocab_size,
     )
+    evaluator = Evaluator(recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed)
 
     # Whether to resume is decided before anything is built or written.
     run = RunDirectory(recipe)
     metadata = run_metadata(recipe, data.fingerprint, tokenizer.fingerprint, mesh.sizes, device)
-    checkpoints = CheckpointManager(run.checkpoints, recipe.checkpoint, shutdown_timeout=recipe.run.shutdown_timeout)
+    checkpoints = CheckpointManager(
+        run.checkpoints, recipe.checkpoint, owner=run.checkpoint_owner, shutdown_timeout=recipe.run.shutdown_timeout
+    )
     resume = plan_resume(run, checkpoints, metadata, recipe)
 
     # The model: built on the meta device, sharded, then allocated and initialized.
@@ -84,6 +91,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
         training=training,
         parallelism=parallelism,
         float8=recipe.float8,
+        lora=recipe.lora,
         activation_checkpoint=recipe.activation_checkpoint,
         compile=recipe.compile,
     )
@@ -93,43 +101,36 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
     if resume.checkpoint:
         checkpoints.load(model, optimizer, resume.checkpoint)
         data.training.source.load_position(resume.checkpoint.position)
+    elif recipe.checkpoint.initial:
+        load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
 
-    if process_group.is_main():
-        run.open(device, resumed_step=resume.first_step - 1)
+    run.open(device, resumed_step=resume.first_step - 1)
     checkpoints.archive_after(resume.first_step - 1)
-    tokens_per_step = training.global_batch_size * training.seq_len
     monitor = Monitor(
         folder=run.path if process_group.is_main() else None,
         device=device,
         num_devices=process_group.world_size(),
         first_step=resume.first_step,
         num_steps=training.steps,
-        tokens_per_step=tokens_per_step,
-        flops_per_token=recipe.model.flops_per_token(training.seq_len),
+        tokens_per_step=training.tokens_per_step,
+        flops_per_token=recipe.model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0),
         interval=recipe.metrics.interval,
         tensorboard=recipe.metrics.tensorboard,
     )
     guard = NonFiniteGuard(
-        training.non_finite,
-        limit=training.skip_limit,
-        window=training.skip_window,
-        skipped=resume.skipped,
-        on_skip=monitor.skipped,
+        training.non_finite, training.skip_limit, training.skip_window, skipped=resume.skipped, on_skip=monitor.skipped
     )
-    garbage_collector = GarbageCollector(training.gc_interval)
 
     with (
         monitor,
         checkpoints,
-        Watchdog(recipe.run.hang_timeout, run.path) as watchdog,
         GracefulShutdown() as shutdown,
+        GarbageCollector(training.gc_interval) as garbage_collector,
         attention_backend(training.attention),
         data.training.prefetch(recipe.data.prefetch, resume.first_step, training.steps),
     ):
         monitor.print(summary(recipe, mesh.sizes, device, data.training.source.describe(training.steps)))
-        if resume.message:
-            monitor.print(resume.message)
-
+        monitor.print(resume.message)
         for step in range(resume.first_step, training.steps + 1):
             watchdog.step(step)
             with monitor.data_wait():
@@ -137,7 +138,7 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
 
             # Forward, backward, update.
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
-            loss, local_loss = forward_backward(model, microbatches, mesh)
+            loss, local_loss = forward_backward(model, microbatches, mesh, parallelism.gradient_sync)
             shutdown.begin_sync(checkpoints.has_failed)  # overlaps with what follows
             norms = gradient_norms(model, mesh.pipeline)
             if guard.should_step(step, loss, local_loss, norms):
@@ -146,16 +147,19 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
             optimizer.zero_grad()
             monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
 
-            # Validate, save, stop.
+            # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks; 0: continue
             if data.validation and not stop_signal and is_due(step, recipe.validation.interval, training.steps):
                 with monitor.exclude_from_throughput(), watchdog.pause():
                     monitor.validation(step, validate(model, data.validation, recipe.validation.batches, mesh))
+            if evaluator.is_due(step) and not stop_signal:
+                with monitor.exclude_from_throughput(), watchdog.pause():
+                    monitor.evaluation(step, evaluator(step, model, mesh))
             if recipe.checkpoint.enabled and (stop_signal or is_due(step, recipe.checkpoint.interval, training.steps)):
                 with monitor.exclude_from_throughput(), watchdog.pause():
                     guard.flush()  # a non-finite step is never saved
-                    metadata = replace(metadata, step=step, tokens=step * tokens_per_step, skipped=guard.skipped)
-                    metadata = replace(metadata, position=data.training.position())
+                    metadata = replace(metadata, step=step, tokens=step * training.tokens_per_step)
+                    metadata = replace(metadata, position=data.training.position(), skipped=guard.skipped)
                     checkpoints.save(model, optimizer, metadata, wait=stop_signal > 0)
             monitor.record_saves(checkpoints.poll())
             if stop_signal:
@@ -163,32 +167,29 @@ def main(recipe: PretrainRecipe, device: torch.device) -> None:
                 break
             garbage_collector.step()
 
-        with watchdog.pause():
-            guard.flush()
-            checkpoints.wait(last=True)
+        watchdog.finish()
+        guard.flush()
+        checkpoints.wait(last=True)
         monitor.record_saves(checkpoints.poll())
 
     if shutdown.agreed_signal:
         process_group.barrier_and_exit(128 + shutdown.agreed_signal)
-    if recipe.checkpoint.weights != "none" and process_group.is_main():
-        checkpoints.write_weights(run.path / "weights.safetensors", recipe.checkpoint.weights)
-    if recipe.sample.tokens:
-        text = generate(model, mesh, tokenizer, recipe.sample, seed=seed, context_length=min(training.seq_len, 256))
-        monitor.print(f"\nsample after {training.steps} steps:\n{text}\n")
-    monitor.print(f"done: {run.path}")
+    if recipe.checkpoint.export != "none" and process_group.is_main():
+        export(open_weights(checkpoints.newest()), run.path / "hf", dtype=recipe.checkpoint.export, replace=True)
+    monitor.print(evaluator.last_sample(model, mesh))
+    monitor.print(run.completion_message(device, monitor.measured()))
 
 
-def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]:
+def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh, sync: str) -> tuple[Tensor, Tensor]:
     """Computes the gradients of the mean loss over the global batch. Returns that loss, and this rank's share of it."""
     # All tokens have the same weight, whatever their rank and micro-batch: divide each sum by the global count.
     counts = [num_valid(batch.labels) for batch in microbatches]
     num_tokens = collectives.all_reduce_sum(torch.stack(counts).sum(), mesh.loss_groups)
-
     if isinstance(model, Pipeline):
         local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:
         local_loss = torch.zeros((), device=num_tokens.device)
-        for batch in microbatches:
+        for batch in accumulate_gradients(model, microbatches, sync):
             loss = model(**batch.inputs, labels=batch.labels) / num_tokens
             loss.backward()
             local_loss += loss.detach()
@@ -199,8 +200,7 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh) ->
 def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> float:
     """Returns the mean loss per token of the same held-out batches each time. It is equal on all ranks."""
     total, num_tokens = torch.zeros(2, device=batches.device, dtype=torch.float64)
-    for index in range(1, batches.num_distinct(num_batches) + 1):
-        microbatches = batches.microbatches(index)
+    for microbatches in batches.first_batches(num_batches):
         if isinstance(model, Pipeline):
             total += model.evaluate(microbatches)
         else:
@@ -216,5 +216,5 @@ def is_due(step: int, interval: int, last: int) -> bool:
 
 
 if __name__ == "__main__":
-    with RunDirectory(recipe).session() as device:
-        main(recipe, device)
+    with RunDirectory(recipe).session() as (device, watchdog):
+        main(recipe, device, watchdog)

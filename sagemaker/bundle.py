@@ -1,23 +1,25 @@
 """The files that a job needs: the library, the recipe's program, the recipe as one file, and the tokenizer."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import tomli
-from pydantic import TypeAdapter
 
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import PretrainRecipe, load
 from titanlike.config.load import joined
-from titanlike.distributed import environment
 from titanlike.run.preflight import check_recipe
+from titanlike.run.programs import PRETRAIN, known_sections, run_program
 from titanlike.run.start import REPOSITORY, program_of
 
 RECIPE = "recipe.toml"
-LIBRARY = ("titanlike/**/*.py", "recipes/*.py", "sagemaker/entry.py", "sagemaker/smoke.py")
+LIBRARY = (
+    "titanlike/**/*.py",
+    "titanlike/planning/hardware_files/*.toml",
+    "recipes/*.py",
+    "sagemaker/entry.py",
+    "sagemaker/smoke.py",
+)
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,14 @@ def make_bundle(path: Path, overrides: Mapping[str, str], num_processes: int, *,
     else:
         name = f"program/{program.name}"
         files |= {f"program/{file.name}": file for file in program.parent.glob("*.py")}
-    if program == REPOSITORY / "recipes" / "pretrain.py":
+    if program == PRETRAIN:
         recipe = load(PretrainRecipe, path, values)
         check_recipe(recipe, num_processes)
     else:
         # The program's own sections are unknown here, so the program checks its recipe itself.
         arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
-        _run_program(program, *arguments, f"--check={num_processes}")
-        recipe = _known_sections(_run_program(program, *arguments, "--resolved"))
+        run_program(program, *arguments, f"--check={num_processes}")
+        recipe = known_sections(run_program(program, *arguments, "--resolved"))
     tokenizer = Path(recipe.tokenizer.encoding)
     if tokenizer.is_file():
         # A tokenizer.json has its special tokens in a file beside it.
@@ -78,20 +80,3 @@ def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
     if recipe.data.source in ("text", "stream") or recipe.tokenizer.encoding.endswith(".json"):
         required += extras["data"]
     return "".join(f"{line}\n" for line in required)
-
-
-def _run_program(program: Path, *arguments: str) -> str:
-    """Returns the output of a recipe's program, or raises its error."""
-    variables = environment.child_environment({"PYTHONPATH": str(REPOSITORY)})
-    command = [sys.executable, str(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
-    if done.returncode:
-        raise UserError("\n".join(line.removeprefix("error: ") for line in done.stderr.splitlines()))
-    return done.stdout
-
-
-def _known_sections(resolved: str) -> PretrainRecipe:
-    """Returns the sections of a resolved recipe that the shipped recipes have too."""
-    known = {field.name for field in fields(PretrainRecipe)}
-    values = {key: value for key, value in tomli.loads(resolved).items() if key in known}
-    return TypeAdapter(PretrainRecipe).validate_json(json.dumps(values))

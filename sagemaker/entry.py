@@ -6,9 +6,11 @@ Imports only the standard library: it installs the missing requirements before a
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +25,10 @@ LOST_PEER = (
 )  # fmt: skip
 # Overrides of `--smoke`: enough steps to compile, and to measure the throughput.
 SMOKE_OVERRIDES = (
-    "--training.steps=20", "--schedule.decay_steps=0", "--metrics.interval=1", "--validation.interval=0", "--sample.tokens=0",
-    "--checkpoint.enabled=false",
+    "--training.steps=20", "--schedule.warmup_steps=0", "--schedule.decay_steps=0", "--metrics.interval=1",
+    "--validation.interval=0", "--evaluation.interval=0", "--sample.tokens=0", "--checkpoint.enabled=false",
 )  # fmt: skip
+HOST_TIMEOUT = 900.0  # seconds between the starts of two hosts
 FAILURE_LENGTH = 1024  # characters of the failure file that SageMaker shows
 
 
@@ -35,7 +38,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     host, variables = topology(json.loads((ROOT / "input/config/resourceconfig.json").read_text()))
     environment = {**variables, **os.environ, "PYTHONPATH": str(CODE), "PYTHONUNBUFFERED": "1"}
-    error = install(CODE / "requirements.txt")
+    error = install(CODE / "requirements.txt") or wait_for_host(environment["MASTER_ADDR"])
     if error:
         return fail(host, [f"error: {error}"], 2)
     programs = [[str(CODE / "titanlike/cli/launch.py"), *arguments]]
@@ -59,6 +62,19 @@ def topology(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
         "NCCL_SOCKET_IFNAME": interface,
         "GLOO_SOCKET_IFNAME": interface,
     }
+
+
+def wait_for_host(name: str, seconds: float = HOST_TIMEOUT) -> str:
+    """Waits until a host has a name: its container may start later. Returns an error message, or an empty string."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return ""
+        except OSError as error:
+            if time.monotonic() >= end:
+                return f"the host {name} did not start within {seconds:.0f} s: {error}"
+        time.sleep(min(1.0, seconds))
 
 
 def install(requirements: Path) -> str:

@@ -33,9 +33,11 @@ from service import NO_REGION
 from validation import job_errors
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import shown
 from titanlike.config.load import nearest
 from titanlike.distributed.environment import fail
 from titanlike.run.start import Arguments
+from titanlike.utils.arguments import refuse_undecodable
 
 IMAGE_ACCOUNT = "763104351884"  # hosts the AWS images in these regions
 REGIONS = {
@@ -43,6 +45,12 @@ REGIONS = {
     "eu-north-1", "eu-west-1", "eu-west-2", "eu-west-3", "sa-east-1", "us-east-1", "us-east-2", "us-west-1", "us-west-2",
 }  # fmt: skip
 CHANNEL_KEYS = ("data.path", "data.mixture", "data.validation_path", "tokenizer.encoding", "compile.cache")
+# Options that have another name in the SageMaker SDK or in other launchers.
+SDK_NAMES = {
+    "instance_count": "--instances", "num_instances": "--instances", "num_nodes": "--instances", "nodes": "--instances",
+    "image_uri": "--image", "use_spot_instances": "--spot", "max_run": "--max-hours", "max_wait": "--wait-hours",
+    "volume_size": "--volume-gb", "keep_alive_period_in_seconds": "--keep-alive", "base_job_name": "--run", "role_arn": "--role",
+}  # fmt: skip
 # Placeholders in a request that is not sent.
 EXAMPLE_ROLE = "arn:aws:iam::123456789012:role/YOUR-ROLE"
 EXAMPLE_BUCKET = "your-bucket"
@@ -52,6 +60,7 @@ def main() -> None:
     """Executes the command line."""
     arguments = sys.argv[1:]
     try:
+        refuse_undecodable(arguments)
         if arguments and arguments[0] in jobs.COMMANDS:
             sys.exit(jobs.run(arguments))
         options, rest = build_parser().parse_known_args(arguments)
@@ -182,17 +191,18 @@ def path_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
 def _refuse_unknown(recipe: str, arguments: Sequence[str]) -> None:
     """Refuses misspelt commands and options: an argument without a dot is not an override."""
     if "." not in recipe:
-        raise UserError(f"{recipe}: no such command or recipe; {_hint(recipe, list(jobs.COMMANDS))}")
-    options = [option for action in build_parser()._actions for option in action.option_strings]
+        match = nearest(recipe, list(jobs.COMMANDS))
+        hint = f"did you mean {match}?" if match else "see --help"
+        raise UserError(f"{shown(recipe)}: no such command or recipe; {hint}")
+    options = {option: option for action in build_parser()._actions for option in action.option_strings}
+    options |= {f"--{name.replace('_', '-')}": option for name, option in SDK_NAMES.items()}
     for argument in arguments:
         name = argument.partition("=")[0]
         if argument.startswith("--") and "." not in name and name != "--recipe":
-            raise UserError(f"{name}: unknown option; {_hint(name, options)}")
-
-
-def _hint(name: str, choices: Sequence[str]) -> str:
-    match = nearest(name, choices)
-    return f"did you mean {match}?" if match else "see --help"
+            match = nearest(name, list(options))
+            raise UserError(
+                f"{shown(name)}: unknown option; " + (f"did you mean {options[match]}?" if match else "see --help")
+            )
 
 
 def _simulate(options: argparse.Namespace, request: dict[str, Any], bundle: Bundle) -> int:

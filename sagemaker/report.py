@@ -3,6 +3,7 @@
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from request import Job
 from validation import request_errors
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.planning.plan import Plan
+from titanlike.run.planned import hardware_of_device, plan_or_none
 
 GIB = 2**30
 
@@ -25,14 +28,16 @@ def report(options: argparse.Namespace, job: Job, request: dict[str, Any], bundl
     num_tokens = training.steps * training.global_batch_size * training.seq_len
     efa = ", connected by EFA" if "FI_PROVIDER" in request["Environment"] else ""
     sizes = {name: len(content) for name, content in bundle.contents.items()}
+    plan = plan_of(recipe, num_gpus, job)
     lines = [
         f"job         {job.name}, of run {job.run}",
         f"instances   {job.num_instances} x {hardware.name}: {num_gpus} x {hardware.gpu}, {hardware.gpu_gib} GiB each{efa}",
         f"layout      {layout or 'one process'}; valid for {num_gpus} processes",
         memory_line(recipe, num_gpus, job),
+        *plan_lines(plan),
         f"batch       {training.global_batch_size} sequences x {training.seq_len:,} tokens, {training.steps:,} steps: "
         f"{num_tokens:.3g} tokens",
-        *price_lines(options, job, num_tokens / num_gpus),
+        *price_lines(options, job, num_tokens / num_gpus, plan),
         f"image       {job.image}",
         f"code        {job.code}",
         f"checkpoints {job.checkpoints.uri if job.checkpoints else f'{job.root}/checkpoints/{job.run}'}",
@@ -80,7 +85,26 @@ def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:
     return f"memory      {text} of {limit} GiB per GPU, without activations"
 
 
-def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float) -> list[str]:
+def plan_of(recipe: PretrainRecipe, num_gpus: int, job: Job) -> Plan | None:
+    """Returns the plan of the recipe on the job's instances, or None if their GPU has no description."""
+    hardware = hardware_of_device(job.instance_type.gpu, job.instance_type.gpu_gib)
+    if hardware is None:
+        return None
+    return plan_or_none(recipe, num_gpus, replace(hardware, gpus_per_node=job.instance_type.num_gpus))
+
+
+def plan_lines(plan: Plan | None) -> list[str]:
+    """Returns the planned memory and speed."""
+    if plan is None:
+        return []
+    verdict = "" if plan.fits else ": it does not fit; `titanlike plan` finds what does"
+    return [
+        f"plan        {plan.reserved / GIB:,.1f} of {plan.available / GIB:,.1f} GiB per GPU, with activations{verdict}; "
+        f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+    ]
+
+
+def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float, plan: Plan | None) -> list[str]:
     """Returns the price per hour, the maximum price of the job, and if the throughput is known, that of the run."""
     price = options.price or job.instance_type.price
     if price is None:
@@ -94,11 +118,14 @@ def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float) ->
             f"${hourly * job.max_hours:,.2f} in --max-hours {job.max_hours:g}{spot}"
         ]
     speed = options.tokens_per_second or (measured_speed(options.measured) if options.measured else None)
+    planned = "" if speed else ", as planned"
+    if speed is None and plan is not None:
+        speed = plan.tokens_per_second_per_gpu
     if speed is None:
         return [*lines, "full run    unknown; set --tokens-per-second per GPU, or --measured metrics.jsonl"]
     hours = tokens_per_gpu / speed / 3600
     cost = f", ${hours * price * job.num_instances:,.2f}" if price is not None else ""
-    text = f"full run    {hours:,.1f} hours{cost}, at {speed:,.0f} tokens/s per GPU, without startup and checkpointing"
+    text = f"full run    {hours:,.1f} hours{cost}, at {speed:,.0f} tokens/s per GPU{planned}, without startup and checkpointing"
     if hours > job.max_hours:
         text += f"; the job saves and ends after --max-hours {job.max_hours:g}, `resume {job.run}` continues"
     return [*lines, text]

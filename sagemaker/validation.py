@@ -7,6 +7,8 @@ from typing import Any
 
 from request import Job, container_arguments
 
+from titanlike.config.base import shown
+
 ARN = r"arn:aws[a-z-]*"
 PATTERNS = {
     "role": (
@@ -25,7 +27,7 @@ def job_errors(job: Job) -> Iterator[str]:
     for name, (pattern, expected) in PATTERNS.items():
         value = getattr(job, name)
         if not re.fullmatch(pattern, value):
-            yield f"--{name.replace('_', '-')} {value}: expected {expected}"
+            yield f"--{name.replace('_', '-')} {shown(value)}: expected {expected}"
     if len(job.name) > 63:
         longest = 63 - len(job.timestamp) - len(job.prefix) - 2
         yield (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +19,8 @@ from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.distributed import process_group
+from titanlike.distributed.watchdog import Watchdog
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.parallelisms.mesh import Mesh, build_mesh
@@ -63,7 +66,7 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
         model: nn.Module = build_model(recipe.model)
     model = parallelize(
         model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout, float8=recipe.float8,
-        activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+        lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
     )  # fmt: skip
     initialize(model, torch.device("cpu"), recipe.run.seed)
     return model, mesh
@@ -79,7 +82,8 @@ def train_on_rank(recipe: PretrainRecipe) -> None:
     # A process runs many tests: process groups are reused for each layout, and the compiler is reset.
     pretrain.build_mesh = mesh_of  # type: ignore[assignment]
     torch._dynamo.reset()
-    pretrain.main(recipe, torch.device("cpu"))
+    with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
+        pretrain.main(recipe, torch.device("cpu"), watchdog)
 
 
 def train(pool: Pool, recipe: PretrainRecipe) -> Result:
@@ -124,4 +128,56 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.bytes[name] += max(x.nbytes for x in tree_leaves((args, result)) if isinstance(x, Tensor))
+        return result
+
+
+COLLECTIVES = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce",
+               "all_reduce": "all-reduce", "alltoall": "all-to-all", "send": "send", "recv": "receive"}  # fmt: skip
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the calls and bytes of collectives by kind and mesh axis.
+
+    Bytes are those of the larger of input and output: all that a rank has after an all-gather or before a reduce-scatter.
+    """
+
+    supports_higher_order_operators = True  # of compiled code, such as one that saves the state of a random generator
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        axes = {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "context": mesh.context}
+        groups = {name: axis.get_group() for name, axis in axes.items()}
+        groups |= {name: mesh.fsdp.get_group(name) for name in mesh.fsdp.mesh_dim_names or ()}
+        # Without FSDP's own dimension, its group is that of the context.
+        self.axes = {group.group_name: name for name, group in reversed(groups.items()) if group.size() > 1}
+        shards = mesh.fsdp.get_group("shard")
+        if mesh.tensor.size() > 1 and shards.size() > 1:  # Muon exchanges matrices over both
+            size = mesh.tensor.size() * shards.size()
+            both = process_group.subgroup(torch.arange(dist.get_world_size()).view(-1, size).tolist())
+            self.axes[both.group_name] = self.axes[shards.group_name]
+        self.total: dict[tuple[str, str], tuple[int, int]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Counts the collectives of compiled code when it runs, not when it is traced."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            return result
+        name = func.overloadpacket.__name__
+        kind = next((kind for prefix, kind in COLLECTIVES.items() if name.strip("_").startswith(prefix)), None)
+        if func.namespace not in ("c10d", "_c10d_functional") or kind is None:
+            assert func.namespace not in ("c10d", "_c10d_functional") or name in (
+                "wait_tensor",
+                "_wrap_tensor_autograd",
+            )
+            return result
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        names = [leaf for leaf in args if isinstance(leaf, str)]
+        scripts = [leaf for leaf in args if isinstance(leaf, torch.ScriptObject)]
+        group = names[-1] if func.namespace == "_c10d_functional" else dist.ProcessGroup.unbox(scripts[0]).group_name
+        calls, size = self.total.get((kind, self.axes[group]), (0, 0))
+        self.total[kind, self.axes[group]] = calls + 1, size + max(tensor.nbytes for tensor in tensors)
         return result

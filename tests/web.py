@@ -16,6 +16,7 @@ class Web:
         self.asked: list[tuple[str, str]] = []  # path and range
         self.ranges = True  # supports range requests
         self.failures = 0  # number of GET requests that will fail
+        self.authorization: set[str] = set()  # headers received
 
 
 @contextmanager
@@ -36,6 +37,7 @@ def web() -> Iterator[Web]:
 
         def _respond(self, body: bool) -> None:
             path, requested = self.path.lstrip("/"), self.headers.get("Range", "") if served.ranges else ""
+            served.authorization.add(self.headers.get("Authorization", ""))
             served.asked.append((path, requested if body else "HEAD"))
             if served.failures and body:
                 served.failures -= 1

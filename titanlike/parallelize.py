@@ -1,7 +1,7 @@
 """Applies all transforms to a model, in the one order that works.
 
-The order is: float8, pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation, FSDP. The
-model is on the meta device throughout; `models.init.initialize` allocates the parameters of the result.
+The order is: float8, LoRA, pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation, FSDP.
+The model is on the meta device throughout; `models.init.initialize` allocates the parameters of the result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models import blocks
+from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import TiedLMHead
+from titanlike.models.lora import apply_lora
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
@@ -32,6 +34,7 @@ def parallelize(
     training: Training,
     parallelism: Parallelism,
     float8: Float8,
+    lora: Lora | None = None,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> nn.Module:
@@ -55,7 +58,9 @@ def parallelize(
 
         check_hardware(mesh.tensor.device_type, float8)
         apply_float8(model, float8)
-    # Split first: a module of another stage needs no further transform.
+    if lora and lora.rank:
+        apply_lora(model, blocks(model), lora)
+    # Split before the rest: a module of another stage needs no further transform.
     parts: list[Any] = [model]
     if mesh.pipeline.size() > 1:
         model = Pipeline(
@@ -68,22 +73,30 @@ def parallelize(
         )
         parts = list(model.parts.values())
     if mesh.tensor.size() > 1:
-        from titanlike.parallelisms.tensor import apply_tensor, overlap_tensor
+        from titanlike.parallelisms.tensor import apply_tensor
+        from titanlike.parallelisms.tensor_overlap import overlap_tensor
 
         for part in parts:
-            apply_tensor(part, tensor_plan, mesh.tensor)
-        if parallelism.async_tensor_parallel:
-            overlap_tensor(mesh.tensor)
+            apply_tensor(part, tensor_plan, mesh.tensor, blocks=blocks(part), replicated_io=False)
+            if parallelism.async_tensor_parallel:
+                overlap_tensor(part, mesh.tensor)
     if use_float8:
         for part in parts:
-            share_scales(part, mesh.tensor.get_group(), mesh.context.get_group())
+            share_scales(
+                part, mesh.tensor.get_group(), mesh.context.get_group(), overlap=parallelism.async_tensor_parallel
+            )
     layers = blocks(model)
-    apply_context(layers, mesh.context)
+    document_masks = [module for part in parts for module in part.modules() if isinstance(module, DocumentMask)]
+    for module in document_masks:
+        if training.attention != "auto":
+            module.flex = False  # the other kernels take a dense mask
+    apply_context(layers, mesh.context, document_masks=document_masks)
     apply_activation_checkpoint(
         layers,
         mode=activation_checkpoint.mode,
         every_n=activation_checkpoint.every_n,
         memory_budget=activation_checkpoint.memory_budget,
+        preserve_rng_state=False,  # dropout is a function of its inputs, and saving a state synchronizes with the GPU
     )
     for part in parts:
         if getattr(part, "output", None) is not None:
@@ -92,6 +105,7 @@ def parallelize(
                 chunk=training.loss_chunk,
                 vocab_group=mesh.vocab_group,
                 backend=compile.backend if compile.mode == "block" else "",
+                retain_graph=isinstance(model, Pipeline) and model.schedule_spec.splits_backward,
             )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
     apply_compile(model, layers, mode=compile.mode, backend=compile.backend)
@@ -103,7 +117,7 @@ def parallelize(
     # FSDP last: its hooks all-gather the weights outside of the compiled code.
     for part in parts:
         if no_fsdp:
-            apply_compute_dtype(part, compute_dtype)
+            apply_compute_dtype(part, compute_dtype, cast_forward_inputs=False)
             continue
         if float8.all_gather:
             wrap_weights(part)
@@ -111,6 +125,8 @@ def parallelize(
             part,
             mesh.fsdp,
             units=[] if compile.mode == "model" else fsdp_units(part),
+            gradient_reduction="sum",  # the loss is already divided by the number of tokens in the global batch
+            cast_forward_inputs=False,  # activations take the weights' dtype, and rotary angles must stay in float32
             compute_dtype=compute_dtype,
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=reshard,

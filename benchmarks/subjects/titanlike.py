@@ -64,7 +64,7 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
     from recipes import pretrain
     from titanlike.data import sources
     from titanlike.data.packed_dataset import InMemoryTokens
-    from titanlike.distributed import process_group
+    from titanlike.run.run_dir import RunDirectory
 
     clock = Clock(task, ("titanlike", "torchao"))
 
@@ -75,8 +75,8 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
 
     sources._open_training = lambda *_: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
     pretrain.Monitor = Monitor  # type: ignore[misc]
-    with process_group.session(recipe.run.device) as device:
-        pretrain.main(recipe, device)
+    with RunDirectory(recipe).session() as (device, watchdog):
+        pretrain.main(recipe, device, watchdog)
 
 
 if __name__ == "__main__":

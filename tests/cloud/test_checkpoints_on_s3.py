@@ -21,6 +21,7 @@ def test_a_run_resumes_from_s3_bit_exactly(aws: Aws, tmp_path: Path) -> None:
     files = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json")
     assert keys == {
         "checkpoints/r/latest",
+        "checkpoints/r/owner.json",
         *(f"checkpoints/r/step-0000000{step}/{file}" for step in (4, 6) for file in files),
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entry import fail, first_exception, install, missing_requirements, topology
+from entry import fail, first_exception, install, missing_requirements, topology, wait_for_host
 from instances import INSTANCE_TYPES
 from request import METRICS, Channel, Job, request_for
 from validation import job_errors, request_errors
@@ -252,6 +252,21 @@ def test_topology() -> None:
     )  # fmt: skip
 
 
+def test_the_first_host_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter([OSError("unknown"), OSError("unknown"), None])
+
+    def look_up(*_: object) -> None:
+        if error := next(names):
+            raise error
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert wait_for_host("algo-1") == ""
+    assert next(names, "all") == "all"
+    names = iter([OSError("unknown")])
+    assert wait_for_host("algo-1", 0.0) == "the host algo-1 did not start within 0 s: unknown"
+
+
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
@@ -281,7 +296,7 @@ def test_the_failure_file_begins_with_the_cause(
 
 
 def test_missing_requirements(tmp_path: Path) -> None:
-    assert missing_requirements(["pytest", "pytest>=1", "torch>=2.11,<2.14"]) == []
+    assert missing_requirements(["pytest", "pytest>=1", "torch>=2.11,<2.16"]) == []
     assert missing_requirements(["pytest<1", "no-such-thing>=1", "pytest>=1"]) == ["pytest<1", "no-such-thing>=1"]
     (tmp_path / "requirements.txt").write_text("pytest>=1\ntorch>=99\n")
     assert install(tmp_path / "requirements.txt") == "the image lacks torch>=99; choose another --image"

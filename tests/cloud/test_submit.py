@@ -47,7 +47,7 @@ def files(aws: Aws, prefix: str) -> dict[str, bytes]:
 def test_files_and_request_are_submitted(
     aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--training.steps=7") == 0
+    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--training.steps=70") == 0
     (name,) = (one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"])
     out = capsys.readouterr().out
     assert (
@@ -62,7 +62,7 @@ def test_files_and_request_are_submitted(
     request = json.loads(uploaded["request.json"])
     (submitted,) = REQUESTS
     assert submitted == request and request["TrainingJobName"] == name
-    assert "--training.steps=7" in request["AlgorithmSpecification"]["ContainerArguments"]
+    assert "--training.steps=70" in request["AlgorithmSpecification"]["ContainerArguments"]
     description = aws.clients.sagemaker.describe_training_job(TrainingJobName=name)
     assert description["ResourceConfig"] == request["ResourceConfig"]
 

@@ -15,7 +15,7 @@ from tests.training import GPT_, assert_same, build, result, resume, tiny, train
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
-from titanlike.run.run_dir import RunDirectory
+from titanlike.run.run_dir import RunDirectory, machine_metadata
 
 Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
@@ -165,12 +165,35 @@ def test_other_data_is_refused_and_inexact_changes_are_reported(tmp_path: Path) 
         "layout.shard was 2, now 1",
         'device was "cpu", now "cuda"',
         'torch was "2.13.0", now "2.11.0"',
+        "run.deterministic = false, and kernels of a GPU are not deterministic",
     ]
     shorter = tiny(tmp_path, "run", training=dict(steps=2))
     with pytest.raises(
         UserError, match=r"at step 3, past training\.steps = 2; set it to 3 or more, or give --run\.name"
     ):
         resume(saved, shorter, "abc", saved.layout, MACHINE)
+
+
+def test_on_a_gpu_a_resume_is_exact_with_deterministic_kernels_and_equal_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fake GPU."""
+    versions = {"name": "NVIDIA H200", "cudnn": 91900, "nccl": (2, 28, 9)}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: versions["name"])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: versions["cudnn"])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: versions["nccl"])
+    machine = machine_metadata(torch.device("cuda", 0))
+    recipe = tiny(tmp_path, "run", run=dict(deterministic=True))
+    saved = dataclasses.replace(saved_by(recipe), machine=machine)
+    assert resume(saved, recipe, "abc", saved.layout, machine_metadata(torch.device("cuda", 0))) == []
+    versions |= {"name": "NVIDIA H100", "cudnn": 91800, "nccl": (2, 27, 3)}
+    assert resume(saved, recipe, "abc", saved.layout, machine_metadata(torch.device("cuda", 0))) == [
+        'gpu was "NVIDIA H200", now "NVIDIA H100"',
+        'cudnn was "91900", now "91800"',
+        'nccl was "(2, 28, 9)", now "(2, 27, 3)"',
+    ]
+    (reason,) = resume(saved, tiny(tmp_path, "run"), "abc", saved.layout, machine)[-1:]
+    assert reason == "run.deterministic = false, and kernels of a GPU are not deterministic"
 
 
 def test_a_resumed_run_has_the_records_of_an_uninterrupted_run(ranks: Ranks, tmp_path: Path) -> None:

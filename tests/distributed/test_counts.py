@@ -7,13 +7,14 @@ too: an operation that reads a value from a tensor, or whose output size depends
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import tomli
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes import pretrain
 from tests.pool import Pool
@@ -26,6 +27,7 @@ from titanlike.parallelisms.compile import apply_compile
 from titanlike.verify import _toml, shrink
 
 Ranks = Callable[[int], Pool]
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 MICROBATCHES = 2  # per step, under any layout
@@ -112,18 +114,23 @@ def before_each_step(before: Callable[[int], None]) -> Iterator[None]:
         pretrain.BatchLoader.microbatches = original  # type: ignore[method-assign]
 
 
-def _operations(recipe: PretrainRecipe) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the operations of one step after warm-up, and the bytes of its collectives."""
-    operations = Operations()
+def _in_one_step(mode: Mode, recipe: PretrainRecipe) -> Mode:
+    """Runs the recipe with the dispatch mode in one step after warm-up."""
 
     def before(step: int) -> None:
         if step == WARM:
-            operations.__enter__()
+            mode.__enter__()
         elif step == WARM + 1:
-            operations.__exit__(None, None, None)
+            mode.__exit__(None, None, None)
 
     with before_each_step(before):
         train_on_rank(recipe)
+    return mode
+
+
+def _operations(recipe: PretrainRecipe) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the operations of one step after warm-up, and the bytes of its collectives."""
+    operations = _in_one_step(Operations(), recipe)
     return dict(operations.counts), dict(operations.bytes)
 
 
@@ -164,46 +171,16 @@ def test_no_recompilation_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name
         assert (later, breaks) == (0, 0)
 
 
-BLOCKS = 3
-
-
-@pytest.mark.parametrize("layout", ["FSDP", "TP", "CP", "PP"])
-def test_number_and_bytes_of_collectives(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    recipe = small(
-        tmp_path, "llama3_8b", layout,
-        **{"compile.mode": "none", "activation_checkpoint.mode": "none", "model.num_layers": BLOCKS},
-    )  # fmt: skip
-    model = recipe.model
-    tokens = recipe.training.seq_len * recipe.training.local_batch_size  # of a micro-batch
-    activations = 2 * tokens * model.dim  # bytes, in bfloat16
-    embedding = model.vocab_size * model.dim
-    head = embedding + model.dim  # with the final norm
-    matrices = model.dim**2 * 2 + 2 * model.dim * model.num_kv_heads * model.head_dim + 3 * model.dim * model.ffn_dim
-    weights = embedding + BLOCKS * (matrices + 2 * model.dim) + head
-    units = BLOCKS + 2  # of FSDP: blocks, embedding, head
-    expected: dict[str, tuple[int, int]] = {}  # operation -> (calls, bytes)
-    if layout in ("FSDP", "CP"):  # for each forward pass and, except for the head, again for its backward pass
-        expected["_allgather_base_"] = (MICROBATCHES * (2 * units - 1), MICROBATCHES * 2 * (2 * weights - head))
-        expected["_reduce_scatter_base_"] = (MICROBATCHES * units, MICROBATCHES * 4 * weights)  # gradients in float32
-    if layout == "TP":  # twice a block, once each for embedding and head; forward and backward
-        calls = MICROBATCHES * 2 * (2 * BLOCKS + 1)
-        expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"] = (calls, calls * activations)
-        # Gradients of norms; three values per token for the loss.
-        norms = 2 * BLOCKS + 1
-        expected["all_reduce"] = (
-            MICROBATCHES * (norms + 3),
-            MICROBATCHES * (norms * 2 * model.dim + (4 + 4 + 2) * tokens),
-        )
-    if layout == "CP":  # keys and values
-        calls = MICROBATCHES * 2 * BLOCKS
-        half = activations * model.num_kv_heads // model.num_heads
-        expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"] = (calls, calls * half)
-    if layout == "PP":  # activations forward, their gradients backward
-        expected["send"] = expected["recv_"] = (MICROBATCHES, MICROBATCHES * activations)
-    for counts, sizes in ranks(2).run(_operations, recipe):
-        scalars = counts.pop("allreduce_", 0), sizes.pop("allreduce_", 0)
-        assert scalars <= (4, 24), "loss, token count, gradient norm and shutdown flag"
-        assert {name: (counts[name], sizes[name]) for name in sizes if name not in NOT_COLLECTIVES} == expected
+@pytest.mark.parametrize(("name", "layout"), [("llama3_8b", "TP"), ("llama3_8b", "CP"), ("llama3_8b_float8", "TP")])
+def test_selective_checkpointing_repeats_no_collective(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
+    collectives = []
+    for mode in ("none", "selective"):
+        options = {"compile.mode": "none", "activation_checkpoint.mode": mode}
+        ((counts, sizes), _) = ranks(2).run(_operations, small(tmp_path, name, layout, **options))
+        collectives.append({operation: counts[operation] for operation in sizes if operation not in NOT_COLLECTIVES})
+    without, selective = collectives
+    assert selective == without
+    assert without["all_gather_into_tensor"] > 0
 
 
 @pytest.mark.slow

@@ -20,13 +20,16 @@ from tests.pool import Pool
 from tests.training import assert_same, build, full_tensor, tiny, train
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
+from titanlike.config.layout import DIMENSIONS
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Float8Shard
+from titanlike.float8.linear import Float8Linear
 from titanlike.models.loss import cross_entropy_sum
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
+from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]
 
@@ -85,11 +88,12 @@ def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 
 # The layout, the keys of `[float8]`, and other recipe sections.
-CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one-gathered": ({}, ALL_GATHER, {}),
     "FSDP-gathered": (dict(shard=2), ALL_GATHER, {}),
     "TP": (dict(tensor=2), FLOAT8, {}),
     "TP-compiled": (dict(tensor=2), FLOAT8, COMPILED),
+    "TP-FSDP": (dict(tensor=2, shard=2, reshard_after_forward="never"), FLOAT8, {}),
     "CP": (dict(context=2), FLOAT8, {}),
     "TP-FSDP-gathered": (dict(tensor=2, shard=2), ALL_GATHER, {}),
     "TP-FSDP-compiled": (dict(tensor=2, shard=2), ALL_GATHER, COMPILED | SELECTIVE),
@@ -127,7 +131,7 @@ def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, model: str, ca
     expected = ranks(1).run(_gradients, baseline, 3)[0]
     found = [
         relative_error(gradients, reference)
-        for rank in ranks(math.prod(layout.values())).run(_gradients, sharded, 3)
+        for rank in ranks(math.prod(layout.get(name, 1) for name in DIMENSIONS)).run(_gradients, sharded, 3)
         for gradients, reference in zip(rank, expected, strict=True)
     ]
     # Sums that differ in their last bit may round to different float8 values: rarely, and with a small effect.
@@ -289,16 +293,19 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
     model, _ = build(recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
     tokens = torch.zeros(2, 32, dtype=torch.long)
-    weights: list[Any] = [p for p in model.parameters() if isinstance(getattr(p, "_local_tensor", None), Float8Shard)]
+    linears: list[Any] = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    weights: list[Any] = [linear._parameters["weight"] for linear in linears]
 
     def worst() -> float:
         with torch.no_grad():
-            model(tokens=tokens)
+            model(tokens=tokens, position_ids=torch.arange(32)[None])
         found = 0.0
-        for weight in weights:
-            shard: Any = weight._local_tensor
-            amax = DTensor(shard.stored, weight._spec, requires_grad=False).full_tensor().abs().max().double()
-            found = max(found, abs(float(shard.weight_scale.scale / (448.0 / amax)) - 1.0))
+        for linear, weight in zip(linears, weights, strict=True):
+            local: Any = weight._local_tensor
+            shard = local_tensor(weight)
+            amax = DTensor(shard, weight._spec, requires_grad=False).full_tensor().abs().max().double()
+            scale = local.weight_scale.scale if isinstance(local, Float8Shard) else 448.0 / linear.weight_amax
+            found = max(found, abs(float(scale / (448.0 / amax)) - 1.0))
         return found
 
     results = [worst()]
@@ -313,10 +320,20 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "state"), [(dict(shard=2), "full"), (dict(shard=2), "8bit"), (dict(pipeline=2), "full")], ids=str
+    ("layout", "float8", "state"),
+    [
+        pytest.param(dict(shard=2), ALL_GATHER, "full", id="FSDP-gathered"),
+        pytest.param(dict(shard=2), ALL_GATHER, "8bit", id="FSDP-gathered-8bit"),
+        pytest.param(dict(pipeline=2), ALL_GATHER, "full", id="PP-gathered"),
+        pytest.param(dict(tensor=2), FLOAT8, "full", id="TP"),
+        pytest.param(dict(pipeline=2, tensor=2), FLOAT8, "full", id="PP-TP", marks=slow),
+    ],
 )
-def test_scales_are_never_stale(ranks: Ranks, tmp_path: Path, layout: dict[str, Any], state: str) -> None:
+def test_scales_are_never_stale(
+    ranks: Ranks, tmp_path: Path, layout: dict[str, Any], float8: dict[str, Any], state: str
+) -> None:
+    processes = math.prod(layout.values())
     layout = layout | dict(reshard_after_forward="always")
-    recipe = recipe_for(tmp_path, "a", layout, ALL_GATHER, optimizer=dict(lr=0.3, state_dtype=state))
-    for found in ranks(2).run(_scales_after_steps, recipe):
+    recipe = recipe_for(tmp_path, "a", layout, float8, optimizer=dict(lr=0.3, state_dtype=state))
+    for found in ranks(processes).run(_scales_after_steps, recipe):
         assert len(found) == 4 and max(found) < 1e-6, found

@@ -1,6 +1,9 @@
 """Object collectives, and the process groups of a mesh."""
 
+import datetime
+import resource
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,6 @@ from tests.training import mesh_of
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.distributed import collectives, process_group
-from titanlike.parallelisms import mesh
 from titanlike.parallelisms.mesh import build_mesh
 
 Ranks = Callable[[int], Pool]
@@ -80,7 +82,7 @@ def test_mesh_groups_for_data_and_weights(
 
 
 def _num_new_groups(**sizes: int) -> int:
-    mesh._groups.clear()  # groups that other tests created
+    process_group._subgroups.clear()  # groups that other tests created
     before = len(dist.distributed_c10d._world.pg_map)
     build_mesh("cpu", **sizes)
     count = len(dist.distributed_c10d._world.pg_map) - before
@@ -113,3 +115,76 @@ def _groups_of_two_meshes() -> bool:
 
 def test_two_meshes_in_one_process_share_groups_of_equal_ranks(ranks: Ranks) -> None:
     assert ranks(4).run(_groups_of_two_meshes) == [True] * 4
+
+
+def _timeouts() -> list[datetime.timedelta]:
+    world = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    process_group._subgroups.clear()  # groups that other tests created
+    built = build_mesh("cpu", replicate=2, tensor=2)
+    copy = process_group.copy_of_world()
+    groups = [*built.loss_groups, built.tensor.get_group(), built.pipeline.get_group(), built.context.get_group(), copy]
+    return [world, *(group._get_backend(torch.device("cpu")).options._timeout for group in groups if group)]
+
+
+def test_groups_have_the_timeout_of_the_job(ranks: Ranks) -> None:
+    for world, *others in ranks(4).run(_timeouts):
+        assert len(others) == 6
+        assert set(others) == {world} != {datetime.timedelta(minutes=30)}
+
+
+def _all_reduce_without_rank_0(partition: list[list[int]]) -> str:
+    process_group._subgroups.pop(tuple(map(tuple, partition)), None)
+    with mock.patch.object(process_group, "_timeout", lambda: datetime.timedelta(seconds=1)):
+        group = process_group.subgroup(partition)
+    found = ""
+    if dist.get_rank() != 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            found = str(error)
+    dist.barrier()
+    process_group._subgroups.pop(tuple(map(tuple, partition)))
+    return found
+
+
+def test_collective_of_a_group_fails_if_a_peer_never_comes(ranks: Ranks) -> None:
+    found = ranks(4).run(_all_reduce_without_rank_0, [[0, 1], [2, 3]])
+    ranks(4).close()  # the group is broken
+    assert "Timed out" in found[1] or "timed out" in found[1].lower()
+    assert found[2] == found[3] == ""
+
+
+def test_nccl_connects_at_start_and_is_aborted_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that a process with a GPU makes, on a fake one."""
+    calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(process_group, "select_device", lambda *_: torch.device("cuda", 3))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: calls.append((backend, options["device_id"]))
+    )
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(("destroy", None)))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append(("abort", None)))
+    with process_group.session("cuda"):
+        pass
+    with pytest.raises(ZeroDivisionError), process_group.session("cuda"):
+        raise ZeroDivisionError
+    started = ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
+    assert calls == [started, ("destroy", None), started, ("abort", None)]
+
+
+def test_a_job_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1024, a common default, a few hundred ranks could not connect."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+    )
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    limits: list[tuple[int, int]] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        with process_group.session("cpu"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == [(hard, hard)]

@@ -20,7 +20,7 @@ from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.generate import generate
+from titanlike.inference.evaluator import Evaluator
 
 Ranks = Callable[[int], Pool]
 
@@ -63,12 +63,12 @@ def _training_batches(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
     steps = []
     original = pretrain.forward_backward
 
-    def patched(model: Any, microbatches: Any, mesh: Any) -> Any:
+    def patched(model: Any, microbatches: Any, mesh: Any, *others: Any) -> Any:
         step = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
         step["labels"] = torch.cat([batch.labels for batch in microbatches])
         first = mesh.data_rank * step["labels"].shape[0]
         steps.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
-        return original(model, microbatches, mesh)
+        return original(model, microbatches, mesh, *others)
 
     pretrain.forward_backward = patched
     try:
@@ -121,14 +121,10 @@ def test_no_dropout_in_validation(ranks: Ranks, tmp_path: Path) -> None:
 def _sample(recipe: PretrainRecipe) -> str:
     model, mesh = build(recipe)
     tokenizer = build_tokenizer(TokenizerSection())
-    return generate(  # a window that does not divide by the sizes of the layouts
-        model,
-        mesh,
-        tokenizer,
-        Sample(tokens=8, prompt="def ", temperature=0.7),
-        context_length=7,
-        seed=0,
-    )
+    sample = Sample(tokens=8, prompt="def ", temperature=0.7)
+    training = dataclasses.replace(recipe.training, seq_len=7)  # does not divide by the sizes of the layouts
+    evaluator = Evaluator(recipe.evaluation, sample, recipe.data, training, recipe.model, tokenizer, 0)
+    return evaluator.sample_text(model, mesh)
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """Components of the parallelisms: context-parallel attention, dropout, vocabulary-parallel loss, tensor-parallel plans."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention
 
 from tests.parity import FAST
 from tests.pool import Pool
@@ -16,9 +18,11 @@ from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism
 from titanlike.models import build_model
+from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention, Dropout
-from titanlike.models.loss import IGNORE, cross_entropy_sum
+from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy, cross_entropy_sum
 from titanlike.parallelisms.context import (
+    context_document_mask,
     context_parallel_attention,
     context_position_ids,
     gather_sequence,
@@ -38,15 +42,61 @@ def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, 
     position_ids = context_position_ids(48, mesh)
 
     plain = [x.clone().requires_grad_() for x in full]
-    expected = CausalAttention()(*plain, documents)
+    expected = CausalAttention()(*plain, DocumentMask()(documents))
     expected.square().sum().backward()
 
     local = [x[:, :, position_ids].clone().requires_grad_() for x in full]
-    found = context_parallel_attention(*local, None if documents is None else documents[:, position_ids], mesh=mesh)
+    local_ids = None if documents is None else documents[:, position_ids]
+    mask = context_document_mask(local_ids, mesh=mesh, module=DocumentMask())
+    found = context_parallel_attention(*local, mask, mesh=mesh)
     found.square().sum().backward()
     assert torch.equal(gather_sequence(position_ids[None], 1, mesh)[0], torch.arange(48))
     worst = max((a.grad - b.grad[:, :, position_ids]).abs().max().item() for a, b in zip(local, plain, strict=True))
     return (found - expected[:, :, position_ids]).abs().max().item(), worst
+
+
+def _block_mask_attention(ranks: int, kv_heads: int) -> float:
+    """Returns the largest error of context-parallel attention with a block mask, and of its gradients, in a compiled block."""
+    generator = torch.Generator().manual_seed(1)
+    mesh = mesh_of("cpu", context=ranks).context
+    full = [torch.randn(2, heads, 320, 16, generator=generator) for heads in (4, kv_heads, kv_heads)]
+    documents = (torch.rand(2, 320, generator=generator) < 0.02).cumsum(1)
+    position_ids = context_position_ids(320, mesh)
+    attend = torch.compile(partial(context_parallel_attention, mesh=mesh), backend="aot_eager", fullgraph=True)
+    results = []
+    validate = flex_attention._validate_device
+    flex_attention._validate_device = lambda *_: None  # it refuses gradients on a CPU
+    try:
+        for flex in (False, True):
+            module = DocumentMask()
+            module.flex = flex
+            mask = context_document_mask(documents[:, position_ids], mesh=mesh, module=module)
+            assert isinstance(mask, Tensor) != flex
+            local = [x[:, :, position_ids].clone().requires_grad_() for x in full]
+            out = attend(*local, mask)
+            results.append((out, *torch.autograd.grad(out.square().sum(), local)))
+    finally:
+        flex_attention._validate_device = validate
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_context_parallel_block_masks_equal_dense_masks(ranks: Ranks, kv_heads: int) -> None:
+    assert max(ranks(2).run(_block_mask_attention, 2, kv_heads)) < 1e-4
+
+
+def test_context_parallelism_refuses_the_mask_of_the_local_tokens(ranks: Ranks) -> None:
+    with pytest.raises(
+        Exception, match=r"the mask is for 24 keys, but context parallelism gathers 48; pass the modules"
+    ):
+        ranks(2).run(_local_mask)
+
+
+def _local_mask() -> None:
+    mesh = mesh_of("cpu", context=2).context
+    q = torch.randn(1, 2, 24, 8)
+    context_parallel_attention(q, q, q, DocumentMask()(torch.zeros(1, 24)), mesh=mesh)
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
@@ -60,11 +110,12 @@ def test_context_parallel_attention_matches_attention(ranks: Ranks, size: int, k
 def test_attention_is_masked_across_documents() -> None:
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    found = CausalAttention()(q, k, v, documents)
+    mask = DocumentMask()(documents)
+    found = CausalAttention()(q, k, v, mask)
     for part in (slice(0, 3), slice(3, 6)):
         expected = CausalAttention()(q[:, :, part], k[:, :, part], v[:, :, part])
         torch.testing.assert_close(found[:, :, part], expected)
-    last = prefix_attention(q[:, :, 4:], k, v, (documents[:, 4:], documents))
+    last = prefix_attention(q[:, :, 4:], k, v, mask[:, :, 4:])
     torch.testing.assert_close(last, found[:, :, 4:])
 
 
@@ -111,6 +162,31 @@ def test_vocab_parallel_loss_matches_the_loss(ranks: Ranks, scale: float) -> Non
         assert ignored == 0.0
 
 
+def _vocab_parallel_weight_gradient() -> list[float]:
+    """Returns the relative error of this rank's shard of the weight's gradient in bfloat16, without chunks and with 64."""
+    group = mesh_of("cpu", tensor=2).tensor.get_group()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2048, 64, generator=generator).bfloat16()
+    weight = (0.1 * torch.randn(256, 64, generator=generator)).bfloat16()
+    labels = torch.randint(0, 256, (1, 2048), generator=generator)
+    full = weight.double().requires_grad_()
+    shard = slice(128 * group.rank(), 128 * (group.rank() + 1))
+    exact = torch.autograd.grad(cross_entropy_sum(x.double() @ full.t(), labels), full)[0][shard]
+    local = weight[shard].clone().requires_grad_()
+    errors = []
+    for chunk in (0, 32):
+        loss = chunked_linear_cross_entropy(x, local, labels, chunk=chunk, vocab_group=group)
+        (found,) = torch.autograd.grad(loss / 7, local)
+        errors.append(((7 * found.double() - exact).norm() / exact.norm()).item())
+    return errors
+
+
+def test_vocab_parallel_chunks_are_as_exact_as_one(ranks: Ranks) -> None:
+    for unchunked, chunked in ranks(2).run(_vocab_parallel_weight_gradient):
+        assert unchunked < 4e-3
+        assert chunked < 1.2 * unchunked
+
+
 def test_dropout_rate_and_mean() -> None:
     bits = torch.randint(0, 2**32, (8, 128), generator=torch.Generator().manual_seed(0))
     x = torch.ones(8, 128, 96)
@@ -146,7 +222,8 @@ def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, na
     for error in ranks(2).run(_error_without, entry):
         assert error == (
             f"the tensor-parallel plan of Llama does not name {name}; add it with one of the styles colwise, "
-            "rowwise, sequence_parallel, all_gather_input, vocab_parallel, position_embedding, lm_head"
+            "rowwise, all_gather_input, sequence_parallel, qk_norm, vocab_parallel, position_embedding, lm_head, "
+            "colwise_gather_output"
         )
 
 

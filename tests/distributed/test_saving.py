@@ -1,4 +1,4 @@
-"""Asynchronous saves: consistency, failures, distribution of shards over ranks, and consolidated weights."""
+"""Asynchronous saves: consistency, failures, and distribution of shards over ranks."""
 
 import errno
 import hashlib
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import build, tiny, train
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, consolidate, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.format import read_header
+from titanlike.checkpoint.staging import Stage
 from titanlike.checkpoint.store import LocalStore
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Checkpoint, Parallelism
@@ -53,6 +56,19 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(LocalStore, "commit", delayed)
     yield go
     go.set()
+
+
+def test_the_thread_that_writes_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread uses GPU 0. On a fake GPU 3."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    stage = Stage()
+    stage.wait()
+    assert calls == []
+    stage._stream = SimpleNamespace(device=torch.device("cuda", 3))  # type: ignore[assignment]
+    stage._arrival = SimpleNamespace(synchronize=lambda: calls.append("synchronize"))  # type: ignore[assignment]
+    stage.wait()
+    assert calls == [torch.device("cuda", 3), "synchronize"]
 
 
 def test_an_asynchronous_save_is_a_snapshot(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,22 +237,12 @@ def test_every_element_is_written_once_and_ranks_write_equal_shares(ranks: Ranks
         assert max(sizes) < imbalance * min(sizes), f"{name}: {sizes}"
 
 
-def test_weights_of_any_layout_are_consolidated_into_one_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_hashes_in_the_manifest_are_those_of_the_files(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(
-        tmp_path, "run", parallelism=Parallelism(pipeline=2, shard=2), checkpoint=dict(weights="bfloat16"),
+        tmp_path, "run", parallelism=Parallelism(pipeline=2, shard=2),
         training=dict(steps=2, local_batch_size=2), validation=dict(interval=0),
     )  # fmt: skip
-    expected = train(ranks(4), recipe).state["model"]
-    consolidate(tmp_path / "run/checkpoints/step-00000002", tmp_path / "again", torch.bfloat16)
-    content = (tmp_path / "run/weights.safetensors").read_bytes()
-    assert content == (tmp_path / "again").read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    assert header.keys() - {"__metadata__"} == expected.keys()
-    for name, value in expected.items():
-        start, end = header[name]["data_offsets"]
-        found = torch.frombuffer(bytearray(content[8 + length + start : 8 + length + end]), dtype=torch.bfloat16)
-        assert torch.equal(found.view(header[name]["shape"]), value.bfloat16()), name
+    train(ranks(4), recipe)
     digests = json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text())["files"]
     for name, entry in digests.items():
         sha256 = hashlib.sha256((tmp_path / "run/checkpoints/step-00000002" / name).read_bytes()).hexdigest()
@@ -248,8 +254,12 @@ def test_additional_modules_are_saved_and_loaded(alone: None, tmp_path: Path) ->
     average, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
         checkpoints.save(model, optimizer, metadata(1), average=average)
+        with pytest.raises(UserError, match=r"call find\(\) before load"):
+            checkpoints.load(model, optimizer, metadata(1), average=other)
+        assert checkpoints.find() == metadata(1)
         checkpoints.load(model, optimizer, metadata(1), average=other)
         assert torch.equal(average.weight, other.weight)
+        checkpoints.find()
         with pytest.raises(UserError, match=r"the checkpoint has no missing\.weight"):
             checkpoints.load(model, optimizer, metadata(1), missing=other)
     assert read_whole(tmp_path / "step-00000001").keys() == {"model", "optimizer", "average"}
@@ -294,7 +304,9 @@ def _save_late_state(folder: Path) -> dict[str, list[str]]:
         for key, value in optimizer.state[parameter].items():
             assert torch.equal(full[f"{name}.{key}"], value), name
     files = sorted((folder / "step-00000002").glob("*.safetensors"))
-    return {file.name: [n for n in read_header(file).entries if n.startswith("optimizer.1.")] for file in files}
+    return {
+        file.name: [n for n in read_header(LocalFile(file)).entries if n.startswith("optimizer.1.")] for file in files
+    }
 
 
 def test_optimizer_state_created_after_the_first_save_is_saved(ranks: Ranks, tmp_path: Path) -> None:
@@ -314,6 +326,7 @@ def _random_numbers(folder: Path) -> tuple[list[float], list[float]]:
         checkpoints.save(model, optimizer, metadata(1))
         expected = torch.rand(3).tolist()
         seed_generators(7)
+        checkpoints.find()
         checkpoints.load(model, optimizer, metadata(1))
         return expected, torch.rand(3).tolist()
 

@@ -11,9 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.pretrain import main
 from tests.pool import Pool
-from tests.training import LLAMA, MODELS, assert_same, build, tiny, train
+from tests.training import LLAMA, MODELS, assert_same, build, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlike.models import blocks, build_model
@@ -230,7 +229,7 @@ def _collections(recipe: PretrainRecipe) -> tuple[list[int], int]:
     gc.collect = patched  # type: ignore[assignment]
     gc.callbacks.append(callback)
     try:
-        main(recipe, torch.device("cpu"))
+        train_on_rank(recipe)
     finally:
         gc.callbacks.remove(callback)
         gc.collect = collect

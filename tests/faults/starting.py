@@ -34,7 +34,7 @@ class Job:
         """The exit codes of all ranks as in `subprocess`: None while running, -9 after SIGKILL."""
         return [rank.poll() for rank in self.ranks]
 
-    def wait(self, seconds: float = 60.0) -> list[int]:
+    def wait(self, seconds: float = 150.0) -> list[int]:
         """Returns the exit codes when all ranks have exited."""
         end = time.monotonic() + seconds
         while not self._is_over():
@@ -44,7 +44,7 @@ class Job:
             time.sleep(0.01)
         return [rank.returncode for rank in self.ranks]
 
-    def wait_for_a_death(self, seconds: float = 60.0) -> list[int]:
+    def wait_for_a_death(self, seconds: float = 150.0) -> list[int]:
         """Terminates the other ranks after one has died, as torchrun does. Returns all exit codes."""
         end = time.monotonic() + seconds
         while not self._is_over() and not any(self.codes):
@@ -66,14 +66,14 @@ class Job:
         for rank in self.ranks:
             rank.wait(timeout=60)
 
-    def wait_for(self, path: Path, seconds: float = 60.0) -> None:
+    def wait_for(self, path: Path, seconds: float = 150.0) -> None:
         """Waits for a file. Fails if the job ends first."""
         end = time.monotonic() + seconds
         while not path.exists():
             assert not self._is_over() and time.monotonic() < end, f"{path} did not appear\n{self.output}"
             time.sleep(0.01)
 
-    def wait_for_output(self, text: str, seconds: float = 60.0) -> None:
+    def wait_for_output(self, text: str, seconds: float = 150.0) -> None:
         """Waits for output."""
         end = time.monotonic() + seconds
         while text not in self.output:

@@ -52,7 +52,7 @@ def test_remote_checkpoints_are_pruned_and_archived(starter: Starter, undisturbe
     options = remote_options(tmp_path, **{"checkpoint.keep": "2"})
     resume(starter, tmp_path, **options)
     remote = tmp_path / "remote/run"
-    assert sorted(path.name for path in remote.iterdir()) == ["latest", "step-00000004", "step-00000006"]
+    assert sorted(path.name for path in remote.iterdir()) == ["latest", "owner.json", "step-00000004", "step-00000006"]
     assert valid_steps(remote) == [4, 6]
     flip(remote / "step-00000006/rank-00001.safetensors")
     job = resume(starter, tmp_path, **options)
@@ -70,13 +70,17 @@ def test_killed_while_a_remote_checkpoint_is_deleted(starter: Starter, undisturb
     assert steps_with_a_manifest(tmp_path / "remote/run") == [4]
     resume(starter, tmp_path, **options)
     assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "remote/run")
-    assert sorted(path.name for path in (tmp_path / "remote/run").iterdir()) == ["latest", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "remote/run").iterdir()) == [
+        "latest",
+        "owner.json",
+        "step-00000006",
+    ]
 
 
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("{0}/file", "error: checkpoint.dir = '{0}/file': [Errno 20] Not a directory: '{0}/file/run'; choose another"),
+        ("{0}/file", "error: checkpoint.dir: {0}/file/run cannot be used: [Errno 20] Not a directory: "),
         pytest.param("/proc/titanlike", "error: checkpoint.dir = '/proc/titanlike': ", marks=pytest.mark.slow),
         pytest.param("nowhere://bucket", "error: checkpoint.dir = 'nowhere://bucket/run': ", marks=pytest.mark.slow),
     ],
@@ -100,7 +104,7 @@ def test_a_directory_that_disappears_during_training(starter: Starter, undisturb
     (tmp_path / "gone.mark").touch()
     assert job.wait() == [2, 2], job.output
     assert (
-        f"error: the save failed: rank 0: {tmp_path}/near/run does not exist: the run directory was moved or deleted during "
+        f"error: the save failed: rank 0: {tmp_path}/near/run/owner.json does not exist: the directory was moved or deleted during "
         "training; the last valid checkpoint is that of step 2\n"
     ) in job.output
     before = contents(tmp_path / "lost")

@@ -1,6 +1,7 @@
 """The watchdog in real jobs: a missing rank is named, and the job ends."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.faulty import Fault
+from tests.faults.starting import Job, Starter
 from tests.launching import ROOT, SMALL, descendants, run, start, wait_for
 
 ENDLESS = SMALL | {"training.steps": "1000000", "checkpoint.enabled": "false", "run.name": "r", "run.hang_timeout": "5"}
@@ -92,6 +95,58 @@ def test_stopped_process_is_named_and_killed(tmp_path: Path, stopped: int) -> No
     assert (tmp_path / f"runs/r/hang/flight_gloo_{live:05d}").stat().st_size > 1000
     for process in ranks.values():
         assert is_gone(process)
+
+
+MOMENTS = {
+    "start": Fault("titanlike.models.init.initialize", rank=1, do="SIGSTOP"),
+    "first step": Fault("titanlike.optim.clipping.gradient_norms", rank=1, step=1, do="SIGSTOP"),
+    "save": Fault("titanlike.checkpoint.saver.CheckpointManager.save", rank=1, step=2, do="SIGSTOP"),
+    "validation": Fault("titanlike.data.loader.BatchLoader.first_batches", rank=1, step=3, do="SIGSTOP"),
+    "end": Fault("titanlike.inference.evaluator.Evaluator.sample_text", rank=0, do="SIGSTOP"),
+}
+
+
+def check_stopped_rank_is_found(job: Job, rank: int) -> None:
+    """The live rank may take ten minutes for a step, a save or a validation, but knows the stopped one long before."""
+    live = job.ranks[1 - rank]
+    assert live.wait(timeout=120) == 3, job.output
+    # On a busy machine it may be stopped before its first heartbeat, which follows the creation of the run directory.
+    stopped = rf"rank {rank} (\(pid {job.pids[rank]} on \S+\) sent its last|has sent no) heartbeat"
+    if rank == 0:  # without a launcher, it hosts the key-value store
+        stopped = "the job's key-value store does not answer: rank 0's process is stopped"
+    assert re.search(f"^error: {stopped}", job.output, re.MULTILINE), job.output
+    assert job.output.count("error: the run hangs: ") == 1
+    job.kill()
+
+
+def test_rank_stopped_while_the_others_are_paused_is_found(starter: Starter, tmp_path: Path) -> None:
+    jobs = {}
+    for moment, fault in MOMENTS.items():
+        folder = tmp_path / moment
+        folder.mkdir()
+        jobs[moment] = starter.start(folder, fault, **{"run.hang_timeout": "4", "sample.tokens": "2"})
+    for moment, job in jobs.items():
+        check_stopped_rank_is_found(job, MOMENTS[moment].rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_rank_stopped_at_a_random_moment_is_found(starter: Starter, tmp_path: Path, seed: int) -> None:
+    """Four jobs at a time. The moments are spread over start-up, the first steps, saves and validations."""
+    chosen = random.Random(seed)
+    jobs: list[tuple[Job, int]] = []
+    for index in range(4):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        options = {"training.steps": "1000000", "checkpoint.keep": "1", "run.hang_timeout": "4"}
+        jobs.append((starter.start(folder, **options), chosen.randrange(2)))
+    for job, _ in jobs:
+        job.wait_for(job.folder / "runs/run/lock")  # the ranks have joined the process group
+    for job, rank in chosen.sample(jobs, 4):
+        time.sleep(chosen.uniform(0, 2))
+        os.kill(job.pids[rank], signal.SIGSTOP)
+    for job, rank in jobs:
+        check_stopped_rank_is_found(job, rank)
 
 
 def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,11 @@ def test_a_pickle_with_a_valid_manifest_is_refused(
         hostile = (tmp_path / "archive.pt").read_bytes()
     for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
         forge(checkpoints / "step-00000006", {name: hostile})
-    before = contents(tmp_path / "runs")
-    job = starter.start(tmp_path)
-    assert job.wait() == [2, 2]
-    assert "step-00000006/rank-00000.safetensors is corrupt: " in job.output
-    assert "Traceback" not in job.output
+    job = resume(starter, tmp_path)
+    assert re.search("step-00000006/rank-0000[01].safetensors is corrupt: .*; falling back", job.output)
+    assert "resumed at step 4\n" in job.output and "Traceback" not in job.output
     assert not (tmp_path / "executed").exists()
-    assert contents(tmp_path / "runs") == before
+    assert_as_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def valid_steps(checkpoints: Path) -> list[int]:
         files = store.read_manifest(local, step)
         assert {path.name for path in (checkpoints / store.name_of(step)).iterdir()} == {*files, store.MANIFEST}
         for name, expected in files.items():
-            format.verify_file(local.fetch(step, name), expected, content=True)
+            format.verify_file(local.open(step, name), expected, content=True)
         assert store.read_state(local, step).step == step
     return local.steps()
 

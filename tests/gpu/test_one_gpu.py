@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.launching import SMALL, losses, records, run
+from tests.unit.test_loss import weight_gradient_errors
 from titanlike.parallelisms.context import prefix_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -24,6 +25,19 @@ def test_training_reports_mfu_and_memory(tmp_path: Path, options: dict[str, str]
     assert 0 < last["memory_gib"] < 4
 
 
+def test_lora_on_conversations_learns_and_starts_at_the_loss_of_the_cpu(tmp_path: Path) -> None:
+    """Compiled, in bfloat16, with the masks of packed conversations."""
+    keys = {"data.source": "synthetic_chat", "lora.rank": "8", "training.seq_len": "128", "training.steps": "40"}
+    on_gpu = {"run.name": "gpu", "training.compute_dtype": "bfloat16", "compile.mode": "block", "optimizer.lr": "1e-2"}
+    on_cpu = {"run.name": "cpu", "training.compute_dtype": "float32", "compile.mode": "none", "run.device": "cpu"}
+    for own, variables in ((on_gpu, ON_GPU), (on_cpu | {"training.steps": "2"}, {})):
+        done = run(tmp_path, variables=variables, real=True, **SMALL | keys | own)
+        assert done.returncode == 0, done.stderr
+    found, expected = losses(tmp_path / "runs/gpu"), losses(tmp_path / "runs/cpu")
+    assert found[1] == pytest.approx(expected[1], rel=1e-2)
+    assert found[40] < found[1] - 0.1
+
+
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 64), (2, 128), (1, 64)])
 def test_prefix_attention_matches_a_mask(kv_heads: int, head_dim: int) -> None:
     """Compares the kernel that context parallelism uses with a masked one."""
@@ -32,10 +46,9 @@ def test_prefix_attention_matches_a_mask(kv_heads: int, head_dim: int) -> None:
         torch.randn(2, kv_heads, 1024, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv"
     )
     results = []
-    for documents in (None, (torch.zeros(2, 256, device="cuda"), torch.zeros(2, 1024, device="cuda"))):
-        out = prefix_attention(
-            q, k, v, documents
-        )  # document ids select the masked kernel; a single document masks nothing
+    keys = torch.arange(1024, device="cuda")
+    for mask in (None, (keys[-256:, None] >= keys)[None, None]):
+        out = prefix_attention(q, k, v, mask)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
     for unmasked, masked in zip(*results, strict=True):
         torch.testing.assert_close(unmasked, masked, rtol=2e-2, atol=2e-2)
@@ -52,3 +65,10 @@ def test_cpu_offload_does_not_change_losses(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     resident, offloaded = (losses(tmp_path / f"runs/offload-{offload}") for offload in ("false", "true"))
     assert offloaded == pytest.approx(resident, rel=1e-5)
+
+
+def test_many_chunks_of_the_loss_are_as_exact_as_one() -> None:
+    """On a GPU, a matmul with float32 output accumulates the weight's gradient."""
+    unchunked, *chunked = weight_gradient_errors([0, 32, 1024], device="cuda")
+    assert unchunked < 4e-3
+    assert max(chunked) < 1.2 * unchunked

@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipes import pretrain
 from tests.distributed.test_counts import STEPS, WARM, before_each_step, small
-from titanlike.distributed import process_group
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.run.run_dir import RunDirectory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -27,8 +27,8 @@ def test_no_host_synchronization_in_a_step(tmp_path: Path, name: str, compiled: 
         torch.cuda.set_sync_debug_mode("error" if WARM <= step < STEPS else "default")
 
     try:
-        with process_group.session("cuda") as device, before_each_step(before):
-            pretrain.main(recipe, device)
+        with RunDirectory(recipe).session() as (device, watchdog), before_each_step(before):
+            pretrain.main(recipe, device, watchdog)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

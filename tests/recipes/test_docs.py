@@ -6,14 +6,29 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import data_batches, data_prepare, figures, float8_quality, optimizers, save_stall, soak, startup
-from tests.launching import ROOT, free_port, python
+from benchmarks import (
+    data_batches,
+    data_prepare,
+    figures,
+    float8_quality,
+    optimizers,
+    restart_bytes,
+    save_stall,
+    soak,
+    startup,
+)
+from tests.launching import ROOT, SMALL, free_port, python, run
 from tests.parity import CASES, summary, table
+from tests.training import tiny, train
+from titanlike.checkpoint import read_whole
 from titanlike.cli.main import build_parser
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import DIMENSIONS
@@ -68,7 +83,8 @@ def test_other_commands_are_valid() -> None:
     commands = [shlex.split(line, comments=True)[1:] for line in LINES if line.startswith("titanlike ")]
     assert {words[1] for words in commands if words[0] == "data"} == {"prepare", "inspect", "train-tokenizer"}
     for words in commands:
-        build_parser().parse_args(words)
+        _, overrides = build_parser().parse_known_args(words)
+        assert not overrides or (words[0] == "plan" and all("." in override for override in overrides))
 
 
 def test_the_sagemaker_command_of_the_readme_runs(tmp_path: Path) -> None:
@@ -85,12 +101,49 @@ def test_python_code_parses(page: Path) -> None:
         ast.parse(block)
 
 
+def test_the_code_of_the_checkpoints_page_loads_a_run(
+    tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In plain PyTorch, from shards that two ranks saved."""
+    recipe = tiny(
+        tmp_path / "runs", "NAME", training=dict(steps=2), schedule=dict(warmup_steps=1), validation=dict(interval=0),
+    )  # fmt: skip
+    train(ranks(2), recipe)
+    step = tmp_path / "runs/NAME/checkpoints/step-00000002"
+    expected = read_whole(step)
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks(ROOT / "docs/checkpoints.md", "python")
+    assert "titanlike" not in program
+    found: dict[str, Any] = {}
+    exec(program.replace("step-00001000", step.name), found)
+    assert found["weights"].keys() == expected["model"].keys()
+    assert all(torch.equal(value, expected["model"][name]) for name, value in found["weights"].items())
+    state = {
+        name.removeprefix("optimizer."): v for name, v in found["tensors"].items() if name.startswith("optimizer.")
+    }
+    assert state.keys() == expected["optimizer"].keys()
+    assert all(torch.equal(value, expected["optimizer"][name]) for name, value in state.items())
+
+
 def test_the_python_code_of_the_readme_runs(tmp_path: Path) -> None:
     (program,) = blocks(ROOT / "README.md", "python")
     (tmp_path / "example.py").write_text(program)
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     done = python(tmp_path, "example.py", variables=variables | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_quickstart_ends_with_a_continuation_by_transformers(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks(ROOT / "README.md") if "pipeline(" in block]
+    train_line, export_line, generate_line = (shlex.split(line, comments=True)[1:] for line in block.splitlines())
+    # Fewer steps: the continuation is nonsense, and all lines run.
+    trained = run(tmp_path, *train_line, **SMALL)
+    assert trained.returncode == 0, trained.stderr
+    exported = python(tmp_path, "-m", "titanlike.cli.main", *export_line)
+    assert exported.returncode == 0, exported.stderr
+    done = subprocess.run([sys.executable, *generate_line], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("def ") and len(done.stdout) > 10, done.stderr
 
 
 def test_the_shard_format_is_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +235,11 @@ def test_the_startup_table_is_the_measurement() -> None:
 
 def test_the_checkpoint_tables_are_the_measurements() -> None:
     page = (ROOT / "docs/checkpoints.md").read_text()
-    for program, file in ((soak, "soak_cpu.json"), (save_stall, "save_stall_cpu.json")):
+    for program, file in (
+        (soak, "soak_cpu.json"),
+        (save_stall, "save_stall_cpu.json"),
+        (restart_bytes, "restart_bytes.json"),
+    ):
         measured = json.loads((ROOT / "benchmarks/results" / file).read_text())
         assert f"-->\n\n{program.table(measured)}\n\n" in page
         assert f"\n{measured['command']}\n" in page
@@ -272,4 +329,4 @@ def test_the_table_of_recipes_has_the_parameter_counts() -> None:
     text = (ROOT / "README.md").read_text()
     for path in (ROOT / "train_configs").glob("*.toml"):
         count = load(PretrainRecipe, path).model.num_parameters()
-        assert re.search(rf"\[{path.stem}\].*\| {count:,} \|", text), f"{path.stem}: {count:,}"
+        assert re.search(rf"/{path.stem}\.toml\).*\| {count:,} \|", text), f"{path.stem}: {count:,}"

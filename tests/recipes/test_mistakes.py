@@ -1,5 +1,6 @@
 """User errors: each is reported in one line, within a second, and creates no files."""
 
+import errno
 import re
 import shlex
 import socket
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, SMALL, command, cpu_seconds, run
-from titanlike.run.start import program_of
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.sections import Run
+from titanlike.distributed.environment import RankInfo
+from titanlike.run.start import Arguments, program_of, select_run_dir, start
 
 MISTAKES = [
     (("--training.stepz=3",), {}, "training.stepz = 3: unknown key; did you mean training.steps?"),
@@ -42,6 +46,30 @@ MISTAKES = [
         "does not divide model.num_kv_heads = 1; use 1",
     ),
     (("--check", "0"), {}, "--check 0: give a number of processes"),
+    (("--check=²",), {}, "--check ²: give a number of processes"),
+    ((f"--check={'9' * 5000}",), {}, "give a number of processes"),
+    (("--\udcff=3",), {}, "'--\\udcff=3' is not text in this terminal's encoding"),
+    (("\udcff.toml",), {}, "'\\udcff.toml' is not text in this terminal's encoding"),
+    (("a\nb.toml",), {}, "'a\\nb.toml' is not the name of a recipe"),
+    ((f"--run.name={'x' * 300}",), {}, "is too long for a path; use at most 1024 bytes, and 255 between slashes"),
+    ((f"--recipe={'x' * 300}",), {}, "there is no program"),
+    (
+        ("--compile.backend=nope", "--compile.mode=block"),
+        {},
+        "compile.backend = 'nope' is not a backend of torch.compile",
+    ),
+    (
+        (),
+        {"NPROC": "1", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "x" * 64},
+        "cannot be resolved from this machine; give the host name or the IP address of node 0",
+    ),
+    (
+        (),
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "x" * 64, "MASTER_PORT": "29500"},
+        "cannot be resolved from this machine",
+    ),
+    ((), {"NPROC": "1", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 must be at least 1 and at most 65535"),
+    ((), {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "but SLURM_LOCALID not: start with srun"),
     (("--training.seq_len=9000",), {}, "longer than the model's max_seq_len = 8192"),
     (("--recipe=none",), {}, "recipe = 'none': there is no program"),
     (("--data.source=text", "--data.path=none"), {}, "data.path = 'none' does not exist"),
@@ -136,6 +164,69 @@ def test_check_validates_for_other_machines(tmp_path: Path) -> None:
     refused = run(tmp_path, recipe, *available, "--check", "96")
     assert refused.returncode == 2
     assert "training.global_batch_size = 128 does not divide over 96 data-parallel ranks" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("debug (1).toml", "debug__1_-"),
+        (".hidden.toml", "_hidden-"),
+        ("größe 2.toml", "größe_2-"),
+        (f"{'ü' * 120}.toml", f"{'ü' * 100}-"),
+        ("a\tb.toml", None),
+    ],
+)
+def test_the_name_of_a_run_is_derived_from_any_file_name(tmp_path: Path, file: str, name: str | None) -> None:
+    (tmp_path / file).write_text("")
+    if name is None:
+        with pytest.raises(UserError, match="is not the name of a recipe"):
+            Arguments([str(tmp_path / file)])
+        return
+    run_section = select_run_dir(Run(), Arguments([str(tmp_path / file)]), RankInfo())
+    assert run_section.name.startswith(name)
+    assert len(run_section.name.encode()) <= 255
+
+
+@pytest.mark.parametrize("folder", ["my run", ".run", "run (1)"])
+def test_a_run_directory_that_was_given_an_invalid_name_is_refused(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "environment.json").write_text("{}")
+    (tmp_path / folder / "recipe.toml").write_text("")
+    arguments = Arguments([str(tmp_path / folder / "recipe.toml")])
+    with pytest.raises(
+        UserError, match=r"the name of a run directory has letters, .*; rename the directory, or give --run\.name"
+    ):
+        select_run_dir(Run(), arguments, RankInfo())
+    for name in ("run", "x" * 255, "e\u0301", "٣"):  # names that run.name allows
+        (tmp_path / folder).rename(tmp_path / name)
+        folder = name
+        moved = select_run_dir(Run(), Arguments([str(tmp_path / name / "recipe.toml")]), RankInfo())
+        assert (moved.name, Path(moved.dir).resolve()) == (name, tmp_path.resolve())
+
+
+def test_a_program_that_is_no_text_is_reported(tmp_path: Path) -> None:
+    for text in ("recipe = {}", "recipe = 3", "[recipe]", "recipe.x = 2024-01-01"):
+        (tmp_path / "recipe.toml").write_text(text)
+        with pytest.raises(UserError, match=r"recipe\.toml: recipe = .* must be the name of a program, as text"):
+            program_of(tmp_path / "recipe.toml")
+
+
+def test_a_directory_that_may_not_be_searched_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exists = Path.exists
+
+    def denied(path: Path) -> bool:  # as for a user who is not root
+        if path.is_relative_to(tmp_path / "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # keeps pytest's own handler
+    with pytest.raises(SystemExit, match="2"):
+        start(PretrainRecipe, [f"--run.dir={tmp_path}/closed/runs"])
+    message = "Permission denied; choose another path, or change its permissions"
+    assert capsys.readouterr().err == f"error: {tmp_path}/closed/runs: {message}\n"
 
 
 def test_the_default_program_is_the_shipped_one(tmp_path: Path) -> None:

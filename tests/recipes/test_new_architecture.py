@@ -58,6 +58,7 @@ from torch import nn
 
 from parallel_config import ParallelConfig
 from titanlike.models import register_model
+from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention, Embedding, LMHead
 
 
@@ -83,14 +84,16 @@ class ParallelModel(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
+        self.document_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.output = LMHead(config.dim, config.vocab_size, bias=False)
 
     def forward(self, tokens, position_ids=None, document_ids=None, dropout_bits=None, labels=None):
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        mask = self.document_mask(document_ids)
         for block in self.layers.values():
-            h = block(h, document_ids)
+            h = block(h, mask)
         h = h if self.norm is None else self.norm(h)
         return h if self.output is None else self.output(h, labels)
 
@@ -105,9 +108,9 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x, document_ids):
+    def forward(self, x, mask):
         h = self.norm(x)
-        return x + self.attention(h, document_ids) + self.feed_forward(h)
+        return x + self.attention(h, mask) + self.feed_forward(h)
 
 
 class Attention(nn.Module):
@@ -117,9 +120,9 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
         self.attend = CausalAttention()
 
-    def forward(self, x, document_ids):
+    def forward(self, x, mask):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.attend(q, k, v, document_ids).transpose(1, 2).flatten(-2))
+        return self.wo(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):

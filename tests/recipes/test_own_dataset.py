@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from tests.launching import ROOT, SMALL, losses, run
+from tests.launching import ROOT, SMALL, losses, records, run
 from tests.recipes.test_copy import edited
 
 
@@ -16,23 +16,38 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
         (ROOT / "recipes/pretrain.py").read_text(),
         ("import torch\nfrom torch", "from my_data import open_sources\nimport torch\nfrom torch"),
         (
-            "        device=device,\n    )\n\n    # Whether",
-            "        device=device,\n        open_sources=open_sources,\n    )\n\n    # Whether",
+            "        vocab_size=recipe.model.vocab_size,\n    )\n    evaluator",
+            "        vocab_size=recipe.model.vocab_size,\n        open_sources=open_sources,\n    )\n    evaluator",
         ),
     )
     (tmp_path / "mine.py").write_text(program)
     debug = (ROOT / "train_configs/debug.toml").read_text()
     (tmp_path / "mine.toml").write_text(edited(debug, ('recipe = "pretrain"', 'recipe = "mine"')))
-    options = SMALL | {"run.name": "run", "checkpoint.interval": "3"}
+    options = SMALL | {
+        "run.name": "run",
+        "checkpoint.interval": "3",
+        "validation.interval": "3",
+        "validation.batches": "2",
+    }
 
     first = run(tmp_path, "mine.toml", **options)
     assert first.returncode == 0, first.stderr
     assert "24 sequences of a user's loader" in first.stdout
     expected = losses(tmp_path / "runs/run")
     assert set(expected) == {1, 2, 3, 4, 5, 6}
+    validated = [one["validation_loss"] for one in records(tmp_path / "runs/run") if "validation_loss" in one]
+    assert len(validated) == 2
 
     shutil.rmtree(tmp_path / "runs/run/checkpoints/step-00000006")
     (tmp_path / "runs/run/metrics.jsonl").unlink()
     resumed = run(tmp_path, "mine.toml", **options)
     assert "resumed at step 3" in resumed.stdout, resumed.stderr
     assert losses(tmp_path / "runs/run") == {step: expected[step] for step in (4, 5, 6)}
+    assert [one["validation_loss"] for one in records(tmp_path / "runs/run") if "validation_loss" in one] == validated[
+        1:
+    ]
+
+    (tmp_path / "my_data.py").write_text(example.replace("version 1", "version 2"))
+    refused = run(tmp_path, "mine.toml", **options)
+    assert refused.returncode == 2
+    assert "trained on other data (fingerprint training of my dataset, version 1, now training of my" in refused.stderr

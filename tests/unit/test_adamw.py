@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from titanlike.config.sections import Optimizer
@@ -161,3 +163,95 @@ def test_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.Mon
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
     assert len(graphs) <= 4  # for six weights: quantized or not, one row or several
+
+
+def steps(gradients: Tensor, state_dtype: Any, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Returns the steps of low-precision AdamW and of torch's in float32 for each of `gradients`, in units of the learning rate."""
+    found, expected = nn.Parameter(torch.zeros(gradients.shape[1:])), nn.Parameter(torch.zeros(gradients.shape[1:]))
+    options: dict[str, Any] = dict(lr=1.0, betas=betas, eps=1e-12)
+    optimizer = LowPrecisionAdamW([found], **options, state_dtype=state_dtype, seeds={})
+    optimizers = {found: optimizer, expected: torch.optim.AdamW([expected], **options, weight_decay=0.0)}
+    taken: dict[nn.Parameter, list[Tensor]] = {found: [], expected: []}
+    for gradient in gradients:
+        for parameter, each in optimizers.items():
+            parameter.data.zero_()  # a sum would round the step
+            parameter.grad = gradient.clone()
+            each.step()
+            taken[parameter].append(-parameter.data)
+    return torch.stack(taken[found]), torch.stack(taken[expected])
+
+
+def rare_rows() -> Tensor:
+    """The embeddings of rare tokens: 2% of the rows in each step."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = 1e-2 * torch.randn(200, 64, BLOCK, generator=generator)
+    gradients[:, 1:] *= 1e-3  # weakly correlated with every token
+    return gradients * (torch.rand(200, 64, 1, generator=generator) < 0.02)
+
+
+def rare_elements() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    rare = torch.rand(200, 8, BLOCK, generator=generator) < 0.02
+    return 1e-2 * torch.randn(200, 8, BLOCK, generator=generator) * torch.where(rare, 1.0, 1e-4)
+
+
+def one_large_column() -> Tensor:
+    gradients = 1e-2 * torch.randn(200, 8, BLOCK, generator=torch.Generator().manual_seed(0))
+    gradients[..., 0] *= 1000
+    return gradients
+
+
+def small_beside_large_then_zero() -> Tensor:
+    gradients = torch.zeros(30, 4, BLOCK)
+    gradients[0, :, ::2], gradients[0, :, 1::2] = 1e-2, 3e-6
+    return gradients
+
+
+@pytest.mark.parametrize(
+    ("gradients", "max_error"),
+    [(rare_rows, 0.05), (rare_elements, 0.6), (one_large_column, 0.35), (small_beside_large_then_zero, 0.35)],
+)
+def test_8bit_steps_are_bounded_where_gradients_are_uneven(gradients: Any, max_error: float) -> None:
+    """Second moments below the smallest code became 0, while their first moments did not: steps of 100 learning rates and more."""
+    found, expected = steps(gradients(), "8bit", (0.9, 0.95))
+    assert expected.abs().max() > 0.5
+    assert found.abs().max() < 1.17  # of any sequence of gradients, with these betas
+    assert (found - expected).norm() < max_error * expected.norm()
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    betas=st.sampled_from([(0.9, 0.95), (0.9, 0.98), (0.95, 0.95), (0.8, 0.95), (0.0, 0.8)]),
+    decades=st.integers(0, 9),
+    growth=st.floats(-0.3, 0.6),
+    row_share=st.sampled_from([1.0, 0.3, 0.02]),
+    element_share=st.sampled_from([1.0, 0.3, 0.02]),
+    spikes=st.booleans(),
+    constant=st.booleans(),
+)
+@pytest.mark.parametrize("state_dtype", ["8bit", "bfloat16"])
+def test_no_step_is_far_above_that_of_float32(
+    state_dtype: str,
+    seed: int,
+    betas: tuple[float, float],
+    decades: int,
+    growth: float,
+    row_share: float,
+    element_share: float,
+    spikes: bool,
+    constant: bool,
+) -> None:
+    """Gradients that are rare, that differ by orders of magnitude within a block, and that grow, shrink or spike over time."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (50, 2, BLOCK)
+    gradients = torch.ones(size) if constant else torch.randn(size, generator=generator)
+    gradients *= 10 ** (-decades * torch.rand(BLOCK, generator=generator))
+    gradients *= torch.exp(growth * torch.rand(size[1:], generator=generator) * torch.arange(50)[:, None, None])
+    for share, shape in ((row_share, (50, 2, 1)), (element_share, size)):
+        gradients *= torch.rand(shape, generator=generator) < share
+    if spikes:
+        gradients *= torch.where(torch.rand(size, generator=generator) < 0.05, 1e3, 1.0)
+    gradients[..., 0] = 10.0 ** (decades / 2)  # a steady element defines the scale of its block
+    found, expected = steps(gradients, state_dtype, betas)
+    assert found[expected.abs() <= 1.0].abs().max() <= 3.0

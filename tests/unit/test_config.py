@@ -1,5 +1,7 @@
 """Loading of recipes: precedence, model sizes, overrides and error messages."""
 
+import json
+import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
+from titanlike.config.base import divisors
 from titanlike.config.load import RENAMED
 from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 from titanlike.config.schema import describe
@@ -67,6 +70,45 @@ def test_a_resolved_recipe_loads_as_an_equal_recipe(tmp_path: Path) -> None:
     recipe = load(PretrainRecipe, write(tmp_path, text))
     again = load(PretrainRecipe, write(tmp_path, to_toml(recipe, "a comment\nof two lines"), "again.toml"))
     assert again == recipe
+
+
+def test_an_extends_that_is_circular_through_links_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "link.toml").symlink_to("link.toml")
+    assert 'extends = "link.toml": file DIR/link.toml not found' in error_message(tmp_path, 'extends = "link.toml"')
+    (tmp_path / "same.toml").symlink_to("recipe.toml")
+    assert 'extends = "same.toml" is circular' in error_message(tmp_path, 'extends = "same.toml"')
+
+
+def test_a_recipe_that_is_no_file_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")  # reading it would wait for a writer
+    for path in (tmp_path / "pipe.toml", tmp_path, Path("/dev/zero")):
+        with pytest.raises(UserError, match="is not a file; give the file of a recipe"):
+            load(PretrainRecipe, path)
+    with pytest.raises(UserError, match=r"xxx\.\.\.: cannot be read as a recipe: File name too long"):
+        load(PretrainRecipe, tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("text", ["1e-5\ndim = 3", "1e-5 # comment", "1e-5\n[x]", "1e-5,", "1e-5, 2"])
+def test_nothing_after_a_value_on_the_command_line_is_dropped(tmp_path: Path, text: str) -> None:
+    assert f"model.norm_eps = {json.dumps(text)} must be a number > 0" in error_message(
+        tmp_path, "", **{"model.norm_eps": text}
+    )
+
+
+def test_lists_on_the_command_line_may_have_lines_comments_and_any_text(tmp_path: Path) -> None:
+    overrides = {"data.mixture": '["a#b",\n "c, d",  # e\n]', "data.weights": " [1, 2.5] "}
+    data = load(PretrainRecipe, write(tmp_path, ""), overrides).data
+    assert (data.mixture, data.weights) == (("a#b", "c, d"), (1.0, 2.5))
+
+
+def test_an_override_with_a_thousand_parts_is_an_error(tmp_path: Path) -> None:
+    name = ".".join("a" * 1000)
+    assert error_message(tmp_path, "", **{name: "3"}).startswith("--a.a.a.")
+
+
+def test_divisors() -> None:
+    for number in range(1, 200):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
 
 
 def test_recipes_are_frozen() -> None:
@@ -141,6 +183,29 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ('extends = "none.toml"', 'extends = "none.toml": file DIR/none.toml not found'),
         ('extends = "recipe.toml"', 'extends = "recipe.toml" is circular; remove it from one of the files'),
         ("extends = 3", "extends = 3 must be a string, the path of one recipe"),
+        ("extends = 2024-01-01", 'extends = "2024-01-01" must be a string, the path of one recipe'),
+        ('extends = "a\\u0000b"', 'extends = "a\\u0000b" contains the character NUL; remove it'),
+        (f'extends = "{"x" * 300}"', "not found"),
+        ('[run]\ndir = "a\\u0000b"', 'run.dir = "a\\u0000b" contains the character NUL; remove it'),
+        (f'[run]\ndir = "{"x" * 300}"', "is too long for a path; use at most 1024 bytes, and 255 between slashes"),
+        (f'[run]\nname = "{"é" * 200}"', "is too long for a path"),
+        (f"[training]\nsteps = {'9' * 5000}", "invalid TOML: an integer has too many digits"),
+        (f"[training]\nsteps = 0x{'f' * 5000}", "training.steps: an integer has too many digits"),
+        (f"[training]\nsteps = {'[' * 400}{']' * 400}", "training.steps: tables or lists are nested more than 8 deep"),
+        (f"x = {'[' * 100_000}", "invalid TOML: tables or lists are nested more than 8 deep"),
+        (f"{'a.' * 1000}b = 3", "tables or lists are nested more than 8 deep"),
+        (f"{'a.' * 900}b = 3", "tables or lists are nested more than 8 deep"),
+        (f"[run]\nseed = {2**64}", "run.seed = 18446744073709551616 must be an integer >= 0 and <= 4294967295"),
+        (
+            f"[run]\nhang_timeout = {10**15}",
+            "run.hang_timeout = 1000000000000000 must be an integer >= 1 and <= 1000000",
+        ),
+        (f"[model]\nvocab_size = {10**12}", "model.vocab_size = 1000000000000 must be at most 1000000000"),
+        ("[model]\nnum_layers = 1000000", "model.num_layers = 1000000 must be an integer >= 1 and <= 10000"),
+        ("[data]\nweights = [1e308, 1e308]", "data.weights = 1e+308 must be at most 1000000000"),
+        ("[optimizer]\nlr = 1e308", "optimizer.lr = 1e+308 must be at most 1000000000"),
+        ('["a\\nb"]\nx = 1', "a\\nb: unknown key; the sections of a recipe are"),
+        ("'' = 1", '"" = 1: unknown key; the sections of a recipe are'),
     ],
 )
 def test_an_error_has_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:

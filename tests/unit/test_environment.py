@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.distributed import environment
 from titanlike.distributed.environment import (
     LaunchConfig,
     RankInfo,
     child_environment,
     first_host,
+    is_first_on_node,
     launch_config,
     rank_info,
     rank_variables_from_slurm,
     set_launch_id,
+    terminate_with_launcher,
 )
 from titanlike.run.start import start
-from titanlike.utils.system import num_gpus, port_is_free, skip_isa_checks
+from titanlike.utils.system import num_gpus, port_is_free, reduce_fragmentation, skip_isa_checks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -65,7 +68,7 @@ def test_default_is_one_process_per_gpu() -> None:
     assert launch_config({"CUDA_VISIBLE_DEVICES": "0,3,5"}).processes_per_node == 3
     assert launch_config({"CUDA_VISIBLE_DEVICES": "0,3,5", "NPROC": "2"}).processes_per_node == 2
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
-    with pytest.raises(UserError, match="NPROC=0: at least one process"):
+    with pytest.raises(UserError, match="NPROC=0 must be at least 1 and at most 1000000"):
         launch_config({"NPROC": "0"})
     with pytest.raises(UserError, match="NPROC=two is not an integer"):
         launch_config({"NPROC": "two"})
@@ -76,7 +79,7 @@ def test_max_restarts() -> None:
     assert launch_config(NO_GPU | {"MAX_RESTARTS": ""}).max_restarts == 0
     with pytest.raises(UserError, match="MAX_RESTARTS=abc is not an integer"):
         launch_config(NO_GPU | {"MAX_RESTARTS": "abc"})
-    with pytest.raises(UserError, match="MAX_RESTARTS=-1: give the number of restarts, 0 for none"):
+    with pytest.raises(UserError, match="MAX_RESTARTS=-1 must be at least 0"):
         launch_config(NO_GPU | {"MAX_RESTARTS": "-1"})
     with pytest.raises(UserError, match="MAX_RESTARTS=3, but srun started one task per process"):
         rank_variables_from_slurm(SLURM | {"SLURM_NTASKS": "4", "MAX_RESTARTS": "3"})
@@ -101,6 +104,40 @@ def test_child_environment_has_no_variables_of_the_parent_job(monkeypatch: pytes
     assert child_environment({"NPROC": "2"}) == {"HOME": "/", "NPROC": "2"}
     set_launch_id()
     assert os.environ["TITANLIKE_LAUNCH_ID"] != "id"
+
+
+def test_the_parent_is_the_launcher_whoever_has_adopted_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents: list[int] = []
+    monkeypatch.setattr(environment, "signal_at_parent_death", lambda parent, number: parents.append(parent))
+    monkeypatch.setattr("os.getppid", lambda: 5)
+    for launcher in ("123", "x"):
+        variables = {"TORCHELASTIC_RUN_ID": "id", "TITANLIKE_LAUNCHER_PID": launcher}
+        terminate_with_launcher(variables)
+        assert variables == {"TORCHELASTIC_RUN_ID": "id"}
+    terminate_with_launcher({"TORCHELASTIC_RUN_ID": "id"})
+    terminate_with_launcher({"TITANLIKE_LAUNCHER_PID": "123"})  # not a rank
+    assert parents == [123, 5, 5]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent death signals are of Linux")
+def test_a_rank_that_its_launcher_did_not_live_to_see_is_terminated() -> None:
+    """A session manager or a container runtime adopts it, in place of process 1."""
+    rank = "from titanlike.distributed.environment import *; terminate_with_launcher(); print('not terminated')"
+    launcher = (
+        "import os, subprocess, sys\n"
+        "variables = os.environ | {'TORCHELASTIC_RUN_ID': 'id', 'TITANLIKE_LAUNCHER_PID': str(os.getpid())}\n"
+        f"subprocess.Popen(['/bin/sh', '-c', 'read line; exec \"$0\" -c \"$1\"', sys.executable, {rank!r}], env=variables)"
+    )
+    session_manager = (
+        "import ctypes, os, subprocess, sys\n"
+        "ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER\n"
+        "reader, writer = os.pipe()\n"
+        f"subprocess.run([sys.executable, '-c', {launcher!r}], stdin=reader, check=True)\n"
+        "os.write(writer, b'\\n')  # the rank begins after the launcher has exited\n"
+        "print('exit code', os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", session_manager], capture_output=True, text=True, check=True)
+    assert done.stdout == f"exit code {-signal.SIGTERM}\n"
 
 
 def test_several_nodes_from_variables() -> None:
@@ -145,6 +182,58 @@ def test_shell_inside_a_slurm_allocation_is_not_a_task() -> None:
 )
 def test_first_host_of_a_slurm_node_list(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "-1", "²", "٣", "1_0", " 3", "9" * 5000])
+def test_an_invalid_port_is_refused(port: str) -> None:
+    with pytest.raises(UserError, match=r"^MASTER_PORT="):
+        rank_info(TORCHRUN | {"MASTER_PORT": port})
+    with pytest.raises(UserError, match=r"^MASTER_PORT="):
+        launch_config(NO_GPU | {"MASTER_PORT": port})
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "-1"}, "RANK=-1 must be at least 0"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 must be at least 0 and at most 3"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1 must be at least 2 and at most 8"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 must be at least 2 and at most 8"),
+        ({"WORLD_SIZE": "1000000000000"}, r"WORLD_SIZE=1000000000000 is not an integer below 10"),
+        ({"WORLD_SIZE": "a\nb"}, r"WORLD_SIZE=a\\nb is not an integer"),
+    ],
+)
+def test_rank_variables_outside_their_range_are_refused(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rank_info(TORCHRUN | variables)
+
+
+def test_launches_of_too_many_processes_are_refused() -> None:
+    with pytest.raises(UserError, match="2 nodes with NPROC=1000000 are 2000000 processes"):
+        launch_config({"NPROC": "1000000", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"})
+
+
+@pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_PROCID", "SLURM_JOB_NODELIST", "SLURM_NODEID"])
+def test_half_a_slurm_environment_is_refused(missing: str) -> None:
+    present = {name: value for name, value in SLURM.items() if name != missing}
+    message = f"SLURM_STEP_ID=0 is set, but {missing} not: start with srun"
+    if missing != "SLURM_NODEID":
+        with pytest.raises(UserError, match=message):
+            rank_variables_from_slurm(present | {"SLURM_NTASKS": "4"})
+    if missing in ("SLURM_NODEID", "SLURM_JOB_NODELIST"):
+        with pytest.raises(UserError, match=message):
+            launch_config(present | NO_GPU | {"SLURM_NTASKS": "2"})
+
+
+def test_slurm_tasks_may_be_distributed_unevenly() -> None:
+    found = rank_variables_from_slurm(SLURM | {"SLURM_NTASKS": "5", "SLURM_LOCALID": "3"})  # 4 tasks and 1
+    assert found is not None
+    assert rank_info(found).local_world_size == 4
+
+
+def test_an_empty_local_rank_is_that_of_the_first_process() -> None:
+    assert is_first_on_node({"LOCAL_RANK": ""})
+    assert not is_first_on_node({"LOCAL_RANK": "1"})
 
 
 def test_port_in_use_is_not_free() -> None:
@@ -203,3 +292,10 @@ def test_isa_checks_are_skipped_with_a_recent_compiler(
     assert bool(skip_isa_checks()) is skipped
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert skip_isa_checks() == {}
+
+
+def test_gpu_memory_segments_are_expandable_unless_the_allocator_is_configured() -> None:
+    for configured in ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}):
+        environ = dict(configured)
+        reduce_fragmentation(environ)
+        assert environ == (configured or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

@@ -9,10 +9,12 @@ import fsspec
 import pytest
 import zstandard
 
+from tests.launching import free_port
 from tests.web import Web, web
 from titanlike.config import UserError
+from titanlike.data.data_directory import DataDirectory
 from titanlike.data.text import files
-from titanlike.data.text.files import DataDirectory, File, list_files, open_file
+from titanlike.data.text.files import File, list_files, open_file
 
 
 @pytest.fixture
@@ -126,6 +128,19 @@ def test_remote_reads_are_retried_a_few_times(server: Web) -> None:
     assert len([path for path, _ in server.asked[asked:] if path == "none.txt"]) <= 2  # not retried
 
 
+def test_a_server_that_does_not_answer_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "RETRY_DELAY", 0.0)
+    with pytest.raises(
+        UserError, match=r"a\.txt: cannot be read, tried 3 times: ClientConnectorError: Cannot connect to host"
+    ):
+        list_files(f"http://127.0.0.1:{free_port()}/a.txt")
+
+
+def test_a_range_of_too_many_files_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a range of 1,000,000,000 files; give at most 100,000"):
+        list_files("https://127.0.0.1/{000000000..999999999}.txt")
+
+
 def test_remote_file_that_became_shorter_is_reported(server: Web) -> None:
     server.files["a.txt"] = bytes(9 * 2**20)
     [file] = list_files(f"{server.address}/a.txt")
@@ -139,5 +154,5 @@ def test_remote_file_that_became_shorter_is_reported(server: Web) -> None:
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a.zst").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(UserError, match=r"a\.zst requires the package zstandard: pip install 'titanlike\[data\]'"):
+    with pytest.raises(UserError, match=r"a\.zst requires the package zstandard; run: pip install -e \"\.\[data\]\""):
         read(list_files(str(tmp_path / "a.zst"))[0])

@@ -16,10 +16,12 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Float8
+from titanlike.float8.all_gather import wrap_weights
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
 from titanlike.float8.selection import matches, skip_reasons, summary_lines
 from titanlike.float8.validation import hardware_problems
 from titanlike.models import build_model
+from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import recipe_as_json
 
@@ -195,7 +197,7 @@ def test_study_recipes_each_change_one_section() -> None:
 
 def test_resume_may_change_all_gather_and_not_the_rounding() -> None:
     facts = {"device": "cuda", "torch": "2.11.0"}
-    before = recipe(dict(emulate=False))
+    before = recipe(dict(emulate=False), run=dict(deterministic=True))
     saved = CheckpointMetadata(1, recipe_as_json(before), "x", {"shard": 8}, facts)
     free = replace(before, float8=replace(before.float8, all_gather=True))
     assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
@@ -295,3 +297,23 @@ def test_import_prints_nothing() -> None:
     code = "import titanlike.float8.linear, titanlike.float8.mx, titanlike.float8.all_gather"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
+
+
+def test_a_weight_that_lost_its_wrapper_is_an_error_at_the_first_forward_pass(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    apply_float8(model, Float8(scaling="tensorwise", skip_small=False, emulate=True))
+    wrap_weights(model)
+    model[1].weight = nn.Parameter(model[1].weight.detach() + 0.0)  # an operation that unwraps
+    apply_fsdp(model, init_device_mesh("cpu", (1,)), compute_dtype=torch.bfloat16)
+    with pytest.raises(
+        RuntimeError, match=r"^1\.weight was replaced after `wrap_weights`, and FSDP would all-gather it"
+    ):
+        model(torch.randn(4, 16))
+    wrapped = nn.Sequential(nn.Linear(16, 16))
+    apply_float8(wrapped, Float8(scaling="tensorwise", skip_small=False, emulate=True))
+    wrap_weights(wrapped)
+    apply_fsdp(wrapped, init_device_mesh("cpu", (1,)), compute_dtype=torch.bfloat16)
+    for _ in range(2):
+        wrapped(torch.randn(4, 16)).sum().backward()

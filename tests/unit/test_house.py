@@ -16,7 +16,9 @@ LAYERS = [
     {"cli"},
     {"verify"},
     {"run"},
-    {"parallelize", "generate"},
+    {"planning"},
+    {"inference"},
+    {"parallelize", "interop"},
     {"parallelisms", "float8", "optim", "data", "metrics"},
     {"checkpoint"},
     {"models"},
@@ -54,7 +56,7 @@ def module_of(path: Path) -> str:
 def test_every_package_has_a_layer_and_there_are_no_other_top_level_modules() -> None:
     members = set().union(*LAYERS)
     assert {path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__")} == members
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "generate", "parallelize", "verify"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "parallelize", "verify"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
@@ -76,7 +78,7 @@ def test_only_two_modules_read_environment_variables(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
 def test_a_file_has_a_limited_number_of_lines(path: Path) -> None:
-    limit = 450 if path == PACKAGE / "config" / "sections.py" else 320  # all keys with their documentation in one file
+    limit = 500 if path == PACKAGE / "config" / "sections.py" else 320  # all keys with their documentation in one file
     assert len(path.read_text().splitlines()) <= limit, "a file has one subject: split it"
 
 
@@ -84,3 +86,28 @@ def test_a_file_has_a_limited_number_of_lines(path: Path) -> None:
 def test_planted_errors_match_the_code(error: Planted) -> None:
     assert (ROOT / error.file).read_text().count(error.old) == 1
     assert all((ROOT / path).exists() for path in error.tests.split())
+
+
+PRIVATE_ROOTS = {"torch", "dist", "collectives", "pipelining", "F"}
+# Overrides of the launcher's agent, which `compat.REQUIRED` has.
+PRIVATE_ALLOWED = {"titanlike.utils.compat", "titanlike.cli.torchrun"}
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Names with a leading underscore that a module takes from torch, except for modules that are documented as public."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in PRIVATE_ROOTS:
+                yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+    for name in imports(path):
+        if name.startswith("torch.") and any(part.startswith("_") for part in name.split(".")):
+            yield f"{path}: import of {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_private_apis_of_torch_are_used_in_one_module(path: Path) -> None:
+    if module_of(path) not in PRIVATE_ALLOWED:
+        assert list(private_names(path)) == []

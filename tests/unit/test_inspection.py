@@ -99,7 +99,7 @@ def test_a_folder_of_shards_is_summarized_and_verified(
         (["nothing"], "error: nothing: no such folder of token shards"),
         (["/"], "error: / is not a folder of token shards: it has no manifest.json; create it with `titanlike data prepare`"),
         (["nothing", "--data.path=x"], "error: --data.path=x: token shards have no recipe keys to override"),
-        ([str(DEBUG), "--step", "0"], "error: --step 0: must be at least 1"),
+        ([str(DEBUG), "--step", "0"], "error: argument --step: expected an integer of at least 1, got '0'"),
         ([str(DEBUG), "--data.pth=x"], "data.pth = \"x\": unknown key; did you mean data.path?"),
         ([str(DEBUG), "verify"], "verify: give one recipe"),
     ],

@@ -1,16 +1,20 @@
 """The chunked linear cross-entropy against `F.cross_entropy` of the full logits."""
 
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.training import Operations
+from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.models.loss import (
     IGNORE,
     chunked_linear_cross_entropy,
@@ -18,6 +22,7 @@ from titanlike.models.loss import (
     cross_entropy_inplace,
     cross_entropy_sum,
 )
+from titanlike.parallelisms.precision import apply_compute_dtype
 
 TOKENS, DIM, VOCAB = 24, 16, 40
 
@@ -94,20 +99,74 @@ def test_in_bfloat16_the_scale_is_not_rounded(scale: float) -> None:
     assert (scaled * once).sum() / once.square().sum() == pytest.approx(scale, rel=3e-4)
 
 
-def test_in_bfloat16_chunks_add_little_rounding_error() -> None:
+def weight_gradient_errors(chunks: Sequence[int], tokens: int = 2048, device: str = "cpu") -> list[float]:
+    """Returns the relative error of the weight's gradient in bfloat16 for each chunk size, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 64, generator=generator).to(device, torch.bfloat16)
+    weight = (0.1 * torch.randn(256, 64, generator=generator)).to(device, torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, 256, (tokens,), generator=generator).to(device)
+    exact = torch.autograd.grad(reference(x[None], weight, labels), weight)[0].double()
+    errors = []
+    for chunk in chunks:
+        (found,) = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=chunk) / 7, weight)
+        assert found.dtype == torch.bfloat16
+        errors.append(((7 * found.double() - exact).norm() / exact.norm()).item())
+    return errors
+
+
+def test_in_bfloat16_many_chunks_are_as_exact_as_one() -> None:
+    """A sum of 64 chunks in bfloat16 has several times the error of a single product."""
+    unchunked, *chunked = weight_gradient_errors([0, 32, 100, 1024])
+    assert unchunked < 4e-3  # 8 bits
+    assert max(chunked) < 1.2 * unchunked
+
+
+@pytest.mark.parametrize(("dtype", "master", "chunk", "expected"), [
+    (torch.float32, torch.float32, 16, [torch.float32]),
+    (torch.bfloat16, torch.float32, 16, [torch.bfloat16, torch.float32]),  # the weight for the matmuls, and the gradient
+    (torch.bfloat16, torch.bfloat16, 16, [torch.float32, torch.bfloat16]),  # the sum, and the gradient
+    (torch.bfloat16, torch.bfloat16, 0, [torch.bfloat16]),
+])  # fmt: skip
+def test_buffers_of_the_size_of_the_weight(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, master: torch.dtype, chunk: int, expected: list[torch.dtype]
+) -> None:
+    """The gradient of a float32 weight is the buffer in which it accumulates. Products and casts have `BLOCK_ROWS` rows."""
+    monkeypatch.setattr("titanlike.models.loss.BLOCK_ROWS", 16)
+    x, head = torch.randn(64, 8, dtype=dtype, requires_grad=True), LMHead(8, 320, bias=False, dtype=master)
+    head.loss = partial(chunked_linear_cross_entropy, chunk=chunk)
+    if dtype != master:
+        apply_compute_dtype(head, dtype, cast_forward_inputs=False)
+    with TensorsOfSize(320 * 8) as made:
+        (head(x, torch.zeros(64, dtype=torch.long)) / 7).backward()
+    assert made.dtypes == expected
+    assert head.weight.grad is not None and head.weight.grad.dtype == master
+
+
+@pytest.mark.parametrize("head_class", [LMHead, TiedLMHead])
+def test_a_float32_weight_gets_a_gradient_that_is_not_rounded(head_class: Any) -> None:
     x, weight, labels = inputs(torch.bfloat16)
-    exact = torch.autograd.grad(reference(x, weight, labels), weight)[0].float()
-    errors = {}
-    for chunk in (0, 3):
-        found = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=chunk), weight)[0].float()
-        errors[chunk] = ((found - exact).norm() / exact.norm()).item()
-    assert errors[0] < 4e-3  # 8 bits
-    assert errors[3] < 3 * errors[0]
+    head = LMHead(DIM, VOCAB, bias=False) if head_class is LMHead else TiedLMHead(nn.Embedding(VOCAB, DIM))
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    head.loss = partial(chunked_linear_cross_entropy, chunk=7)
+    assert head(x).dtype == torch.bfloat16
+    (found,) = torch.autograd.grad(head(x, labels) / 19, head.weight)
+    (expected,) = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=7) / 19, weight)
+    assert torch.equal(found.bfloat16(), expected)
+    assert not torch.equal(found, expected.float())
+
+
+def test_a_second_backward_pass_without_retain_graph_is_refused() -> None:
+    x, weight, labels = inputs(torch.bfloat16)
+    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_split_backward_pass_gets_the_same_gradients_twice() -> None:
     x, weight, labels = inputs()
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7) / 19
+    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7, retain_graph=True) / 19
     (for_x,) = torch.autograd.grad(loss, x, retain_graph=True)
     (for_weight,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close((for_x, for_weight), torch.autograd.grad(reference(x, weight, labels) / 19, (x, weight)))
@@ -125,6 +184,23 @@ class LargestTensor(TorchDispatchMode):
         for made in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(made, Tensor):
                 self.numbers = max(self.numbers, made.numel())
+        return out
+
+
+class TensorsOfSize(TorchDispatchMode):
+    """Records the dtypes of new tensors with this number of elements."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.numel() == self.size:
+                self.dtypes += [tensor.dtype] * (tensor.untyped_storage().data_ptr() not in before)
         return out
 
 

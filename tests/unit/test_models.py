@@ -147,6 +147,34 @@ def test_rope_scaling_keeps_high_and_divides_low_frequencies() -> None:
     torch.testing.assert_close(scaled, torch.tensor([fast, slow / factor, middle * (0.5 + 0.5 / factor)]))
 
 
+def published_frequency(index: int, head_dim: int, theta: float, factor: float, original: int) -> Tensor:
+    """Returns a frequency of Llama 3 as the published models were trained with it, and as transformers computes it in float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequency = (1.0 / torch.pow(theta, exponents))[index]
+    wavelength = 2 * math.pi / frequency
+    if factor == 1.0 or wavelength < original / 4:
+        return frequency
+    if wavelength > original:
+        return frequency / factor
+    share = (original / wavelength - 1.0) / 3.0
+    return (1.0 - share) * frequency / factor + share * frequency
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+@pytest.mark.parametrize(("head_dim", "factor"), [(64, 1.0), (64, 32.0), (128, 1.0), (128, 8.0), (80, 1.0)])
+def test_rotary_angles_equal_those_of_published_models(theta: float, head_dim: int, factor: float) -> None:
+    """To the bit: at position 131,071, the last bit of a frequency changes its cosine by 5e-3."""
+    config = LlamaConfig(
+        dim=2 * head_dim, num_heads=2, num_kv_heads=2, rope_theta=theta, rope_scaling=factor, rope_original_seq_len=8192
+    )
+    positions = torch.tensor([[0, 1, 8191, 100_003, 131_071]])
+    frequencies = [published_frequency(i, head_dim, theta, factor, 8192) for i in range(head_dim // 2)]
+    angles = positions[0].float()[:, None] * torch.stack(frequencies).repeat(2)
+    cos, sin = rotary_angles(config, positions)
+    assert torch.equal(cos[0, 0], angles.cos())
+    assert torch.equal(sin[0, 0], angles.sin())
+
+
 def test_rope_scaling_of_1_is_off() -> None:
     def cosines(scaling: float) -> Tensor:
         return rotary_angles(

@@ -3,10 +3,13 @@
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from titanlike.config import UserError
 from titanlike.data.loader import BatchLoader
@@ -16,7 +19,8 @@ from titanlike.data.packed_dataset import (
     PackedDataset,
     SequenceBatch,
     ShuffledMixture,
-    document_ids_and_positions,
+    positions_in_documents,
+    separate_documents,
 )
 from titanlike.data.shuffle import CYCLE, Mixture, shuffled
 from titanlike.data.text.tokenizer import Separator
@@ -109,10 +113,10 @@ def test_the_global_order_does_not_depend_on_the_layout(ranks: int, local: int) 
         assert torch.equal(torch.cat([part.inputs["tokens"] for rank in parts for part in rank]), expected)
 
 
-def test_num_distinct_counts_batches_before_a_sequence_repeats() -> None:
-    assert batches(counting(33)).num_distinct(10) == 4  # batches of 8
-    assert batches(counting(33)).num_distinct(2) == 2
-    assert batches(counting(5)).num_distinct(2) == 1
+def test_first_batches_end_before_a_sequence_repeats() -> None:
+    assert len(list(batches(counting(33)).first_batches(10))) == 4  # batches of 8
+    assert len(list(batches(counting(33)).first_batches(2))) == 2
+    assert len(list(batches(counting(5)).first_batches(2))) == 1
 
 
 def test_the_order_depends_on_the_seed() -> None:
@@ -130,29 +134,45 @@ def test_too_few_tokens_are_refused() -> None:
 def test_a_mixture_has_exact_shares_and_an_epoch_per_dataset() -> None:
     parts = [counting(100), counting(10, start=1000), counting(3, start=2000)]
     source = ShuffledMixture(parts, [0.7, 0.2, 0.1], seed=0, global_batch_size=8)
-    assert source.mixture.counts == [717, 205, 102]
     firsts = np.concatenate([source.read(step, range(8)).tokens[:, 0] for step in range(1, CYCLE // 8 + 1)])
-    for number, (part, count) in enumerate(zip(parts, source.mixture.counts, strict=True)):
+    for number, (part, count) in enumerate(zip(parts, [717, 205, 102], strict=True)):
         selected = firsts[(firsts >= 1000 * number) & (firsts < 1000 * (number + 1))]
         assert len(selected) == count
         size = part.num_sequences
         epochs = selected[: count // size * size].reshape(-1, size)
         assert (np.sort(epochs, axis=1) == np.sort(epochs[0])).all()  # each sequence once an epoch
-    assert [round(epochs, 1) for epochs in source.epochs(CYCLE // 8)] == [7.2, 20.5, 34.0]
+    assert [round(epochs, 1) for epochs in source.epochs(CYCLE // 8)] == [7.2, 20.5, 34.1]
     assert source.describe(CYCLE // 8).startswith(
         "the data 70%, 401 tokens read 7.2 times; the data 20%, 41 tokens read 20"
     )
-    assert source.num_distinct == 3 * CYCLE // 102 // 8
+    assert source.num_distinct == 3 * 10 // 8
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [1e-6, 1], [5, 3, 2, 1e-9], [1e6, 1e-6, 1e-6]])
-def test_the_shares_of_a_mixture_add_up_for_any_weights(weights: list[float]) -> None:
-    mixture = Mixture(weights, seed=1)
-    assert sum(mixture.counts) == CYCLE
-    assert min(mixture.counts) >= 1
-    streams, offsets = mixture.pick(np.arange(3 * CYCLE))
+def test_a_mixture_reads_every_element_of_a_stream_once_and_in_order(weights: list[float]) -> None:
+    streams, offsets = Mixture(weights, seed=1).pick(np.arange(3 * CYCLE))
     for number in range(len(weights)):
         assert offsets[streams == number].tolist() == list(range((streams == number).sum()))
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(
+    weights=st.lists(st.floats(1e-6, 1.0) | st.sampled_from([1e-300, 1e300, 1 / 3, 1.0]), min_size=2, max_size=60),
+    first=st.sampled_from([0, 5, 10**6]),
+)
+@example(weights=[0.9995, 0.0005], first=0)
+@example(weights=[1.0, 1e-5], first=0)
+@example(weights=[1.0] * 60, first=0)
+def test_a_mixture_honors_every_weight(weights: list[float], first: int) -> None:
+    """Weights below 1/1024 too, over several blocks: exact up to one element, and one per stream for the largest."""
+    mixture = Mixture(weights, seed=1)
+    blocks = 20
+    streams, offsets = mixture.pick(np.arange(first * mixture.length, (first + blocks) * mixture.length))
+    counts = np.bincount(streams, minlength=len(weights))
+    for number, weight in enumerate(weights):
+        exact = blocks * mixture.length * Fraction(weight) / sum(map(Fraction, weights))
+        assert abs(int(counts[number]) - exact) <= (len(weights) if weight == max(weights) else 1)
+        assert np.array_equal(np.diff(offsets[streams == number]), np.ones(max(counts[number] - 1, 0)))
 
 
 def test_document_masks_separate_documents() -> None:
@@ -167,8 +187,9 @@ def test_document_masks_separate_documents() -> None:
     assert batch.inputs["position_ids"][0].tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4]
     # The first token of a document cannot be predicted from its own document.
     assert batch.labels[0].tolist() == [9, IGNORE, 2, 9, IGNORE, 4, 5, 6, 9, IGNORE]
-    opened = document_ids_and_positions(np.array([[9, 7, 9, 1, 2]]), Separator(9, closes=False))
-    assert [part.tolist() for part in opened] == [[[0, 0, 1, 1, 1]], [[0, 1, 0, 1, 2]]]
+    opened = separate_documents(np.array([[9, 7, 9, 1, 2]]), Separator(9, closes=False))
+    assert opened.tolist() == [[0, 0, 1, 1, 1]]
+    assert positions_in_documents(opened).tolist() == [[0, 1, 0, 1, 2]]
 
 
 def test_masked_tokens_are_not_labels() -> None:

@@ -1,6 +1,8 @@
 """Preflight checks: recipes that cannot work are refused, with the remedy, before anything starts."""
 
+import time
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,12 @@ import pytest
 import torch
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.layout import blocks_of, split_blocks, stages_of
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
+from titanlike.config.model_configs import LLAMA_SIZES, GPTConfig, LlamaConfig
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 from titanlike.metrics.hardware import device_name
-from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run import preflight
+from titanlike.run.preflight import BACKENDS, check_machine, check_recipe
 from titanlike.run.run_dir import summary
 
 
@@ -26,7 +29,8 @@ def recipe(**sections: Any) -> PretrainRecipe:
 def test_the_defaults_are_valid() -> None:
     check_recipe(PretrainRecipe(), 1)
     check_recipe(PretrainRecipe(), 8)
-    check_recipe(recipe(training=dict(steps=3)), 1)  # shorter than the warm-up
+    check_recipe(recipe(training=dict(steps=100)), 1)  # as long as the warm-up
+    check_recipe(recipe(schedule=dict(decay_steps=900)), 1)  # without a stable phase
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,14 @@ def test_the_defaults_are_valid() -> None:
             1,
             "vocab_size = 256 is smaller than the tokenizer's 257 tokens; use 257",
         ),
+        (
+            dict(training=dict(steps=99)),
+            1,
+            "schedule.warmup_steps = 100 is more than training.steps = 99, so the learning rate would not reach its peak; use "
+            "schedule.warmup_steps = 99 or less, or train longer",
+        ),
+        (dict(schedule=dict(decay_steps=1001)), 1, "100 + 1001 is more than training.steps = 1000"),
+        (dict(schedule=dict(warmup_steps=0, decay_steps=1001)), 1, "0 + 1001 is more than training.steps = 1000"),
         (dict(schedule=dict(warmup_steps=600, decay_steps=401)), 1, "600 + 401 is more than training.steps = 1000"),
         (
             dict(activation_checkpoint=dict(mode="memory_budget"), compile=dict(mode="none")),
@@ -100,6 +112,36 @@ def test_the_defaults_are_valid() -> None:
         ),
         (dict(data=dict(holdout_every=0)), 1, "holds out nothing; set validation.interval = 0, or"),
         (dict(data=dict(holdout_every=1)), 1, "holdout_every = 1 holds out every sequence; use 2 or more"),
+        (
+            dict(training=dict(attention="efficient"), model=LlamaConfig(num_kv_heads=2)),
+            1,
+            "attention = 'efficient' does not support num_kv_heads = 2 and num_heads = 4; set training.attention = 'auto'",
+        ),
+        (dict(training=dict(attention="cudnn"), run=dict(deterministic=True)), 1, "'cudnn' is not deterministic, but"),
+        (
+            dict(training=dict(attention="flash"), data=dict(document_masks=True)),
+            1,
+            "'flash' does not support the mask of data.document_masks = true; set training.attention = 'auto'",
+        ),
+        (
+            dict(data=dict(document_masks=True), model=LlamaConfig(dim=64, num_heads=8, num_kv_heads=8)),
+            1,
+            "requires a head dimension of 16 or more, but model.dim / model.num_heads = 8; set training.attention = 'math'",
+        ),
+        (
+            dict(
+                data=dict(document_masks=True),
+                activation_checkpoint=dict(mode="selective"),
+                compile=dict(mode="none"),
+            ),
+            1,
+            "keeps it from being compiled; set compile.mode = 'block', or activation_checkpoint.mode = 'full'",
+        ),
+        (
+            dict(training=dict(attention="cudnn"), parallelism=dict(context=2)),
+            2,
+            "'cudnn' is not used with parallelism.context = 2; set training.attention = 'auto'",
+        ),
         (
             dict(parallelism=dict(cpu_offload=True), run=dict(device="cpu")),
             1,
@@ -235,6 +277,15 @@ def test_an_invalid_recipe_is_refused_with_the_remedy(sections: dict[str, Any], 
             "requires a multiple of 2 micro-batches, but a rank has 5",
         ),
         (
+            dict(
+                parallelism=dict(pipeline=2, pipeline_schedule="zbv"),
+                training=dict(global_batch_size=4, local_batch_size=4),
+            ),
+            2,
+            "requires a multiple of 2 micro-batches, but a rank has 1 (4 sequences, training.local_batch_size = 4); "
+            "use training.local_batch_size = 1 or 2",
+        ),
+        (
             dict(parallelism=dict(pipeline=4), training=dict(global_batch_size=2, local_batch_size=1)),
             4,
             "a rank has 2 (2 sequences, training.local_batch_size = 1); raise training.global_batch_size",
@@ -304,6 +355,101 @@ def test_a_v_shaped_schedule_puts_the_first_and_last_stage_on_one_rank() -> None
     assert [stages_of(rank, 2, 4, v_shaped=True) for rank in range(2)] == [[0, 3], [1, 2]]
     assert [stages_of(rank, 2, 4, v_shaped=False) for rank in range(2)] == [[0, 2], [1, 3]]
     assert [list(blocks_of(stage, [1, 3, 2])) for stage in range(3)] == [[0], [1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("sections", "processes", "message"),
+    [
+        (
+            dict(model=LlamaConfig(num_heads=999_999_937, num_kv_heads=2)),
+            1,
+            r"num_heads = 999999937; use 1 or 999999937",
+        ),
+        (
+            dict(model=LlamaConfig(dim=999_999_937, num_heads=999_999_936)),
+            1,
+            "does not divide model.dim = 999999937; use 1 or",
+        ),
+        (
+            dict(training=dict(global_batch_size=735_134_400, local_batch_size=735_134_399)),
+            1,
+            "use 183783600, 245044800 or",
+        ),
+        (
+            dict(parallelism=dict(tensor=999_999_937)),
+            1,
+            "parallelism.tensor = 999999937 does not divide model.num_heads = 4; use 1",
+        ),
+        (dict(parallelism=dict(replicate=999_999_937)), 10**6, "the 1000000 processes; use 250000, 500000 or 1000000"),
+        (
+            dict(
+                parallelism=dict(pipeline=4), training=dict(global_batch_size=735_134_400, local_batch_size=735_134_400)
+            ),
+            4,
+            "use training.local_batch_size = 122522400, 147026880 or 183783600",
+        ),
+    ],
+)
+def test_divisors_of_large_numbers_are_suggested_at_once(
+    sections: dict[str, Any], processes: int, message: str
+) -> None:
+    start = time.process_time()
+    with pytest.raises(UserError, match=message):
+        check_recipe(recipe(**sections), processes)
+    assert time.process_time() - start < 2.0
+
+
+def test_an_unknown_compile_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    nope = recipe(compile=dict(backend="nope"))
+    with pytest.raises(
+        UserError, match=r"compile\.backend = 'nope' is not a backend of torch\.compile; choose from inductor, "
+    ):
+        check_recipe(nope, 1)
+    with pytest.raises(UserError, match=r"did you mean 'inductor'\?"):
+        check_recipe(recipe(compile=dict(backend="inducter")), 1)
+    check_recipe(recipe(compile=dict(backend="nope", mode="none")), 1)
+    entry = EntryPoint("nope", "package:backend", "torch_dynamo_backends")
+    monkeypatch.setattr(preflight, "entry_points", lambda group: [entry] if group == entry.group else [])
+    check_recipe(nope, 1)
+    assert set(BACKENDS) <= set(torch._dynamo.list_backends(None))
+
+
+def test_a_compile_cache_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sections: dict[str, Any] = dict(run=Run(dir=str(tmp_path)), data=Data(source="synthetic"))
+    cache = str(tmp_path / "file" / "cache")
+    with pytest.raises(
+        UserError, match=rf"^compile\.cache = '{cache}': .*file is a file, not a folder; choose another compile"
+    ):
+        check_machine(recipe(compile=dict(cache=cache), **sections))
+    check_machine(recipe(compile=dict(cache=cache, mode="none"), **sections))
+    check_machine(recipe(compile=dict(cache=str(tmp_path / "cache")), **sections))
+
+
+def test_a_model_larger_than_the_memory_of_the_machine_is_refused(tmp_path: Path) -> None:
+    sections: dict[str, Any] = dict(run=Run(dir=str(tmp_path), device="cpu"), data=Data(source="synthetic"))
+    huge = recipe(model=LlamaConfig(vocab_size=10**9), **sections)  # 384 billion parameters
+    with pytest.raises(
+        UserError, match=r"^the model has 384,00\d,\d{3},\d{3} parameters, and their weights and gradients take 2,86"
+    ):
+        check_machine(huge)
+    check_machine(huge, world_size=4096, local_world_size=1)  # 0.7 GiB for each process
+    with pytest.raises(UserError, match="the model has"):
+        check_machine(replace(huge, parallelism=Parallelism(replicate=4096, shard=1)), world_size=4096)
+    check_recipe(huge, 1)  # other machines may have more
+
+
+def test_the_summary_names_a_published_size_only_if_the_model_has_it() -> None:
+    def label(**fields: Any) -> str:
+        return LlamaConfig(**fields).label()
+
+    assert label() == "llama debug"
+    assert label(size="3-8B", **LLAMA_SIZES["3-8B"]) == "llama 3-8B"
+    assert label(size="3-8B", **LLAMA_SIZES["3-8B"] | dict(vocab_size=320, dropout=0.1)) == "llama 3-8B"
+    assert label(num_layers=6) == "llama of 6 layers, model.dim 192"
+    assert GPTConfig(dim=64).label() == "gpt of 4 layers, model.dim 64"
+    shown = summary(recipe(model=LlamaConfig(num_layers=6)), dict.fromkeys(DIMENSIONS, 1), torch.device("cpu"), "")
+    assert shown.startswith("model   llama of 6 layers, model.dim 192: ")
 
 
 def test_the_summary_shows_the_layout() -> None:

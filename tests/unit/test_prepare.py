@@ -69,7 +69,7 @@ def test_prompts_are_excluded_from_the_loss(corpus: Path, tmp_path: Path) -> Non
     prepare([str(corpus / "a.jsonl")], tmp_path / "out", Section(special="eos"), fields=fields, workers=0)
     document = next(iter(read_documents(list_files(str(corpus / "a.jsonl"))[0], fields)))
     shards = Shards(str(tmp_path / "out"))
-    [[end, loss_start]] = shards._documents(shards.shards[0])[:1]
+    [[end, loss_start]] = shards._read_documents(shards.shards[0])[:1]
     assert loss_start == len(document.prompt.encode())
     assert end == loss_start + len(document.text.encode()) + 1
 

@@ -13,7 +13,9 @@ from titanlike.utils import atomic_io
 
 
 @pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])
-def test_interrupted_open_leaves_complete_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+def test_interrupted_open_leaves_complete_files(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
     """A truncated recipe would still be valid, with default values for the missing keys."""
     recipe = tiny(tmp_path, "run")
     run = RunDirectory(recipe)

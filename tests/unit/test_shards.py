@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.format import (
     DTYPES,
     CheckpointCorrupt,
@@ -38,7 +39,7 @@ def save(path: Path, *shards: ShardSpec, **notes: Any) -> FileDigest:
 
 
 def reader(*paths: Path) -> Reader:
-    return Reader(paths)
+    return Reader(read_header(LocalFile(path)) for path in paths)
 
 
 @pytest.mark.parametrize("code", DTYPES)
@@ -95,14 +96,22 @@ def test_replicated_shards_are_read_once(tmp_path: Path) -> None:
     assert torch.equal(found, tensor)
 
 
-def test_files_are_opened_lazily(tmp_path: Path) -> None:
+def test_only_the_rows_of_a_shard_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(12).view(4, 3)
-    save(tmp_path / "local", shard("t", tensor, slice(0, 2), slice(0, 3)))
-    files = reader(tmp_path / "local", tmp_path / "absent")
-    local = torch.zeros(2, 3, dtype=torch.int64)
-    assert files.fill("t", local, ShardRange((4, 3), (0, 0), (2, 3)))
-    with pytest.raises(CheckpointCorrupt, match="absent cannot be read: No such file"):
-        files.fill("t", local, ShardRange((4, 3), (1, 0), (2, 3)))
+    for number, rows in enumerate((slice(0, 2), slice(2, 4))):
+        save(tmp_path / str(number), shard("t", tensor, rows, slice(0, 3)))
+    files = reader(tmp_path / "0", tmp_path / "1")
+    sizes: list[tuple[str, int]] = []
+    read = LocalFile.read
+    monkeypatch.setattr(
+        LocalFile, "read", lambda file, start, size: sizes.append((file.path.name, size)) or read(file, start, size)
+    )
+    for first, expected in ((0, [("0", 48)]), (1, [("0", 24), ("1", 24)]), (3, [("1", 24)])):
+        found = torch.zeros(min(2, 4 - first), 3, dtype=torch.int64)
+        assert files.fill("t", found, ShardRange((4, 3), (first, 0), tuple(found.shape)))
+        assert torch.equal(found, tensor[first : first + 2])
+        assert sizes == expected
+        sizes.clear()
 
 
 def test_missing_elements_and_mismatched_tensors_are_refused(tmp_path: Path) -> None:
@@ -123,20 +132,20 @@ def test_verification_detects_every_flipped_bit_and_missing_byte(tmp_path: Path)
     tensor = torch.arange(100.0)
     path = tmp_path / "a"
     digest = save(path, ShardSpec("t", full_range(tensor), tensor), generators={"torch": "00"})
-    verify_file(path, digest, content=True)
+    verify_file(LocalFile(path), digest, content=True)
     content = path.read_bytes()
     assert digest.size == len(content)
     for position in (0, 9, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        verify_file(path, digest, content=False)
+        verify_file(LocalFile(path), digest, content=False)
         with pytest.raises(CheckpointCorrupt, match="a is corrupt: SHA-256 mismatch"):
-            verify_file(path, digest, content=True)
+            verify_file(LocalFile(path), digest, content=True)
     path.write_bytes(content[:-1])
     with pytest.raises(CheckpointCorrupt, match=f"a is corrupt: {len(content) - 1:,} bytes, expected {len(content):,}"):
-        verify_file(path, digest, content=False)
+        verify_file(LocalFile(path), digest, content=False)
     path.unlink()
     with pytest.raises(CheckpointCorrupt, match="a cannot be read: No such file or directory"):
-        verify_file(path, digest, content=False)
+        verify_file(LocalFile(path), digest, content=False)
 
 
 def file_with(header: Any, data: bytes = b"") -> bytes:
@@ -177,12 +186,12 @@ GOOD: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(CheckpointCorrupt, match=r"a is corrupt: "):
-        read_header(tmp_path / "a")
+        read_header(LocalFile(tmp_path / "a"))
 
 
 def test_the_valid_header_behind_the_hostile_ones_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(file_with({"__metadata__": META, "t": GOOD}, bytes(8)))
-    assert list(read_header(tmp_path / "a").entries) == ["t"]
+    assert list(read_header(LocalFile(tmp_path / "a")).entries) == ["t"]
 
 
 class PartialWriter(io.RawIOBase):
@@ -201,4 +210,4 @@ def test_partial_writes_are_completed(tmp_path: Path) -> None:
     stream = PartialWriter()
     digest = write(stream, [ShardSpec("t", full_range(tensor), tensor)], {})  # type: ignore[arg-type]
     (tmp_path / "a").write_bytes(stream.content)
-    verify_file(tmp_path / "a", digest, content=True)
+    verify_file(LocalFile(tmp_path / "a"), digest, content=True)

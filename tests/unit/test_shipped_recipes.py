@@ -1,5 +1,6 @@
 """Every shipped recipe loads, passes the checks for its number of processes, and builds the published model."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlike.config import PretrainRecipe, load
+from titanlike.config.layout import SCHEDULES
 from titanlike.config.load import joined
 from titanlike.models import build_model
 from titanlike.parallelisms.mesh import build_mesh
@@ -19,19 +21,23 @@ from titanlike.utils.dtensor import local_tensor
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 
-# Parameter counts, equal to the published ones (debug has none), and the number of processes in the recipe's comment.
+# Parameter counts, equal to the published ones (debug has none), and the number of processes that the recipe is for.
 SHIPPED = {
     "debug": (1_746_624, 1),
+    "finetune_debug": (1_746_624, 1),
     "gpt2_124m": (124_439_808, 8),
     "gpt2_124m_c4": (124_439_808, 8),
     "llama3_1b": (1_235_814_400, 1),
     "llama3_1b_fineweb_edu": (1_235_814_400, 1),
     "llama3_8b": (8_030_261_248, 8),
+    "finetune_llama3_8b": (8_030_261_248, 8),
     "llama3_8b_float8": (8_030_261_248, 8),
     **{f"study/{name}": (8_030_261_248, 8) for name in ("baseline", "compile", "float8", "float8_all_gather")},
-    "llama3_70b": (70_553_706_496, 64),
-    "llama3_405b": (405_853_388_800, 512),
+    **{f"llama3_8b_128k{float8}": (8_030_261_248, 64) for float8 in ("", "_float8")},
+    **{f"llama3_70b{float8}": (70_553_706_496, 256) for float8 in ("", "_float8")},
+    **{f"llama3_405b{float8}": (405_853_388_800, 512) for float8 in ("", "_float8")},
 }
+AT_SCALE = [name for name, (_, processes) in SHIPPED.items() if processes > 8]
 
 
 def test_the_table_has_every_shipped_recipe() -> None:
@@ -44,7 +50,9 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
     path = FOLDER / f"{name}.toml"
     recipe = load(PretrainRecipe, path)
     check_recipe(recipe, processes)
-    check_recipe(recipe, 8)  # `./run_train.sh` takes every GPU of a machine
+    layout = recipe.parallelism
+    machine = layout.pipeline * layout.tensor * layout.context
+    check_recipe(recipe, max(8, machine))  # `./run_train.sh` takes every GPU of a machine
     with torch.device("meta"):
         model = build_model(recipe.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
@@ -55,10 +63,13 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        *((name, {}) for name in SHIPPED),
-        ("llama3_70b", {"tensor": "8"}),
-        ("llama3_405b", {"tensor": "8"}),
-        ("llama3_405b", {"tensor": "8", "context": "4"}),
+        *(
+            pytest.param(name, {}, marks=[pytest.mark.slow] if name in AT_SCALE and "float8" in name else [])
+            for name in SHIPPED
+        ),
+        pytest.param("llama3_70b", {"tensor": "1"}, marks=pytest.mark.slow),
+        pytest.param("llama3_405b", {"pipeline": "1"}, marks=pytest.mark.slow),
+        pytest.param("llama3_405b", {"pipeline": "1", "context": "4"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -67,21 +78,63 @@ def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrid
     count, processes = SHIPPED[name]
     recipe = load(PretrainRecipe, FOLDER / f"{name}.toml", {f"parallelism.{key}": n for key, n in overrides.items()})
     check_recipe(recipe, processes)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-    try:
-        layout = recipe.parallelism.resolve(processes)
-        with torch.device("meta"):
-            model = build_model(recipe.model)
-        parallelize(
-            model, build_mesh("cpu", **layout.dimensions()), split=[recipe.model.num_layers],
-            training=recipe.training, parallelism=layout, activation_checkpoint=recipe.activation_checkpoint,
-            compile=recipe.compile, float8=replace(recipe.float8, emulate=True),
-        )  # fmt: skip
-        local = [local_tensor(parameter) for parameter in model.parameters()]
-        assert sum(shard.numel() for shard in local) == pytest.approx(count / processes, rel=1e-3)
-        assert {shard.dtype for shard in local} == {torch.float32}
-    finally:
-        dist.destroy_process_group()
+    layout = recipe.parallelism.resolve(processes)
+    shards, split = processes // layout.pipeline, layout.split(recipe.model)
+    for stage in {0, layout.pipeline - 1}:
+        dist.init_process_group("fake", store=FakeStore(), rank=stage * shards, world_size=processes)
+        try:
+            with torch.device("meta"):
+                model = build_model(recipe.model)
+            sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+            model = parallelize(
+                model, build_mesh("cpu", **layout.dimensions()), split=split, training=recipe.training, parallelism=layout,
+                activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+                float8=replace(recipe.float8, emulate=True),
+            )  # fmt: skip
+            local = {name: local_tensor(parameter) for name, parameter in model.named_parameters()}
+            held = sum(sizes[name] for name in local)
+            assert held == pytest.approx(count / layout.pipeline, rel=0 if layout.pipeline == 1 else 0.1)
+            assert sum(shard.numel() for shard in local.values()) == pytest.approx(held / shards, rel=1e-3)
+            assert {shard.dtype for shard in local.values()} == {torch.float32}
+        finally:
+            dist.destroy_process_group()
+
+
+def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
+    """Returns the GiB that a GPU holds at least, from formulas. Not measured; without the allocator's fragmentation, NCCL's buffers
+    and the logits of a chunk. Activations are those of Llama 3's blocks.
+    """
+    model, layout, training = recipe.model, recipe.parallelism.resolve(processes), recipe.training
+    schedule, pipeline, tensor = SCHEDULES[layout.pipeline_schedule], layout.pipeline, layout.tensor
+    tokens = training.local_batch_size * training.seq_len // layout.context
+    # Weights, gradients and two moments in float32, sharded over all GPUs.
+    states = 16 * model.num_parameters() / processes
+    # Unsharded weights and their gradients: of two blocks, or with a pipeline of the stages that the GPU holds.
+    block = sum(outputs * inputs for outputs, inputs in model.block_matrices().values())
+    gathered = (1 if recipe.float8.all_gather else 2) + 4
+    unsharded = gathered * (2 * block if pipeline == 1 else model.num_parameters() / pipeline) / tensor
+    # Bytes per token, channel and block that are kept until the backward pass, and the keys and values that context parallelism
+    # gathers. A pipeline's first rank holds them for the micro-batches that it starts before its first backward pass.
+    width = model.dim * tokens / tensor
+    keys = 4 * (model.dim // model.num_heads) * model.num_kv_heads * training.seq_len if layout.context > 1 else 0
+    kept = {"full": 2 * width, "selective": 19.5 * width + keys}[recipe.activation_checkpoint.mode]
+    num_chunks = pipeline * (schedule.stages_per_rank + 1) - 1
+    num_blocks = model.num_layers if pipeline == 1 else num_chunks * max(layout.split(model))
+    # All activations of the block that is recomputed, and the sequences that tensor parallelism gathers.
+    recomputed = 33 * width + keys + (4 * width * tensor if tensor > 1 else 0)
+    return (states + unsharded + kept * num_blocks + recomputed) / 2**30
+
+
+@pytest.mark.parametrize("name", AT_SCALE)
+def test_the_comment_of_a_recipe_at_scale_has_its_gpus_and_memory(name: str) -> None:
+    processes = SHIPPED[name][1]
+    text = " ".join(re.findall(r"^# (.*)", (FOLDER / f"{name}.toml").read_text(), flags=re.MULTILINE))
+    memory = round(estimated_memory(load(PretrainRecipe, FOLDER / f"{name}.toml"), processes))
+    assert f"{processes} GPUs" in text
+    assert f"Estimated memory, not measured: {memory} GiB per GPU" in text, memory
+    assert memory < 0.85 * 80e9 / 2**30  # the rest is for what is not estimated
+    row = next(line for line in (FOLDER.parent / "docs/recipes.md").read_text().splitlines() if f"[{name}]" in line)
+    assert f"| {processes} |" in row and f"| {memory} |" in row, row
 
 
 @pytest.mark.parametrize("name", SHIPPED)

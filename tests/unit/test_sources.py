@@ -1,6 +1,8 @@
 """Data sources: text tokenized once, shards and their splits, mixtures, streams, and the errors of each."""
 
+import dataclasses
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlike.config import UserError
-from titanlike.config.sections import Data
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.sections import Checkpoint, Data, Validation
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import sources
 from titanlike.data.packed_dataset import ShuffledMixture
@@ -18,6 +20,7 @@ from titanlike.data.sources import Sources, open_sources
 from titanlike.data.stream import Stream
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.run.preflight import check_recipe
 
 BYTES = build_tokenizer(Section())
 
@@ -71,7 +74,7 @@ def test_concurrent_processes_tokenize_text_once(tmp_path: Path, cache: Path, mo
     for thread in threads:
         thread.join()
     assert len(calls) == 1
-    assert len({one.fingerprint for one in found}) == 1
+    assert len({one.training.fingerprint for one in found}) == 1
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [calls[0].name]
     (folder / "a.txt").write_text("more text")  # same size, new modification time
     assert tokens_of(open_(source="text", path=str(folder)).training) == [*b"more text", 256]
@@ -85,6 +88,16 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         UserError, match=r"file/tokens cannot store the tokens of .*text: .*; set data\.cache to a writable folder"
     ):
         open_(source="text", path=str(folder), cache=str(tmp_path / "file"))
+
+
+def test_a_full_cache_names_the_key_that_moves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = texts(tmp_path / "text", a="some text" * 1000)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        UserError, match=r"1,000 are free on the disk; free some space, or set data\.cache to a folder on another"
+    ):
+        open_(source="text", path=str(folder), cache=str(tmp_path / "cache"))
 
 
 def test_unreadable_files_are_errors(tmp_path: Path) -> None:
@@ -117,7 +130,7 @@ def test_python_stdlib_is_found_and_synthetic_tokens_are_deterministic() -> None
     assert len(tokens) > 3_000_000
     assert b"class JSONEncoder" in bytes(tokens[tokens < 256].astype(np.uint8))
     one, other = (open_(source="synthetic") for _ in range(2))
-    assert one.fingerprint == other.fingerprint != open_(source="python_stdlib").fingerprint
+    assert one.training.fingerprint == other.training.fingerprint != open_(source="python_stdlib").training.fingerprint
     assert max(tokens_of(one.training)) == 256
 
 
@@ -156,18 +169,21 @@ def test_validation_path_names_shards_or_text(tmp_path: Path) -> None:
         assert tokens_of(data.validation) == [*b"what is held out", 256]
         assert len(tokens_of(data.training)) == 9 * 15
     # Validation data does not change the fingerprint of the training data.
-    assert len({data.fingerprint for data in found} | {open_(source="shards", path=train).fingerprint}) == 1
+    assert (
+        len({data.training.fingerprint for data in found} | {open_(source="shards", path=train).training.fingerprint})
+        == 1
+    )
 
 
 def test_the_fingerprint_of_a_mixture_covers_datasets_and_weights(tmp_path: Path) -> None:
     one, other = (shards(tmp_path, name, [name * 9] * 9) for name in ("one", "other"))
     mixed = [
-        open_(source="shards", mixture=parts, weights=weights).fingerprint
+        open_(source="shards", mixture=parts, weights=weights).training.fingerprint
         for parts, weights in (((one, other), ()), ((one, other), (1.0, 2.0)), ((other, one), ()), ((one,), ()))
     ]
     assert len(set(mixed)) == 4
-    assert open_(source="shards", mixture=(one, other), weights=(1.0, 1.0)).fingerprint == mixed[0]
-    assert mixed[3] == open_(source="shards", path=one).fingerprint
+    assert open_(source="shards", mixture=(one, other), weights=(1.0, 1.0)).training.fingerprint == mixed[0]
+    assert mixed[3] == open_(source="shards", path=one).training.fingerprint
 
 
 def test_prompts_are_masked(tmp_path: Path) -> None:
@@ -200,12 +216,36 @@ def test_the_fingerprint_of_a_stream_covers_file_names_and_sizes(tmp_path: Path)
         texts(tmp_path / folder / "sub", a="text a", b="text b")
     one, two = (open_(source="stream", path=str(tmp_path / folder)) for folder in ("one", "two"))
     assert isinstance(one.training, Stream)
-    assert one.fingerprint == two.fingerprint
+    assert one.training.fingerprint == two.training.fingerprint
     (tmp_path / "two/sub/b.txt").write_text("longer text")
-    assert open_(source="stream", path=str(tmp_path / "two")).fingerprint != one.fingerprint
-    assert open_(source="stream", path=str(tmp_path / "one/sub/a.txt")).fingerprint != one.fingerprint
+    assert open_(source="stream", path=str(tmp_path / "two")).training.fingerprint != one.training.fingerprint
+    assert open_(source="stream", path=str(tmp_path / "one/sub/a.txt")).training.fingerprint != one.training.fingerprint
     other = open_sources(
         Data(source="stream", path=str(tmp_path / "one"), text_field="other"), BYTES, seq_len=4, global_batch_size=2,
         seed=0, validate=False,
     )  # fmt: skip
-    assert other.fingerprint != one.fingerprint
+    assert other.training.fingerprint != one.training.fingerprint
+
+
+@pytest.mark.parametrize("source", ["text", "stream", "shards"])
+def test_a_source_without_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """It does not read the folder that happens to have the name of the source, nor the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / source).mkdir()
+    (tmp_path / source / "a.txt").write_text("words " * 1000)
+    message = f"data.source = '{source}' requires data.path, which is empty"
+    with pytest.raises(UserError, match=message):
+        open_(source=source)
+    base = PretrainRecipe(validation=Validation(interval=0))
+    for data in (Data(source=source), Data(source=source, mixture=("",))):  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=message if not data.mixture else "data.mixture contains an empty path"):
+            check_recipe(dataclasses.replace(base, data=data), 1)
+
+
+@pytest.mark.parametrize("location", ["memory://runs", "https://host/runs"])
+def test_checkpoints_that_would_be_lost_are_refused(location: str) -> None:
+    recipe = PretrainRecipe(validation=Validation(interval=0), checkpoint=Checkpoint(dir=location))
+    with pytest.raises(
+        UserError, match=r"checkpoint.dir = '.*' (is lost when the process ends|cannot be written); use a d"
+    ):
+        check_recipe(recipe, 1)

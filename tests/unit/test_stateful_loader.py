@@ -64,7 +64,7 @@ def nodes(rank: int, num_ranks: int, epoch: int) -> Loader:
 
 
 def source(build_loader: Callable[[int, int, int], Any]) -> StatefulLoaderSource:
-    return StatefulLoaderSource(build_loader, seq_len=SEQ_LEN, global_batch_size=GLOBAL_BATCH_SIZE)
+    return StatefulLoaderSource(build_loader, seq_len=SEQ_LEN, global_batch_size=GLOBAL_BATCH_SIZE, fingerprint="rows")
 
 
 def batches(build_loader: Callable[[int, int, int], Any], position: Any, rank: int, num_ranks: int) -> BatchLoader:
@@ -120,6 +120,14 @@ def test_another_number_of_data_ranks_is_refused() -> None:
         match=r"loader states of 1 data-parallel ranks, but this run has 2; .*resume with 1 data-parallel ranks",
     ):
         resumed.microbatches(2)
+
+
+def test_documents_of_a_loader_are_masked() -> None:
+    items = [{"tokens": ROWS[:4], "document_ids": torch.tensor([0, 0, 1, 1]).expand(4, -1)}]
+    [first, *_] = batches(lambda *_: Stateless(items), None, 0, 1).microbatches(1)
+    assert first.labels.tolist() == [[1, -100, 3], [5, -100, 7]]
+    assert first.inputs["document_ids"].tolist() == [[0, 0, 1]] * 2
+    assert first.inputs["position_ids"].tolist() == [[0, 1, 0]] * 2
 
 
 def test_a_loss_mask_masks_labels() -> None:

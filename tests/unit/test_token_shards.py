@@ -1,6 +1,7 @@
 """Token shards: reads across boundaries, loss masks, local and remote folders, and the errors of damaged ones."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from tests.web import Web, web
 from titanlike.config import UserError
+from titanlike.data.data_directory import DataDirectory
 from titanlike.data.text import files
 from titanlike.data.token_shards import TRAIN, Manifest, Shards, ShardWriter, read_manifest
 
@@ -142,6 +144,10 @@ def test_files_that_differ_from_the_manifest_are_errors(folder: Path) -> None:
         Shards(str(folder))
 
 
+def shard(**changes: Any) -> dict[str, Any]:
+    return {"name": "a", "tokens": 9, "documents": 1, "tokens_sha256": "", "documents_sha256": ""} | changes
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -149,7 +155,19 @@ def test_files_that_differ_from_the_manifest_are_errors(folder: Path) -> None:
         ({"splits": {"train": [{"name": "a"}]}}, "is not a manifest of token shards"),
         ({"splits": []}, "is not a manifest of token shards"),
         ({"dtype": "text"}, "is not a manifest of token shards"),
-        ({"tokenizer": {}}, r"is not a manifest of token shards \('fingerprint'\)"),
+        ({"tokenizer": {}}, r"is not a manifest of token shards \(tokenizer.fingerprint: must be a string\)"),
+        ({"tokenizer": []}, r"is not a manifest of token shards \(tokenizer: "),
+        (
+            {"splits": {"train": [shard(tokens="9")]}},
+            r"is not a manifest of token shards \(splits.train.0.tokens: Input sho",
+        ),
+        ({"splits": {"train": [shard(tokens=-1)]}}, r"is not a manifest of token shards \(splits.train.0.tokens: "),
+        ({"splits": {"train": [shard(tokens=10**30)]}}, r"is not a manifest of token shards \(splits.train.0.tokens: "),
+        ({"splits": {"train": [shard(tokens=True)]}}, r"is not a manifest of token shards \(splits.train.0.tokens: "),
+        (
+            {"splits": {"train": [shard(name="../../etc/x")]}},
+            r"is not a manifest of token shards \(splits.train.0.name: ",
+        ),
         ({"more": 1}, "is not a manifest of token shards .*more"),
     ],
 )
@@ -161,8 +179,13 @@ def test_an_invalid_manifest_is_an_error(folder: Path, change: dict[str, Any], m
 
 
 def test_a_folder_without_a_manifest_is_an_error(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"s/manifest\.json is not JSON: .*; prepare the data again"):
+    for text in ("{", "", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match=r"s/manifest\.json is not JSON: .*; prepare the data again"):
+            Shards(str(folder))
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")  # opening it would wait for a writer
+    with pytest.raises(UserError, match=r"s/manifest\.json cannot be read: .*Not a regular file"):
         Shards(str(folder))
     (folder / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"s is not a folder of token shards: it has no manifest\.json; create it with"):
@@ -172,3 +195,101 @@ def test_a_folder_without_a_manifest_is_an_error(folder: Path) -> None:
 def test_the_fingerprint_covers_tokens_and_prompts(tmp_path: Path, folder: Path) -> None:
     same, other = write(tmp_path / "same"), write(tmp_path / "other", prompts=False)
     assert same.fingerprint == read_manifest(str(folder)).fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["tokens", "documents"])
+def test_the_fingerprint_covers_the_content_of_files_of_the_same_size(folder: Path, kind: str) -> None:
+    before = Shards(str(folder)).fingerprint
+    assert Shards(str(folder)).fingerprint == before
+    path = folder / f"train-00002.{kind}"
+    content = np.frombuffer(path.read_bytes(), np.uint16 if kind == "tokens" else np.int64).copy()
+    content[1] = 1 if kind == "tokens" else content[0]  # another first label
+    path.write_bytes(content.tobytes())
+    assert Shards(str(folder)).fingerprint != before
+
+
+def test_a_large_file_that_was_replaced_in_part_has_another_fingerprint(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train-00000", np.uint16)
+    for value in range(64):
+        writer.add(np.full(2**14, value + 1, np.uint16))
+    Manifest("uint16", {"fingerprint": "x"}, {TRAIN: [writer.close()]}, {}).write(tmp_path)
+    before = Shards(str(tmp_path)).fingerprint
+    path = tmp_path / "train-00000.tokens"
+    content = path.read_bytes()
+    for start in range(0, len(content), len(content) // 16):  # zeros, as an interrupted copy leaves them
+        path.write_bytes(content[:start] + bytes(len(content) // 16) + content[start + len(content) // 16 :])
+        assert Shards(str(tmp_path)).fingerprint != before
+
+
+def test_the_fingerprint_reads_a_bounded_number_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    for number in range(1000):
+        writer = ShardWriter(tmp_path, f"train-{number:05d}", np.uint16)
+        writer.add(np.full(10, number % 7, np.uint16))
+        written.append(writer.close())
+    Manifest("uint16", {"fingerprint": "x"}, {TRAIN: written}, {}).write(tmp_path)
+    shards, read = Shards(str(tmp_path)), 0
+
+    def count(ranges: Any) -> Any:
+        nonlocal read
+        read += sum(stop - start for _, start, stop in ranges)
+        return original(ranges)
+
+    original = shards.folder.ranges
+    monkeypatch.setattr(shards.folder, "ranges", count)
+    assert shards.fingerprint
+    assert 0 < read <= 128 * 512 * 2 + 128 * 16
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[2**62, 0]] * 3,
+        [[-1, -1]] * 3,
+        [[4, 0], [2, 2], [12, 4]],
+        [[4, 5], [8, 8], [12, 12]],
+        [[4, 0], [8, 3], [12, 8]],
+        [[4, 0], [8, 4], [11, 8]],
+    ],
+)
+def test_documents_that_contradict_the_tokens_are_refused(tmp_path: Path, rows: list[list[int]]) -> None:
+    writer = ShardWriter(tmp_path, "train-00000", np.uint16)
+    for _ in range(3):
+        writer.add(np.arange(4, dtype=np.uint16), 1)
+    Manifest("uint16", {"fingerprint": "x"}, {TRAIN: [writer.close()]}, {}).write(tmp_path)
+    assert Shards(str(tmp_path)).fingerprint
+    (tmp_path / "train-00000.documents").write_bytes(np.array(rows, "<i8").tobytes())
+    message = r"train-00000.documents does not fit the tokens of the shard; copy it again"
+    with pytest.raises(UserError, match=message):  # before the run
+        _ = Shards(str(tmp_path)).fingerprint
+    with pytest.raises(UserError, match=message):
+        Shards(str(tmp_path)).loss_mask(np.array([0]), 4)
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused(folder: Path) -> None:
+    (folder / "train-00002.tokens").write_bytes(b"\x0e\0\xff\xff" + bytes(14))
+    shards = Shards(str(folder), vocab_size=30)
+    assert shards.read(np.array([0]), 6).tolist() == [[0, 1, 2, 3, 4, 5]]
+    message = r"s/train-00002\.tokens is damaged: token 1 is 65535, but the tokenizer has 30; copy it again"
+    with pytest.raises(UserError, match=message):
+        shards.read(np.array([0, 10]), 6)
+    with pytest.raises(UserError, match=message):
+        _ = Shards(str(folder), vocab_size=30).fingerprint
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
+    """A memory-mapped file would end the process with SIGBUS."""
+    shards = Shards(str(folder))
+    check_all(shards)
+    os.truncate(folder / "train-00000.tokens", 0)
+    with pytest.raises(UserError, match=r"s/train-00000\.tokens ends at byte 0, before byte 10; copy it again"):
+        shards.read(np.array([0]), 5)
+
+
+def test_many_local_files_do_not_stay_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DataDirectory, "MAX_OPEN", 1)
+    shards = Shards(str(folder))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    check_all(shards)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+    del shards

@@ -137,7 +137,7 @@ def test_invalid_file_and_missing_library_are_reported(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer\.json that the tokenizers library can read"):
         build(str(file))
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"requires the package tokenizers: pip install 'titanlike\[data\]'"):
+    with pytest.raises(UserError, match=r"requires the package tokenizers; run: pip install -e \"\.\[data\]\""):
         build(str(file))
 
 
@@ -147,3 +147,21 @@ def test_same_token_for_bos_and_eos_is_refused() -> None:
         match=r"tokenizer\.special = 'both' requires two tokens, .* 'bytes' has the same one for both; use 'eos'",
     ):
         build("bytes", special="both", bos="<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", "null", '{"eos_token": 3}', '{"eos_token": {}}', '{"eos_token": [1]}', "[" * 100_000, "\xff"],
+)
+def test_a_broken_tokenizer_config_is_refused(trained: Path, text: str) -> None:
+    (trained / "tokenizer_config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(
+        UserError, match=r"tokenizer_config.json: not a tokenizer_config.json \(.*\); repair or delete it"
+    ):
+        build(str(trained))
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"tokenizer.json: the vocabulary is empty"):
+        build(str(tmp_path / "tokenizer.json"))

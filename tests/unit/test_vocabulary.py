@@ -15,7 +15,7 @@ from titanlike.config.schema import help_text
 from titanlike.run.start import USAGE
 
 ROOT = Path(__file__).parents[2]
-CODE = ("titanlike", "sagemaker", "recipes", "benchmarks", "tests")
+CODE = ("titanlike", "sagemaker", "recipes", "examples", "benchmarks", "tests")
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from titanlike.distributed.heartbeat import Heartbeat, diagnose_missing_ranks, format_ranks
-from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Watchdog, flight_records, group_timeout, stack_location
+from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Watchdog, group_timeout, stack_location
+from titanlike.utils.compat import flight_records
 
 
 def heartbeat(step: int, location: str = "all_reduce (x.py:1)", **other: object) -> Heartbeat:
@@ -26,7 +27,7 @@ def test_silent_rank_is_named_first() -> None:
 
 def test_rank_without_any_heartbeat_is_named() -> None:
     assert diagnose_missing_ranks({0: heartbeat(1), 1: None}, [1], now=1031.4)[0] == (
-        "rank 1 has sent no heartbeat: it has not reached the training loop, or its host is down"
+        "rank 1 has sent no heartbeat: its process is stopped, or its host is down"
     )
 
 

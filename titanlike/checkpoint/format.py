@@ -8,18 +8,16 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from titanlike.checkpoint.files import File
 from titanlike.config import UserError
 from titanlike.utils.atomic_io import write_all
 
@@ -97,7 +95,7 @@ def write_tensors(
 
 
 @contextmanager
-def corrupt_unless_read(file: str | Path) -> Iterator[None]:
+def corrupt_unless_read(file: File | str) -> Iterator[None]:
     """Raises `CheckpointCorrupt` instead of the errors that reading and parsing a file raises."""
     try:
         yield
@@ -109,19 +107,17 @@ def corrupt_unless_read(file: str | Path) -> Iterator[None]:
         raise CheckpointCorrupt(f"{file} is corrupt: {error}") from None
 
 
-def verify_file(path: Path, expected: FileDigest, *, content: bool, name: str = "") -> None:
-    """Raises `CheckpointCorrupt` if the size of a file or, with `content`, its hash is not the expected one. Errors call the file
-    `name`: it may be a local copy of a remote file."""
-    with corrupt_unless_read(name or path):
-        size = path.stat().st_size
+def verify_file(file: File, expected: FileDigest, *, content: bool) -> None:
+    """Raises `CheckpointCorrupt` if the size of a file or, with `content`, its hash is not the expected one."""
+    with corrupt_unless_read(file):
+        size = file.size()
         if size != expected.size:
             raise ValueError(f"{size:,} bytes, expected {expected.size:,}")
         if not content:
             return
         digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as stream:
-            while chunk := stream.read(CHUNK_SIZE):
-                digest.update(chunk)
+        for start in range(0, size, CHUNK_SIZE):
+            digest.update(file.read(start, min(CHUNK_SIZE, size - start)).data)
         if digest.hexdigest() != expected.sha256:
             raise ValueError("SHA-256 mismatch")
 
@@ -138,23 +134,28 @@ class Entry(ShardRange):
 class Header:
     """The header of a file."""
 
-    path: Path
+    file: File
     entries: dict[str, Entry]
     notes: dict[str, Any]
 
 
-def read_header(path: Path) -> Header:
-    """Reads and validates the header of a file, which is not trusted."""
-    with corrupt_unless_read(path), path.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        (length,) = struct.unpack("<Q", stream.read(8))
+def read_header(file: File, *, whole: bool = False) -> Header:
+    """Reads and validates the header of a file, which is not trusted. With `whole`, every tensor is its only shard, as in the files
+    of other programs."""
+    with corrupt_unless_read(file):
+        size = file.size()
+        (length,) = struct.unpack("<Q", file.read(0, 8).tobytes())
         if length > min(size - 8, MAX_HEADER_SIZE):
             raise ValueError("the header is longer than the file")
-        fields = json.loads(stream.read(length))
-        metadata = {name: json.loads(text) for name, text in fields.pop("__metadata__").items() if name != "format"}
-        ranges = metadata.pop("shards")
+        fields = json.loads(file.read(8, length).tobytes())
+        metadata = fields.pop("__metadata__", {})
+        if whole:
+            ranges = {name: [field["shape"], [0] * len(field["shape"])] for name, field in fields.items()}
+        else:
+            metadata = {name: json.loads(text) for name, text in metadata.items() if name != "format"}
+            ranges = metadata.pop("shards")
         entries = {name: _entry(name, field, ranges[name], 8 + length, size) for name, field in fields.items()}
-        return Header(path, entries, metadata)
+        return Header(file, entries, metadata)
 
 
 def _entry(name: str, field: dict[str, Any], shard_range: list[Any], data_start: int, file_size: int) -> Entry:
@@ -173,42 +174,34 @@ def _entry(name: str, field: dict[str, Any], shard_range: list[Any], data_start:
 
 
 class Reader:
-    """Fills tensors from the files of a checkpoint, whatever layout saved them. The next of `paths` is taken, and the file opened,
-    when a shard is in none of the files before: a rank that needs the shards of one rank opens (and downloads) one file."""
+    """Fills tensors from the files of a checkpoint, whatever layout saved them. Reads only the rows that a tensor needs."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._paths = iter(paths)
-        self._opened: list[Header] = []
-
-    def headers(self) -> Iterator[Header]:
-        """Yields the headers of all files, those of open files first."""
-        yield from self._opened
-        for path in self._paths:
-            self._opened.append(read_header(path))
-            yield self._opened[-1]
+    def __init__(self, headers: Iterable[Header]) -> None:
+        """Takes the headers of all files, in the order in which they are searched."""
+        self.headers = list(headers)
 
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> bool:
         """Copies the values of `shard_range` into `target`. Returns False if the checkpoint has no tensor of this name."""
         missing, found = target.numel(), False
         copied: set[tuple[int, ...]] = set()  # offsets: replicated shards may be stored more than once
-        for header in self.headers():
+        for header in self.headers:
             entry = header.entries.get(name)
             found |= entry is not None
             if entry and entry.offset not in copied:
-                missing -= _copy_overlap(header.path, name, entry, target, shard_range)
+                missing -= _copy_overlap(header.file, name, entry, target, shard_range)
                 copied.add(entry.offset)
             if not missing:
-                break  # before the next file is opened
+                break
         if found and missing:
             raise CheckpointCorrupt(f"the checkpoint lacks {missing:,} of {target.numel():,} elements of {name}")
         return found
 
 
-def _copy_overlap(path: Path, name: str, entry: Entry, target: Tensor, shard_range: ShardRange) -> int:
+def _copy_overlap(file: File, name: str, entry: Entry, target: Tensor, shard_range: ShardRange) -> int:
     """Copies the overlap of a stored shard and `shard_range`. Returns the number of elements copied."""
     if entry.global_shape != shard_range.global_shape or entry.dtype != target.dtype:
         raise UserError(
-            f"{path}: {name} is {entry.dtype} of shape {entry.global_shape}, expected {target.dtype} of shape "
+            f"{file}: {name} is {entry.dtype} of shape {entry.global_shape}, expected {target.dtype} of shape "
             f"{shard_range.global_shape}"
         )
     bounds = zip(entry.offset, entry.shape, shard_range.offset, shard_range.shape, strict=True)
@@ -217,17 +210,17 @@ def _copy_overlap(path: Path, name: str, entry: Entry, target: Tensor, shard_ran
         return 0
     into = tuple(slice(start - o, end - o) for (start, end), o in zip(overlap, shard_range.offset, strict=True))
     stored = [slice(start - o, end - o) for (start, end), o in zip(overlap, entry.offset, strict=True)]
-    target[into].copy_(_read(path, entry, stored))
+    target[into].copy_(read_part(file, entry, stored))
     return math.prod(end - start for start, end in overlap)
 
 
-def _read(path: Path, entry: Entry, part: list[slice]) -> Tensor:
+def read_part(file: File, entry: Entry, part: list[slice]) -> Tensor:
     """Reads a part of a shard; of its rows, only those in the part."""
     rows = part[0] if part else slice(0, 1)
     row_size = math.prod(entry.shape[1:]) * entry.dtype.itemsize
     size = (rows.stop - rows.start) * row_size
-    with corrupt_unless_read(path):
-        content = np.fromfile(path, np.uint8, size, offset=entry.start + rows.start * row_size)
+    with corrupt_unless_read(file):
+        content = file.read(entry.start + rows.start * row_size, size)
         if len(content) < size:
             raise ValueError("unexpected end of file")
     values = torch.from_numpy(content).view(entry.dtype).view(-1, *entry.shape[1:])

@@ -1,14 +1,16 @@
 """Checkpoint contents: the tensors of a model and its optimizer, under names that do not depend on the layout."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from titanlike.checkpoint.format import CheckpointCorrupt, Entry, FileDigest, Reader, ShardRange, write_tensors
+from titanlike.checkpoint.files import LocalFile
+from titanlike.checkpoint.format import CheckpointCorrupt, Entry, Reader, ShardRange, read_header
 from titanlike.config import UserError
-from titanlike.utils.atomic_io import atomic_writer
+from titanlike.utils.compat import local_shape_and_offset
 from titanlike.utils.dtensor import is_dtensor, local_tensor
 
 
@@ -34,24 +36,39 @@ def shard_range_of(tensor: Tensor) -> ShardRange:
     """Returns the position of this rank's shard in the global tensor."""
     if not is_dtensor(tensor):
         return ShardRange(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = local_shape_and_offset(tensor)
     assert tuple(shape) == tuple(local_tensor(tensor).shape), "the shards of a rank must be contiguous in the tensor"
     return ShardRange(tuple(tensor.shape), tuple(offset), tuple(shape))
 
 
 @torch.no_grad()
 def load_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, nn.Module], reader: Reader
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    others: Mapping[str, nn.Module],
+    reader: Reader,
+    *,
+    num_threads: int = 1,
 ) -> None:
-    """Loads a checkpoint into a model, its optimizer and other modules, whatever layout saved it."""
+    """Loads a checkpoint into a model, its optimizer and other modules, whatever layout saved it. `num_threads` tensors are read at
+    a time."""
     _initialize_state(optimizer)
     copies: dict[str, str] = getattr(model, "copies", {})
     parameters = {copies.get(name, name): parameter for name, parameter in model.named_parameters()}
-    for name, tensor in named_tensors(model, optimizer, others):
-        local = local_tensor(tensor)
-        if local.numel() and not reader.fill(name, local, shard_range_of(tensor)):
+    shards = [
+        (name, local.detach(), shard_range_of(tensor))
+        for name, tensor in named_tensors(model, optimizer, others)
+        if (local := local_tensor(tensor)).numel()
+    ]
+
+    def fill(name: str, local: Tensor, shard_range: ShardRange) -> bool:
+        with torch.cuda.device_of(local):  # new threads use GPU 0
+            return reader.fill(name, local, shard_range)
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        found = list(threads.map(lambda shard: fill(*shard), shards))
+    for (name, *_), was_found in zip(shards, found, strict=True):
+        if not was_found:
             if not name.startswith("optimizer."):
                 raise CheckpointCorrupt(f"the checkpoint has no {name}")
             # A parameter that never had a gradient has no optimizer state.
@@ -86,28 +103,13 @@ def read_whole(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     return tensors
 
 
-def consolidate(checkpoint: Path, file: Path, dtype: torch.dtype | None = None) -> FileDigest:
-    """Writes the full weights of a checkpoint into one safetensors file, converted to `dtype` if one is passed. Holds one tensor
-    in memory at a time."""
-    reader, entries = _open(checkpoint)
-    weights = {name.removeprefix("model."): entry for name, entry in entries.items() if name.startswith("model.")}
-    specs = {
-        name: torch.empty(entry.global_shape, dtype=dtype or entry.dtype, device="meta")
-        for name, entry in weights.items()
-    }
-    with atomic_writer(file) as stream:
-        return write_tensors(
-            stream, specs, lambda name: _read_full(reader, f"model.{name}", weights[name]).to(specs[name].dtype), {}
-        )
-
-
 def _open(checkpoint: Path) -> tuple[Reader, dict[str, Entry]]:
     """Returns a reader of a checkpoint, and one of the shards of every tensor."""
     files = sorted(checkpoint.glob("rank-*.safetensors"))
     if not files:
         raise UserError(f"{checkpoint} is not a checkpoint: it contains no rank-*.safetensors")
-    reader = Reader(files)
-    return reader, {name: entry for header in reader.headers() for name, entry in header.entries.items()}
+    reader = Reader(read_header(LocalFile(file)) for file in files)
+    return reader, {name: entry for header in reader.headers for name, entry in header.entries.items()}
 
 
 def _read_full(reader: Reader, name: str, entry: Entry) -> Tensor:

@@ -6,7 +6,6 @@ the files, synchronizes with the other ranks, and commits. At most one save is i
 
 import concurrent.futures
 import functools
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,12 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlike.checkpoint import format, loader, store
-from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, Reader, ShardSpec
+from titanlike.checkpoint.format import CheckpointCorrupt, Entry, FileDigest, Header, Reader, ShardSpec
+from titanlike.checkpoint.owner import Claim, LocationLost
 from titanlike.checkpoint.staging import Stage
 from titanlike.checkpoint.store import CheckpointMetadata, file_of, name_of, open_store
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint
 from titanlike.distributed import process_group
+from titanlike.utils.daemon_thread import start_daemon_thread
 from titanlike.utils.rng import generator_states, restore_generators
 
 T = TypeVar("T")
@@ -47,24 +48,31 @@ class SaveResult:
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves, finds and loads the checkpoints of one run, in a directory or at a URL. All ranks call its methods together."""
 
-    def __init__(self, location: str, section: Checkpoint, *, shutdown_timeout: float = 30.0) -> None:
+    def __init__(
+        self, location: str, section: Checkpoint, *, owner: Path | None = None, shutdown_timeout: float = 30.0
+    ) -> None:
+        """`owner` is the directory of the run. If it is given, the location is refused while it belongs to another run. It is
+        not needed for a location inside of the run directory, which has a lock."""
         self.store = open_store(location)
         self.section = section
+        self._claim = Claim(self.store, owner, allow_other="run.dir" in section.allow_changed)
+        self._location_lost = False
         self.shutdown_timeout = shutdown_timeout
         self.step = 0  # of the newest valid checkpoint known
+        self._entries: dict[str, dict[str, Entry]] = {}  # of each file of that checkpoint
         self._last_seconds = 0.0  # duration of the last successful save
         self._failures = 0  # consecutive
         self._error = ""  # of the last save
         self._results: list[SaveResult] = []  # not yet polled
         self._stage = Stage()
         # Created up front: this needs the launcher, and a save may be due to the launcher's death.
-        self._group = dist.new_group(backend="gloo") if process_group.world_size() > 1 else None
+        self._group = process_group.copy_of_world()
         self._save: Future[SaveResult] | None = None  # in progress
 
     def find(self, step: int = 0) -> CheckpointMetadata | None:
         """Returns the newest valid checkpoint, or the one of `step`; None if there is no checkpoint. The ranks verify all files
         together, and warn about each corrupt checkpoint that is passed over."""
-        steps = process_group.broadcast_object(self.store.steps() if process_group.is_main() else [])
+        steps = self._from_main(self._owned_steps)
         if step and step not in steps:
             available = f"contains steps {', '.join(map(str, steps))}" if steps else "contains no checkpoints"
             raise UserError(f"checkpoint.resume_from = {step}: no such checkpoint; {self.store} {available}")
@@ -84,45 +92,83 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             )
         return None
 
+    def _owned_steps(self) -> list[int]:
+        self._claim.check()
+        return self.store.steps()
+
     def _verify(self, step: int) -> tuple[str, CheckpointMetadata | None]:
-        """Verifies a checkpoint, each rank a part of its files. Returns the first problem, or an empty string and the metadata."""
-        rank, problem, metadata = dist.get_rank(), "", None
+        """Verifies a checkpoint, each rank a part of its files. Returns the first problem, or an empty string and the metadata.
+        Raises `UserError` if the location cannot be read: falling back to an earlier checkpoint would discard a valid one."""
+        problem, is_corrupt, metadata = "", True, None
+        entries: dict[str, dict[str, Entry]] = {}  # by file
         try:
             files = store.read_manifest(self.store, step)
-            for name in sorted(files)[rank :: process_group.world_size()]:
+            rank, world_size = dist.get_rank(), process_group.world_size()
+            # Consecutive files: a rank needs most of their shards itself. All ranks read the state, below.
+            share = sorted(files)[rank * len(files) // world_size : (rank + 1) * len(files) // world_size]
+            for name in dict.fromkeys((store.STATE, *share)):
                 content = self.section.verify == "content" or name == store.STATE  # the latter is small
-                path, full_name = self.store.fetch(step, name), f"{self.store}/{name_of(step)}/{name}"
-                format.verify_file(path, files[name], content=content, name=full_name)
+                with format.corrupt_unless_read(f"{self.store}/{name_of(step)}/{name}"):
+                    file = self.store.open(step, name, download=content)
+                format.verify_file(file, files[name], content=content)
+                if name != store.STATE:
+                    entries[name] = format.read_header(file).entries
             metadata = store.read_state(self.store, step)
-        except CheckpointCorrupt as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"{self.store}/{name_of(step)} cannot be read: {error}"
-        problem = next(filter(None, process_group.all_gather_object(problem)), "")
+        except UserError as error:
+            problem, is_corrupt = str(error), isinstance(error, CheckpointCorrupt)
+        found = process_group.all_gather_object((problem, is_corrupt, entries))
+        for problem, is_corrupt, _ in found:
+            if problem and not is_corrupt:
+                raise UserError(problem)
+        self._entries = {name: content for *_, part in found for name, content in part.items()}
+        problem = next((problem for problem, *_ in found if problem), "")
         return problem, None if problem else metadata
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, metadata: CheckpointMetadata, **others: nn.Module
     ) -> None:
-        """Loads a checkpoint into the model, the optimizer and other modules, whatever layout saved it. Restores the random
-        generators of each rank if the number of ranks is the same."""
-        names = sorted(name for name in store.read_manifest(self.store, metadata.step) if name != store.STATE)
-        rank = dist.get_rank()
-        names_own_first = names[rank:] + names[:rank]  # under the same layout, a rank needs only its own file
-        reader = Reader(self.store.fetch(metadata.step, name) for name in names_own_first)
-        loader.load_tensors(model, optimizer, others, reader)
-        if len(names) == process_group.world_size():
-            restore_generators(next(reader.headers()).notes["generators"])
+        """Loads the checkpoint that `find` returned, once, into the model, the optimizer and other modules, whatever layout saved
+        it. Restores the random generators of each rank if the number of ranks is the same."""
+        if not self._entries or metadata.step != self.step:
+            raise UserError(f"step {metadata.step} was not verified; call find() before load()")
+        files = {name: self.store.open(metadata.step, name) for name in sorted(self._entries)}
+        reader = Reader(Header(file, self._entries[name], {}) for name, file in files.items())
+        loader.load_tensors(model, optimizer, others, reader, num_threads=self.store.num_readers)
+        if len(files) == process_group.world_size():
+            restore_generators(format.read_header(files[file_of(dist.get_rank())]).notes["generators"])
+        self._entries = {}
+        self.store.delete_downloads()
 
     def archive_after(self, step: int) -> None:
-        """Archives the checkpoints later than `step`, from which the run resumes: they are no longer part of it."""
+        """Begins a run that resumes from `step`, or a new one if it is 0: claims the location for the run, and archives later
+        checkpoints, which are no longer part of it."""
+        for later in self._from_main(lambda: self._archive_after(step)):
+            process_group.warn(f"archived the checkpoint of step {later} as {name_of(later)}.archived")
+
+    def _archive_after(self, step: int) -> list[int]:
+        if self.section.enabled:
+            self._claim.acquire()
+        archived = [later for later in self.store.steps() if later > step]
+        for later in archived:
+            self.store.archive(later)
+        if step:
+            self.store.update_latest(step)  # an interrupted run, or the archived steps, may have left another name
+        return archived
+
+    def _from_main(self, function: Callable[[], T]) -> T:
+        """Calls a function, which accesses the location, on rank 0. Returns its result, or raises `UserError`, on all ranks."""
+        error, result = "", None
         if process_group.is_main():
-            for later in self.store.steps():
-                if later > step:
-                    self.store.archive(later)
-                    process_group.warn(f"archived the checkpoint of step {later} as {name_of(later)}.archived")
-            if step:
-                self.store.update_latest(step)  # an interrupted run, or the archived steps, may have left another name
+            try:
+                result = function()
+            except UserError as failure:
+                error = str(failure)
+            except Exception as failure:  # noqa: BLE001  file systems raise anything
+                error = f"checkpoint.dir: {self.store} cannot be used: {_message(failure)}; repair or choose another"
+        error, result = process_group.broadcast_object((error, result))
+        if error:
+            raise UserError(error)
+        return cast(T, result)
 
     def save(
         self,
@@ -144,7 +190,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.wait()
         shards = self._stage.copy(loader.named_tensors(model, optimizer, others), optimizer)
         run = functools.partial(self._run_save, metadata, shards, {"generators": generator_states()}, started)
-        self._save = _start_thread(f"save of step {metadata.step}", run)
+        self._save = start_daemon_thread(f"save of step {metadata.step}", run)
         if wait or self.section.mode == "sync":
             self.wait()
 
@@ -157,8 +203,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether `checkpoint.max_failures` consecutive saves have failed. May differ between ranks until they synchronize."""
-        return self._failures >= self.section.max_failures
+        """Whether `checkpoint.max_failures` consecutive saves have failed, or all others will. May differ between ranks until
+        they synchronize."""
+        return self._failures >= self.section.max_failures or self._location_lost
 
     def wait(self, *, last: bool = False) -> None:
         """Waits for the save in progress. Raises if too many consecutive saves failed, or if the `last` one of the run did."""
@@ -169,10 +216,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             failed = f"{self._failures} consecutive saves failed" if self._failures > 1 else "the save failed"
             raise UserError(f"{failed}: {self._error}; {kept}")
 
-    def write_weights(self, file: Path, dtype: str) -> None:
-        """Writes the full weights of the newest checkpoint into one file. Called by rank 0 only."""
+    def newest(self) -> Path:
+        """Returns the directory of the newest checkpoint, which must be local. Called by rank 0 only."""
         assert isinstance(self.store, store.LocalStore)
-        loader.consolidate(self.store.path / name_of(self.step), file, getattr(torch, dtype))
+        self._claim.verify()  # else it may be a checkpoint of another run
+        return self.store.path / name_of(self.step)
 
     def close(self, *, wait: bool = True) -> None:
         """Waits for the save in progress, unless `wait` is False, and destroys the process group of the saves."""
@@ -203,21 +251,26 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         size, stall = self._stage.size, time.perf_counter() - started
         error = cleanup_error = ""
         try:
-            self._on_all_ranks(lambda: self.store.begin(metadata.step, size), main_only=True)
+            self._on_all_ranks(lambda: self._begin(metadata.step, size), main_only=True)
             digests = self._on_all_ranks(lambda: self._write(metadata.step, shards, notes))
             cleanup_error = self._on_all_ranks(lambda: self._commit(metadata, digests), main_only=True)[0]
         except _SaveError as failure:
             error = str(failure)
+            self._location_lost = failure.location_lost
         return SaveResult(metadata.step, size, stall, time.perf_counter() - started, error, cleanup_error)
 
+    def _begin(self, step: int, size: int) -> None:
+        self._claim.verify()
+        self.store.begin(step, size)
+
     def _write(self, step: int, shards: list[ShardSpec], notes: dict[str, Any]) -> FileDigest:
-        if self._stage.arrival is not None:
-            self._stage.arrival.synchronize()
+        self._stage.wait()
         with self.store.create(step, file_of(dist.get_rank())) as stream:
             return format.write(stream, shards, notes)
 
     def _commit(self, metadata: CheckpointMetadata, digests: list[FileDigest]) -> str:
         """Commits, then deletes old checkpoints. Returns the error of the latter: the checkpoint is valid all the same."""
+        self._claim.verify()
         store.commit(self.store, metadata, {file_of(rank): digest for rank, digest in enumerate(digests)})
         try:
             store.prune(self.store, metadata.step, keep=self.section.keep, keep_every=self.section.keep_every)
@@ -227,37 +280,27 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def _on_all_ranks(self, function: Callable[[], T], *, main_only: bool = False) -> list[T]:
         """Calls a function on all ranks, or on rank 0. Returns the results of all ranks, or raises the first error on all ranks."""
-        error, result = "", None
+        error, location_lost, result = "", False, None
         if not main_only or process_group.is_main():
             try:
                 result = function()
             except Exception as failure:  # noqa: BLE001  file systems raise anything: the run continues without this save
-                error = _message(failure)
-        results = [(error, result)]
+                error, location_lost = _message(failure), isinstance(failure, LocationLost)
+        results = [(error, location_lost, result)]
         if self._group is not None:
-            results = process_group.all_gather_object((error, result), self._group)
-        for rank, (error, _) in enumerate(results):
+            results = process_group.all_gather_object(results[0], self._group)
+        for rank, (error, location_lost, _) in enumerate(results):
             if error:
-                raise _SaveError(f"rank {rank}: {error}")
-        return [cast(T, result) for _, result in results]
+                raise _SaveError(f"rank {rank}: {error}", location_lost)
+        return [cast(T, result) for *_, result in results]
 
 
 class _SaveError(Exception):
     """A save failed on one of the ranks."""
 
-
-def _start_thread(name: str, function: Callable[[], T]) -> Future[T]:
-    """Calls a function in a daemon thread: the process must be able to exit while the thread waits for a dead rank."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  raised in the training thread
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    def __init__(self, message: str, location_lost: bool) -> None:
+        super().__init__(message)
+        self.location_lost = location_lost
 
 
 def _message(error: Exception) -> str:

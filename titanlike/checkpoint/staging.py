@@ -17,7 +17,7 @@ class Stage:
     """Host buffers for the shards that this rank writes, reused from save to save."""
 
     def __init__(self) -> None:
-        self.arrival: torch.cuda.Event | None = None  # of the last copy from a GPU
+        self._arrival: torch.cuda.Event | None = None  # of the last copy from a GPU
         self.size = 0  # bytes that all ranks write
         self._ranges: dict[str, ShardRange] | None = None  # of all shards on this rank
         self._buffers: dict[str, Tensor] = {}  # of the shards that this rank writes
@@ -44,6 +44,12 @@ class Stage:
                 buffer.copy_(parts[name])
         return [ShardSpec(name, ranges[name], buffer) for name, buffer in self._buffers.items()]
 
+    def wait(self) -> None:
+        """Waits until the last copy has arrived in host memory. Called by the thread that writes it."""
+        if self._stream is not None and self._arrival is not None:
+            torch.cuda.set_device(self._stream.device)  # new threads use GPU 0, and would allocate memory there
+            self._arrival.synchronize()
+
     def _update(self, parts: Mapping[str, Tensor], ranges: Mapping[str, ShardRange]) -> None:
         """Has shards that are new since the assignment written by every rank that holds them: needs no communication."""
         assert self._ranges is not None
@@ -61,12 +67,12 @@ class Stage:
         with torch.cuda.stream(self._stream):
             for name, buffer in self._buffers.items():
                 buffer.copy_(parts[name], non_blocking=True)
-            self.arrival = torch.cuda.Event()
-            self.arrival.record()
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
 
     def _wait_for_copies(self, *_: object) -> None:
-        if self.arrival is not None:
-            torch.cuda.current_stream().wait_event(self.arrival)
+        if self._arrival is not None:
+            torch.cuda.current_stream().wait_event(self._arrival)
 
 
 def _host_buffer(part: Tensor) -> Tensor:

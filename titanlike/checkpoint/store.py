@@ -5,21 +5,26 @@ written, and the directory is renamed. Remote stores cannot rename directories: 
 its manifest, which is renamed last.
 """
 
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from titanlike.checkpoint.files import File, LocalFile, RemoteFile, content_of
 from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, corrupt_unless_read
 from titanlike.config import UserError
+from titanlike.config.credentials import refuse_credentials
 from titanlike.utils.atomic_io import atomic_write_text, fsync_directory, write_all
+from titanlike.utils.regular_file import read_regular
 
 STEP = re.compile(r"step-(\d{8,})")
 FILE = re.compile(r"rank-\d{5,}\.safetensors|state\.json")
@@ -33,10 +38,10 @@ class CheckpointMetadata:
     """Metadata of a checkpoint."""
 
     step: int
-    recipe: dict[str, Any]
-    data: str  # fingerprint of the tokens
-    layout: dict[str, int]
-    machine: dict[str, str]  # determines rounding: device type and torch version
+    recipe: dict[str, Any] = field(default_factory=dict)
+    data: str = ""  # fingerprint of the tokens
+    layout: dict[str, int] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)  # determines rounding: device type and torch version
     tokenizer: str = ""  # fingerprint
     tokens: int = 0  # trained on so far
     position: list[Any] | None = None  # of a data stream; the position in all other data is a function of the step
@@ -57,6 +62,8 @@ def file_of(rank: int) -> str:
 class LocalStore:
     """Checkpoints in a directory of a file system."""
 
+    num_readers = 1  # threads of a rank that read at the same time
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -65,14 +72,30 @@ class LocalStore:
 
     def steps(self) -> list[int]:
         """Returns the steps of all checkpoints, in ascending order."""
-        return sorted(int(match[1]) for entry in self.path.glob("step-*") if (match := STEP.fullmatch(entry.name)))
+        try:
+            names = [entry.name for entry in self.path.iterdir()]  # glob ignores that a directory cannot be read
+        except FileNotFoundError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := STEP.fullmatch(name)))
+
+    def read_file(self, name: str) -> bytes | None:
+        """Returns the content of a file that does not belong to a checkpoint, or None if there is none."""
+        try:
+            return read_regular(self.path / name)
+        except FileNotFoundError:
+            return None
+
+    def write_file(self, name: str, text: str) -> None:
+        """Writes a file that does not belong to a checkpoint, atomically."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(self.path / name, text)
 
     def begin(self, step: int, size: int) -> None:
         """Begins a checkpoint of `size` bytes: deletes what interrupted saves left, and checks the free space."""
         if not self.path.is_dir():
             raise UserError(f"{self.path} does not exist: the run directory was moved or deleted during training")
         for leftover in self.path.glob("step-*.partial"):
-            shutil.rmtree(leftover)
+            _delete(leftover)
         free = shutil.disk_usage(self.path).free
         if free < size:
             raise OSError(f"{self.path} has {free:,} bytes free, but a checkpoint takes {size:,}")
@@ -91,7 +114,7 @@ class LocalStore:
     def commit(self, step: int) -> None:
         """Publishes a checkpoint, and makes that durable. Replaces an earlier checkpoint of the same step."""
         fsync_directory(self._partial(step))
-        if (self.path / name_of(step)).exists():
+        if os.path.lexists(self.path / name_of(step)):
             self.remove(step)
         self._partial(step).rename(self.path / name_of(step))
         fsync_directory(self.path)
@@ -100,21 +123,24 @@ class LocalStore:
         """Writes the name of a checkpoint to the file `latest`, for the user. Resuming does not read it."""
         atomic_write_text(self.path / "latest", f"{name_of(step)}\n", durable=False)
 
-    def fetch(self, step: int, file: str) -> Path:
-        """Returns the local path of a file."""
-        return self.path / name_of(step) / file
+    def open(self, step: int, file: str, *, download: bool = False) -> File:
+        """Opens a file of a checkpoint for reading."""
+        return LocalFile(self.path / name_of(step) / file)
+
+    def delete_downloads(self) -> None:
+        """Without effect: there are none."""
 
     def remove(self, step: int) -> None:
         """Unpublishes a checkpoint atomically, then deletes it."""
         removed = self.path / f"{name_of(step)}.removed.partial"
         (self.path / name_of(step)).rename(removed)
-        shutil.rmtree(removed)
+        _delete(removed)
 
     def archive(self, step: int) -> None:
         """Unpublishes a checkpoint without deleting it."""
         archived = self.path / f"{name_of(step)}.archived"
-        if archived.exists():
-            shutil.rmtree(archived)
+        if os.path.lexists(archived):
+            _delete(archived)
         (self.path / name_of(step)).rename(archived)
 
     def _partial(self, step: int) -> Path:
@@ -124,28 +150,44 @@ class LocalStore:
 class RemoteStore:
     """Checkpoints on a file system that fsspec supports, such as s3://bucket/runs. The methods are those of `LocalStore`."""
 
+    num_readers = 16  # each range is a request, which takes some 50 ms however small it is
+
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]  # slow to import, and unused by most runs
 
+        refuse_credentials("checkpoint.dir", url)
         try:
             self.files, self.root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise UserError(f"checkpoint.dir = {url!r}: {error}") from None
         self.url = url.rstrip("/")
-        self._downloads = tempfile.TemporaryDirectory(prefix="titanlike-")
+        self._downloads = Path(tempfile.mkdtemp(prefix="titanlike-"))
+        weakref.finalize(self, shutil.rmtree, self._downloads, ignore_errors=True)
 
     def __str__(self) -> str:
         return self.url
 
     def steps(self) -> list[int]:
         self.files.invalidate_cache()
-        manifests = self.files.glob(f"{self.root}/step-*/{MANIFEST}")
-        return sorted(int(match[1]) for path in manifests if (match := STEP.search(path)))
+        manifests = self.files.glob(f"{glob.escape(self.root)}/step-*/{MANIFEST}")
+        return sorted(int(match[1]) for path in manifests if (match := STEP.fullmatch(path.split("/")[-2])))
+
+    def read_file(self, name: str) -> bytes | None:
+        self.files.invalidate_cache()
+        try:
+            content: bytes = self.files.cat_file(f"{self.root}/{name}")
+        except FileNotFoundError:
+            return None
+        return content
+
+    def write_file(self, name: str, text: str) -> None:
+        self.files.makedirs(self.root, exist_ok=True)
+        self.files.pipe_file(f"{self.root}/{name}", text.encode())
 
     def begin(self, step: int, size: int) -> None:
         """Deletes what interrupted saves and deletions left, and an earlier checkpoint of the same step."""
         self.files.invalidate_cache()
-        for directory in self.files.glob(f"{self.root}/step-*"):
+        for directory in self.files.glob(f"{glob.escape(self.root)}/step-*"):
             names = {path.rpartition("/")[2] for path in self.files.ls(directory, detail=False)}
             if not names & {MANIFEST, f"{MANIFEST}.archived"}:
                 self.files.rm(directory, recursive=True)
@@ -159,16 +201,22 @@ class RemoteStore:
         self.files.mv(self._path(step, f"{MANIFEST}.partial"), self._path(step, MANIFEST))
 
     def update_latest(self, step: int) -> None:
-        self.files.pipe_file(f"{self.root}/latest", f"{name_of(step)}\n".encode())
+        self.write_file("latest", f"{name_of(step)}\n")
 
-    def fetch(self, step: int, file: str) -> Path:
-        """Returns the local path of a file, which is downloaded once."""
-        local = Path(self._downloads.name, name_of(step), file)
-        if not local.exists():
+    def open(self, step: int, file: str, *, download: bool = False) -> File:
+        """Opens a file of a checkpoint for reading: a local copy if there is one, or if `download` requests it, else in place."""
+        remote = RemoteFile(self.files, self._path(step, file), f"{self.url}/{name_of(step)}/{file}")
+        local = self._downloads / name_of(step) / file
+        if download and not local.exists():
             local.parent.mkdir(exist_ok=True)
-            self.files.get_file(self._path(step, file), str(local.with_suffix(".partial")))
+            remote.download(local.with_suffix(".partial"))
             local.with_suffix(".partial").rename(local)
-        return local
+        return LocalFile(local, str(remote)) if local.exists() else remote
+
+    def delete_downloads(self) -> None:
+        """Deletes the local copies of files, which take the space of this rank's share of a checkpoint."""
+        for directory in self._downloads.iterdir():
+            shutil.rmtree(directory)
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint, the manifest first."""
@@ -186,6 +234,14 @@ class RemoteStore:
 
 
 Store = LocalStore | RemoteStore
+
+
+def _delete(path: Path) -> None:
+    """Deletes a directory, or a file or link that has the name of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def open_store(location: str) -> Store:
@@ -219,7 +275,7 @@ def read_manifest(store: Store, step: int) -> dict[str, FileDigest]:
     directory = f"{store}/{name_of(step)}"
     with corrupt_unless_read(f"{directory}/{MANIFEST}"):
         try:
-            manifest = json.loads(store.fetch(step, MANIFEST).read_bytes())
+            manifest = json.loads(content_of(store.open(step, MANIFEST, download=True)))
         except FileNotFoundError:
             raise CheckpointCorrupt(f"{directory} has no {MANIFEST}") from None
         if manifest.pop("sha256") != manifest_hash(manifest):
@@ -241,7 +297,7 @@ def read_manifest(store: Store, step: int) -> dict[str, FileDigest]:
 def read_state(store: Store, step: int) -> CheckpointMetadata:
     """Reads the metadata of a checkpoint. The caller verifies the file against the manifest."""
     with corrupt_unless_read(f"{store}/{name_of(step)}/{STATE}"):
-        state = json.loads(store.fetch(step, STATE).read_bytes())
+        state = json.loads(content_of(store.open(step, STATE, download=True)))
         state.pop("format")
         metadata = CheckpointMetadata(**state)
         if metadata.step != step:

@@ -93,10 +93,14 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         data_inspect.run(arguments, overrides)
         return
     from titanlike.data.text.documents import BadRecord, Fields
+    from titanlike.data.text.files import DiskFull
 
     fields = Fields(arguments.text_field, getattr(arguments, "prompt_field", ""), "--text-field")
     try:
         (_prepare if arguments.data_command == "prepare" else _train)(arguments, fields)
+    except DiskFull as error:
+        remedy = "free some space, then run the same command to resume, or give an --out on another disk"
+        environment.fail(UserError(f"{error}; {remedy}"))
     except BadRecord as error:
         environment.fail(UserError(f"{error}; --bad-records skip skips such records"))
     except UserError as error:

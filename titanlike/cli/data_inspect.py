@@ -7,6 +7,7 @@ from typing import Any
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.distributed import environment
 from titanlike.run.start import Arguments
+from titanlike.utils.arguments import non_negative_int, positive_int
 
 DESCRIPTION = """\
 Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.
@@ -28,10 +29,16 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "path", metavar="RECIPE.toml|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
     )
-    parser.add_argument("--step", type=int, default=1, metavar="N", help="training step, from 1 (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="data-parallel rank, from 0 (default: 0)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of data-parallel ranks (default: 1)")
-    parser.add_argument("--sequences", type=int, default=2, metavar="N", help="most sequences or shards (default: 2)")
+    parser.add_argument("--step", type=positive_int, default=1, metavar="N", help="training step, from 1 (default: 1)")
+    parser.add_argument(
+        "--rank", type=non_negative_int, default=0, metavar="N", help="data-parallel rank, from 0 (default: 0)"
+    )
+    parser.add_argument(
+        "--ranks", type=positive_int, default=1, metavar="N", help="number of data-parallel ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--sequences", type=positive_int, default=2, metavar="N", help="most sequences or shards (default: 2)"
+    )
     parser.add_argument("--validation", action="store_true", help="print validation sequences, not training sequences")
     parser.add_argument("--verify", action="store_true", help="token shards: check the hash of every file")
 
@@ -44,9 +51,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     try:
-        for name, least in (("step", 1), ("rank", 0), ("ranks", 1), ("sequences", 1)):
-            if getattr(arguments, name) < least:
-                raise UserError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
         if not arguments.path.endswith(".toml"):
             if overrides:
                 raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")

@@ -41,6 +41,8 @@ def main() -> NoReturn:
         config = environment.launch_config()
         if config.world_size == 1 and not config.max_restarts:
             _run_in_process(program, argv)
+        if config.num_nodes > 1:
+            environment.check_address(config.master_address)
         preflight = [sys.executable, str(program), *argv, f"--preflight={config.world_size}"]
         code = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False).returncode
         if code:
@@ -54,6 +56,7 @@ def main() -> NoReturn:
         environment.fail(error)
     processes = config.processes_per_node
     system.set_variables(system.share_cores(processes))
+    system.raise_open_file_limit()  # the launcher of node 0 has the key-value store
     environment.set_launch_id()
     LiveLine().print(f"launch  {processes} process{'es' if processes > 1 else ''}")  # before the slow import of torch
     from titanlike.cli.torchrun import torchrun

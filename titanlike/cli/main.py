@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from titanlike.cli import data
+from titanlike.cli import data, evaluate, generate, harness, plan, weights
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
 from titanlike.distributed import environment
 from titanlike.utils import system
-from titanlike.utils.arguments import positive_int
+from titanlike.utils.arguments import positive_int, refuse_undecodable
 from titanlike.verify import verify
 
 VERIFY = """\
@@ -37,15 +39,18 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("recipe", type=Path, help="recipe; override its keys with --section.key=value")
     command.add_argument("--layout", required=True, help="keys of [parallelism]; dimensions that are not named are 1")
     command.add_argument("--steps", type=positive_int, default=5, help="optimizer steps (default: 5)")
-    command = commands.add_parser(
-        "consolidate",
-        help="write the weights of a checkpoint to one file",
-        description="Writes the unsharded weights of a checkpoint, without optimizer state, to one safetensors file.",
+    command.add_argument(
+        "--tolerance",
+        default="",
+        metavar="NUMBER",
+        help="maximum relative difference, for all quantities, or for some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
     )
-    command.add_argument("checkpoint", type=Path, help="directory such as runs/NAME/checkpoints/step-00001000")
-    command.add_argument("file", type=Path, help="output file, such as weights.safetensors")
-    command.add_argument("--dtype", choices=["float32", "bfloat16"], help="convert to this precision")
+    plan.add(commands)
+    weights.add(commands)
     data.add(commands)
+    generate.add(commands)
+    evaluate.add(commands)
+    harness.add(commands)
     return parser
 
 
@@ -53,10 +58,14 @@ def main() -> None:
     """Runs the command named on the command line."""
     system.exit_on_interrupt()
     parser = build_parser()
+    try:
+        refuse_undecodable(sys.argv)
+    except UserError as error:
+        environment.fail(error)
     arguments, overrides = parser.parse_known_args()
-    accepts_overrides = arguments.command == "verify" or getattr(arguments, "data_command", "") == "inspect"
+    accepts_overrides = arguments.command in ("plan", "verify") or getattr(arguments, "data_command", "") == "inspect"
     if overrides and not accepts_overrides:
-        parser.error(f"{arguments.command} takes no {' '.join(overrides)}")
+        parser.error(f"{arguments.command} takes no {shown(' '.join(overrides))}")
     if arguments.command == "schema":
         if arguments.markdown:
             print(markdown(PretrainRecipe), end="")
@@ -64,24 +73,18 @@ def main() -> None:
             print(json.dumps(editor_schema(PretrainRecipe), indent=2))
     elif arguments.command == "data":
         data.run(arguments, overrides)
-    elif arguments.command == "consolidate":
-        _consolidate(arguments.checkpoint, arguments.file, arguments.dtype)
+    elif arguments.command == "plan":
+        plan.run(arguments, overrides)
+    elif arguments.command in ("export", "import"):
+        weights.run(arguments)
+    elif arguments.command == "generate":
+        generate.run(arguments)
+    elif arguments.command == "evaluate":
+        evaluate.run(arguments)
+    elif arguments.command == "lm_eval":
+        harness.run(arguments.arguments)
     else:
-        verify(arguments.recipe, arguments.layout, arguments.steps, overrides)
-
-
-def _consolidate(checkpoint: Path, file: Path, dtype: str | None) -> None:
-    import torch  # slow, and not needed by `--help` and `schema`
-
-    from titanlike.checkpoint import consolidate
-
-    try:
-        written = consolidate(checkpoint, file, getattr(torch, dtype) if dtype else None)
-    except OSError as error:
-        environment.fail(UserError(f"{file} cannot be written: {error.strerror}"))
-    except UserError as error:
-        environment.fail(error)
-    print(f"{file}: {written.size:,} bytes, sha256 {written.sha256}")
+        verify(arguments.recipe, arguments.layout, arguments.steps, arguments.tolerance, overrides)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ def _agent_type(shutdown_timeout: int) -> type[LocalElasticAgent]:
     """Returns torchrun's agent, with a time limit for the shutdown and without useless restarts."""
 
     class Agent(LocalElasticAgent):
+        # Keeps the agent alive until the process exits: if the thread that sends rendezvous heartbeats drops the last reference,
+        # torch joins that thread from itself and prints a stack trace.
+        current: "Agent"
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            type(self).current = self
+
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.is_failed() and self._remaining_restarts:

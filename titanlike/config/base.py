@@ -4,10 +4,13 @@ A section is a frozen pydantic dataclass. It rejects unknown keys, values of ano
 NaN and infinity. The docstring under a field is its documentation in `--help`, the schema and docs/config.md.
 """
 
+import json
+import math
 from dataclasses import field
-from typing import Annotated, TypeVar, cast
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import dataclass_transform
 
@@ -15,13 +18,32 @@ STRICT = ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
 )
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+# No number of a recipe needs to be larger. Sums and products of several then stay far from overflow.
+LIMIT = 10**9
+
+MAX_SHOWN = 100  # characters of a value in an error
+
+MAX_PATH = 1024  # bytes; file systems allow 4,096 for an absolute path
+MAX_PART = 255  # bytes of one name in a path, the limit of common file systems
+
+
+def check_path(text: str) -> str:
+    """Returns a path or URL. Raises `ValueError` if a path is too long for file systems."""
+    encoded = text.encode()
+    if "://" not in text and (len(encoded) > MAX_PATH or max(map(len, encoded.split(b"/"))) > MAX_PART):
+        raise ValueError(f"is too long for a path; use at most {MAX_PATH} bytes, and {MAX_PART} between slashes")
+    return text
+
+
+Positive = Annotated[int, Field(ge=1, le=LIMIT)]
+NonNegative = Annotated[int, Field(ge=0, le=LIMIT)]
+PositiveFloat = Annotated[float, Field(gt=0.0, le=LIMIT)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, le=LIMIT)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]  # a fraction that excludes 1
-Name = Annotated[str, Field(pattern=r"^([\w+=@-][\w.+=@-]*)?$")]  # a directory name: not a path, not hidden
+FilePath = Annotated[str, AfterValidator(check_path)]
+# A directory name: not a path, not hidden.
+Name = Annotated[str, Field(pattern=r"^([\w+=@-][\w.+=@-]*)?$"), AfterValidator(check_path)]
 
 T = TypeVar("T")
 
@@ -34,6 +56,38 @@ class UserError(ValueError):
 def section(cls: type[T]) -> type[T]:
     """Turns a class of annotated fields into a recipe section, or into a recipe made of sections."""
     return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))
+
+
+def shown(text: str) -> str:
+    """Returns text that a user has written as an error repeats it: on one line, and not too long."""
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern, such as `wq` or `layers.*.attention`, matches a part of a dotted name."""
+    return fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def record(cls: type[T]) -> type[T]:
+    """Turns a class of annotated fields into the schema of a JSON file, which `validate` checks. Not part of a recipe."""
+    return section(cls)
+
+
+def validate(cls: type[T], values: Any) -> T:
+    """Returns a record with the values of a JSON file. Raises `ValueError` with the first value that is missing or not valid."""
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(values))
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, detail['loc'])) or 'content'}: {detail['msg']}") from None
 
 
 def one_of(values: list[int]) -> str:

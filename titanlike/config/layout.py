@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlike.config.base import UserError, one_of
+from titanlike.config.base import UserError, divisors, one_of
 
 # Dimensions of the device mesh, outermost first. The innermost ones communicate most, so their ranks share a node.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -35,6 +35,13 @@ SCHEDULES = {
     "zbv": Schedule("ScheduleZBVZeroBubble", stages_per_rank=2, v_shaped=True, splits_backward=True),
     "dualpipev": Schedule("ScheduleDualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True),
 }
+
+
+def shard_range(indices: range, num_shards: int, rank: int) -> range:
+    """Returns the part of consecutive indices that a rank holds, as DTensor and FSDP divide a dimension: all parts are equal, but
+    the last ones can be shorter or empty."""
+    size = -(-len(indices) // num_shards)
+    return indices[rank * size : (rank + 1) * size]
 
 
 def split_blocks(num_blocks: int, num_stages: int, lm_head_cost: float) -> list[int]:
@@ -83,9 +90,11 @@ def infer_shard(dimensions: Mapping[str, int], world_size: int) -> int:
     if shard == -1 and world_size % product == 0:
         return world_size // product
     if shard == -1 and others.keys() == {"replicate"}:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        near = [n for n in divisors(world_size) if n < product][-3:] + [n for n in divisors(world_size) if n > product][
+            :1
+        ]
         raise UserError(
-            f"parallelism.replicate = {product} does not divide the {world_size} processes; use {one_of(divisors)}"
+            f"parallelism.replicate = {product} does not divide the {world_size} processes; use {one_of(near)}"
         )
     if shard == -1:
         sizes = _product(others) if len(others) == 1 else f"{_product(others)} = {product}"
@@ -115,10 +124,10 @@ def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ran
             f"use {one_of(multiples)}, or another number of processes"
         )
     if share % min(local_batch_size, share):
-        divisors = [n for n in range(1, local_batch_size) if share % n == 0]
+        smaller = [n for n in divisors(share) if n < local_batch_size]
         raise UserError(
             f"training.local_batch_size = {local_batch_size} does not divide the {share} sequences of a rank "
-            f"(global_batch_size {global_batch_size} over {num_data_ranks} data-parallel ranks); use {one_of(divisors[-3:])}"
+            f"(global_batch_size {global_batch_size} over {num_data_ranks} data-parallel ranks); use {one_of(smaller[-3:])}"
         )
     return share // min(local_batch_size, share)
 

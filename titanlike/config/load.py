@@ -16,15 +16,18 @@ from typing import Any, TypeVar
 import tomli
 from pydantic import TypeAdapter, ValidationError
 
-from titanlike.config.base import UserError
+from titanlike.config.base import LIMIT, UserError, shown
+from titanlike.config.credentials import refuse_credentials
 from titanlike.config.schema import describe
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
+MAX_DEPTH = 8  # of tables and lists in a recipe; sections have two
 
 # Renamed keys. The old ones are unknown keys; the error suggests the new ones.
 RENAMED = {
     "checkpoint.allow": "checkpoint.allow_changed",
+    "checkpoint.weights": "checkpoint.export",
     "checkpoint.grace": "run.shutdown_timeout",
     "checkpoint.tries": "checkpoint.max_failures",
     "data.ahead": "data.prefetch",
@@ -38,6 +41,7 @@ RENAMED = {
 def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None = None) -> T:
     """Loads a recipe of the given type. Raises `UserError` with one line for each invalid key."""
     values, origins = read(path)
+    refuse_credentials("", [values, dict(overrides or {})])  # before any message that contains values
     _apply_overrides(recipe_type, values, origins, overrides or {})
     _apply_model_size(recipe_type, values)
     try:
@@ -50,34 +54,48 @@ def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None =
 def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
     """Reads a TOML file and the files it extends. Returns the merged values and, for each dotted key, the file that sets it."""
     try:
-        values = tomli.loads(path.read_text(encoding="utf-8-sig"))
+        # A pipe could be read only once, and /dev/zero for ever.
+        is_no_file = path.exists() and not path.is_file()
+        values: dict[str, Any] = {} if is_no_file else _parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         folder = path.parent if path.parent.is_dir() else Path("train_configs")
         near = nearest(path.name, [file.name for file in folder.glob("*.toml")])
         raise UserError(f"{path}: recipe not found" + (f"; did you mean {folder / near}?" if near else "")) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{shown(str(path))}: cannot be read as a recipe: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as a recipe: {error}") from None
-    except tomli.TOMLDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{path}: invalid TOML: {error}") from None
+    if is_no_file:
+        raise UserError(f"{path} is not a file; give the file of a recipe")
     base = values.pop("extends", None)
     origins = {key: str(path) for key in _dotted_keys(values)}
     if base is None:
         return values, origins
     if not isinstance(base, str):
-        raise UserError(f"{path}: extends = {json.dumps(base)} must be a string, the path of one recipe")
+        raise UserError(f"{path}: extends = {show_value(base)} must be a string, the path of one recipe")
     chain = (*_inheriting, path.resolve())
     target = path.parent / base
+    try:
+        is_file = base.isprintable() and target.is_file()
+    except OSError:  # such as a name that is too long
+        is_file = False
+    if not is_file:
+        raise UserError(f"{path}: extends = {show_value(base)}: file {shown(str(target))} not found")
     if target.resolve() in chain:
-        raise UserError(f"{path}: extends = {json.dumps(base)} is circular; remove it from one of the files")
-    if not target.is_file():
-        raise UserError(f"{path}: extends = {json.dumps(base)}: file {target} not found")
+        raise UserError(f"{path}: extends = {show_value(base)} is circular; remove it from one of the files")
     inherited, inherited_origins = read(target, chain)
     return _merge(inherited, values), inherited_origins | origins
 
 
 def joined(path: Path, **changes: Any) -> str:
     """Returns a recipe and everything it extends as the text of one file. `changes` replace top-level keys."""
-    values = read(path)[0] | changes
+    return dump(read(path)[0] | changes)
+
+
+def dump(values: Mapping[str, Any]) -> str:
+    """Returns the values of a recipe, as `read` returns them, as TOML."""
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]
     for name, table in tables.items():
@@ -108,14 +126,55 @@ def nearest(name: str, choices: Sequence[str]) -> str | None:
 
 
 def parse_value(text: str) -> Any:
-    """Parses a command-line value as TOML. Returns the text itself if it is not TOML."""
+    """Parses a command-line value as TOML. Returns the text itself if it is not exactly one TOML value."""
     try:
-        return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+        document, in_list = _parse(f"value = {text}"), _parse(f"value = [{text}]")
+    except ValueError:
         return text
+    # A document ends a value at a comment or a new line, a list at a comma. What follows must not be lost.
+    return document["value"] if len(document) == len(in_list) == len(in_list["value"]) == 1 else text
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """Parses TOML. Raises `ValueError` also for values that TOML allows and no program could use."""
+    try:
+        values = tomli.loads(text)
+    except RecursionError:
+        raise ValueError(f"tables or lists are nested more than {MAX_DEPTH} deep") from None
+    except tomli.TOMLDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("an integer has too many digits") from None
+    _check_values(values, "")
+    return values
+
+
+def _check_values(value: Any, name: str, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{shown(name)}: tables or lists are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_values(inner, f"{name}.{key}" if name else key, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_values(inner, name, depth + 1)
+    elif isinstance(value, int) and value.bit_length() > 128:
+        raise ValueError(f"{shown(name)}: an integer has too many digits")
+    elif isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{shown(name)} = {show_value(value)} contains the character NUL; remove it")
+
+
+def show_value(value: Any) -> str:
+    """Formats a value of a recipe for an error: on one line, and not too long."""
+    return shown(json.dumps(value, default=str))
 
 
 def _toml(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = {name: inner for name, inner in fields.items() if inner is not None}
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {_toml(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, tuple | list):
         return f"[{', '.join(_toml(item) for item in value)}]"
     if isinstance(value, str):
@@ -144,11 +203,13 @@ def _apply_overrides(
     string_keys = {key.name for key in describe(recipe_type) if key.is_string}
     for name, text in overrides.items():
         *tables, leaf = name.split(".")
+        if len(tables) >= MAX_DEPTH:
+            raise UserError(f"--{shown(name)}: unknown key; a key has a section and a name, as in --training.steps=100")
         table = values
         for part in tables:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
-                raise UserError(f"{COMMAND_LINE}: {name} = {text}: {part} is a value in the recipe, not a table")
+                raise UserError(f"{COMMAND_LINE}: {name} = {shown(text)}: {part} is a value in the recipe, not a table")
         table[leaf] = text if name in string_keys else parse_value(text)
         origins[name] = COMMAND_LINE
 
@@ -178,20 +239,29 @@ def _format_error(recipe_type: type, detail: dict[str, Any], origins: Mapping[st
     # pydantic puts the variant of a table, such as "llama", between the table and the key.
     variants = {key.variant for key in describe(recipe_type) if key.name.startswith(f"{location[0]}.")}
     variant = location.pop(1) if location[1:] and location[1] in variants else ""
-    name = ".".join(location[:2])  # further parts are indices into a list
     keys = {key.name: key for key in describe(recipe_type) if key.variant in ("", variant)}
+    name = ".".join(location[:2])
+    is_list_of_tables = any(key.startswith(f"{name}.") for key in keys) and len(location) > 1
+    if is_list_of_tables:  # a key of a table; other parts are indices into a list
+        name = ".".join([name, *(part for part in location[2:] if not part.isdigit())])
+    name = shown(name)
     error_type, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     origin = origins.get(name) or next((origins[key] for key in origins if key.startswith(name + ".")), str(path))
     if error_type in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{origin}: {_unknown_key(name, value, list(keys))}"
-    setting = f"{origin}: {name} = {json.dumps(value, default=str)}"
+    setting = f"{origin}: {name} = {show_value(value)}"
     if error_type == "union_tag_invalid":
         tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
-        return f"{origin}: {name}.name = {json.dumps(context['tag'])} {_unknown_choice(context['tag'], tags)}"
+        return f"{origin}: {name}.name = {show_value(context['tag'])} {_unknown_choice(context['tag'], tags)}"
     if error_type == "literal_error":
         return f"{setting} {_unknown_choice(str(value), keys[name].choices)}"
     if error_type in ("dataclass_type", "dict_type"):
-        return f"{setting} is not a table; write [{name}] and its keys below it"
+        table = f"[[{name}]]" if is_list_of_tables else f"[{name}]"
+        return f"{setting} is not a table; write {table} and its keys below it"
+    if error_type == "value_error":
+        return f"{setting} {context['error']}"
+    if error_type == "less_than_equal" and context["le"] == LIMIT:
+        return f"{setting} must be at most {LIMIT}"
     if name in keys and isinstance(value, float) and not math.isfinite(value):
         return f"{origin}: {name} = {value} is not finite; it must be {keys[name].expected}"
     if name in keys:
@@ -210,7 +280,8 @@ def _unknown_key(name: str, value: Any, keys: Sequence[str]) -> str:
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     sections = sorted({key.partition(".")[0] for key in keys})
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
-    setting = name if isinstance(value, dict) else f"{name} = {json.dumps(value, default=str)}"
+    setting = name or '""'
+    setting += "" if isinstance(value, dict) else f" = {show_value(value)}"
     near = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
     if name in RENAMED:
         remedy = f"did you mean {RENAMED[name]}?"

@@ -18,19 +18,23 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from titanlike.config.base import (
+    LIMIT,
+    FilePath,
     Fraction,
     Name,
     NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFloat,
-    Share,
+    matches,
     section,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, infer_shard, num_microbatches, split_blocks
 from titanlike.config.model_configs import GPTConfig, LlamaConfig, TransformerConfig
+from titanlike.config.optimizer import Optimizer, Schedule
 
 DType = Literal["float32", "bfloat16"]
+TaskFormat = Literal["hellaswag", "arc", "piqa", "lambada"]
+Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 @section
@@ -40,9 +44,9 @@ class Run:
     name: Name = ""
     """Name of the run directory. Starting a run of the same name again resumes it. Default: the recipe's file name and the
     current time, which starts a new run."""
-    dir: str = "runs"
+    dir: FilePath = "runs"
     """Directory that contains the run directories, relative to the working directory."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of the initial weights, the data shuffling, dropout, stochastic rounding and sampling. Python's, NumPy's and
     torch's global generators are seeded with it as well."""
     deterministic: bool = False
@@ -50,10 +54,11 @@ class Run:
     anyway."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. `auto` uses the GPUs if there are any."""
-    hang_timeout: Positive = 600
+    hang_timeout: Seconds = 600
     """Seconds without progress after which the watchdog reports the missing rank and exits with code 3. Must be longer than
-    the longest step. The first step, validation and checkpointing are allowed at least 600 seconds."""
-    shutdown_timeout: Positive = 30
+    the longest step. While all ranks send heartbeats, the first step, validation and checkpointing may take at least 600
+    seconds."""
+    shutdown_timeout: Seconds = 30
     """Seconds between a stop signal and SIGKILL: the time available for a last checkpoint. The default is torchrun's;
     SageMaker allows 120."""
 
@@ -62,7 +67,7 @@ class Run:
 class Tokenizer:
     """Conversion of text to tokens."""
 
-    encoding: str = "bytes"
+    encoding: FilePath = "bytes"
     """`bytes` (built in, 257 tokens, no download), the name of a tiktoken encoding such as `gpt2`, or the path of a file: a
     tiktoken rank file such as Llama 3's `tokenizer.model`, or Hugging Face's `tokenizer.json`."""
     special: Literal["eos", "bos", "both"] = "eos"
@@ -78,15 +83,18 @@ class Tokenizer:
 class Data:
     """Training and validation data."""
 
-    source: Literal["python_stdlib", "text", "shards", "stream", "synthetic"] = "python_stdlib"
+    source: Literal["python_stdlib", "text", "shards", "stream", "chat", "synthetic_chat", "synthetic"] = (
+        "python_stdlib"
+    )
     """`shards`: token shards from `titanlike data prepare`, recommended for all but small runs. `text`: text files, tokenized
-    at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source code of
-    Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
-    path: str = ""
-    """For `shards`: their directory. For `text` and `stream`: a file, a directory (read recursively) or a glob pattern such
-    as `corpus/*.jsonl.gz`. Each may be an fsspec URL: `s3://`, `https://`, `hf://datasets/`. A document is a text file, a
-    line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as `.gz` or `.zst`."""
-    mixture: tuple[str, ...] = ()
+    at the first start and cached. `stream`: text files, tokenized during training. `chat`: conversations or instructions, of
+    which the assistant's tokens are the labels. `python_stdlib`: the source code of Python's standard library, available on
+    every machine. `synthetic_chat`: generated conversations about sums. `synthetic`: random tokens, for benchmarks."""
+    path: FilePath = ""
+    """For `shards`: their directory. For `text`, `stream` and `chat`: a file, a directory (read recursively) or a glob pattern such
+    as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `https://`, `hf://datasets/`. A document
+    is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as `.gz` or `.zst`."""
+    mixture: tuple[FilePath, ...] = ()
     """Several paths to mix, instead of `path`."""
     weights: tuple[PositiveFloat, ...] = ()
     """Sampling weights of the `mixture`, in its order, in sequences. They are normalized to sum to 1. Default: equal
@@ -95,20 +103,26 @@ class Data:
     """Field of a JSON line or column of a Parquet file that contains the text."""
     prompt_field: str = ""
     """Field that contains a prompt, which precedes the text and is excluded from the loss. Default: no prompt."""
+    chat_template: FilePath = ""
+    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has none, ChatML."""
+    long_chats: Literal["truncate", "skip"] = "truncate"
+    """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it."""
     bad_records: Literal["stop", "skip"] = "stop"
     """How to handle a record that cannot be read: `stop` the run, or `skip` the record and log a warning."""
     document_masks: bool = False
-    """Mask attention between documents in a packed sequence, and restart position ids at each document."""
+    """Mask attention between documents in a packed sequence, and restart position ids at each document. Conversations of a
+    `chat` are always documents. On GPUs, attention is FlexAttention then, unless `training.attention` is `efficient` or
+    `math`."""
     holdout_every: NonNegative = 50
-    """Hold out one of every `holdout_every` sequences, evenly spaced, for validation. 0 holds out none and requires
-    `validation.interval = 0`. Not used for shards that have a validation split."""
-    validation_path: str = ""
-    """Shards or text for validation. If set, no training data is held out."""
-    cache: str = ""
-    """Directory that caches the tokens of `text`. Default: `~/.cache/titanlike`."""
+    """Hold out one of every `holdout_every` sequences or conversations, evenly spaced, for validation. 0 holds out none and
+    requires `validation.interval = 0`. Not used for shards that have a validation split."""
+    validation_path: FilePath = ""
+    """Shards, text or, with `chat`, conversations for validation. If set, no training data is held out."""
+    cache: FilePath = ""
+    """Directory that caches the tokens of `text` and `chat`. Default: `~/.cache/titanlike`."""
     prefetch: NonNegative = 2
     """Batches to prepare ahead of the training loop, in a thread. 0 prepares each batch when it is needed."""
-    workers: Positive = 4
+    workers: Annotated[int, Field(ge=1, le=1024)] = 4
     """Threads that read a `stream`. The number does not change the batches."""
 
 
@@ -118,7 +132,7 @@ class Training:
 
     steps: Positive = 1000
     """Number of optimizer steps of the run."""
-    seq_len: Annotated[int, Field(ge=2)] = 2048
+    seq_len: Annotated[int, Field(ge=2, le=LIMIT)] = 2048
     """Sequence length in tokens."""
     global_batch_size: Positive = 32
     """Sequences in an optimizer step, over all ranks. Independent of the number of ranks, so that the layout does not change
@@ -133,12 +147,14 @@ class Training:
     master_dtype: DType = "float32"
     """Precision of the weights that the optimizer keeps and updates."""
     reduce_dtype: DType = "float32"
-    """Precision of gradient reduction across ranks. `bfloat16` halves the traffic."""
+    """Precision of gradient reduction across ranks, and of what is accumulated before it: the micro-batches of a pipeline, and
+    those of replicas. `bfloat16` halves the traffic."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matmuls (`torch.set_float32_matmul_precision`). `high` enables TF32 on GPUs, `medium` enables
     bfloat16 on CPUs that support it. Both are faster and less accurate with `compute_dtype = "float32"`."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Backend of scaled dot product attention. `auto` uses the first one available, in the order listed."""
+    """Backend of scaled dot product attention. `auto` uses the first one available, in the order listed. With
+    `data.document_masks` on GPUs, `auto` uses FlexAttention, and `efficient` and `math` take a mask of seq_len x seq_len."""
     loss_chunk: NonNegative = 1024
     """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
     vocabularies; values below a few hundred are slow. 0 disables chunking."""
@@ -154,49 +170,14 @@ class Training:
     skip_window: Positive = 100
     """Number of consecutive steps over which skipped steps are counted."""
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all ranks."""
+        return self.global_batch_size * self.seq_len
+
     def num_microbatches(self, num_data_ranks: int) -> int:
         """Returns the number of forward and backward passes of one rank in a step."""
         return num_microbatches(self.global_batch_size, self.local_batch_size, num_data_ranks)
-
-
-@section
-class Optimizer:
-    """AdamW. Weight decay is not applied to norms and biases."""
-
-    lr: PositiveFloat = 3e-4
-    """Peak learning rate."""
-    beta1: Share = 0.9
-    """Decay rate of the first moment (the mean of the gradient)."""
-    beta2: Share = 0.95
-    """Decay rate of the second moment (the mean of the squared gradient). 0.95 recovers from a loss spike sooner than Adam's
-    default of 0.999."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator for numerical stability."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay coefficient. 0 disables it."""
-    fused: bool = True
-    """Use the fused implementation, with one kernel for the whole update. Disable it only for comparison. Applies to
-    `state_dtype = "full"`."""
-    state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
-    """Precision of Adam's moments. `full`: that of the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
-    2 bytes, quantized in blocks that share a scale."""
-    stochastic_rounding: bool = False
-    """Round updated weights stochastically, so that updates smaller than the precision accumulate. For
-    `master_dtype = "bfloat16"`."""
-
-
-@section
-class Schedule:
-    """Learning rate schedule: warmup, stable, decay."""
-
-    warmup_steps: NonNegative = 100
-    """Steps of linear warmup from 0 to the peak. 0 disables it."""
-    decay: Literal["linear", "cosine", "sqrt", "none"] = "cosine"
-    """Shape of the decay. `sqrt` (1 - sqrt) falls fast at first and is common after a long stable phase."""
-    decay_steps: NonNegative = 0
-    """Length of the decay in steps, ending at the last step. 0: all steps after the warmup, without a stable phase."""
-    min_ratio: Fraction = 0.1
-    """Final learning rate as a fraction of the peak."""
 
 
 @section
@@ -205,7 +186,7 @@ class Parallelism:
 
     replicate: Positive = 1
     """Model replicas (the outer dimension of HSDP). With `shard = 1` this is data parallelism as in DDP."""
-    shard: int = -1
+    shard: Annotated[int, Field(le=LIMIT)] = -1
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2, equivalent to ZeRO-3). -1 uses all
     ranks that the other dimensions leave."""
     context: Positive = 1
@@ -229,6 +210,11 @@ class Parallelism:
     """Whether FSDP frees the gathered parameters of a block after its forward pass. `auto`: yes, except for the LM head,
     which the backward pass uses first, and with a pipeline. `never` gathers once per forward and backward pass (as
     ZeRO-2 does) and keeps the whole model in memory in `compute_dtype`."""
+    gradient_sync: Literal["each_microbatch", "last_microbatch"] = "each_microbatch"
+    """When FSDP reduce-scatters gradients, if a step has several micro-batches. `each_microbatch` needs the least memory: a
+    rank accumulates its shard of the gradients. `last_microbatch` communicates least, once per step: a rank accumulates all
+    gradients in `training.reduce_dtype`, which in float32 takes 4 bytes for each parameter of its tensor-parallel shard.
+    Pipeline schedules always wait for the last micro-batch."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory. Fits larger models; much slower."""
 
@@ -275,6 +261,23 @@ class Float8:
 
 
 @section
+class Lora:
+    """LoRA: trains two small matrices beside each selected linear layer, and nothing else."""
+
+    rank: NonNegative = 0
+    """Inner dimension of the two matrices. 0 disables LoRA."""
+    alpha: PositiveFloat = 16.0
+    """Their product is multiplied by `alpha / rank`."""
+    layers: tuple[str, ...] = ()
+    """Linear layers of the blocks, by parts of their names: `attention`, `wq`, `layers.0`, `layers.*.feed_forward`. Default:
+    all linear layers of the blocks."""
+
+    def selects(self, name: str) -> bool:
+        """Whether a linear layer of a block has these matrices."""
+        return self.rank > 0 and (not self.layers or any(matches(pattern, name) for pattern in self.layers))
+
+
+@section
 class Compile:
     """torch.compile."""
 
@@ -283,8 +286,9 @@ class Compile:
     then one FSDP unit. `none` disables compilation: on a CPU the first compilation takes about half a minute, too long for
     short runs."""
     backend: str = "inductor"
-    """Backend of torch.compile. `aot_eager` reproduces compilation errors without code generation."""
-    cache: str = ""
+    """Backend of torch.compile: one of torch, or one that an installed package registers with the entry point
+    `torch_dynamo_backends`. `aot_eager` reproduces compilation errors without code generation."""
+    cache: FilePath = ""
     """Directory for compiled code, on storage that machines of the same type share. Default: a local directory."""
 
 
@@ -293,9 +297,9 @@ class ActivationCheckpoint:
     """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
     mode: Literal["none", "selective", "every_n", "full", "memory_budget"] = "none"
-    """`selective` keeps the output of attention and of every second matmul of a block, `every_n` recomputes one of every
-    `every_n` blocks, `full` recomputes every block, and `memory_budget` lets the compiler choose what to keep. `none`
-    disables it."""
+    """`selective` keeps the outputs of attention, of collectives and of every second matmul of a block, `every_n`
+    recomputes one of every `every_n` blocks, `full` recomputes every block, and `memory_budget` lets the compiler choose
+    what to keep. `none` disables it."""
     every_n: Positive = 2
     """For `every_n`: recompute one of this many blocks."""
     memory_budget: Fraction = 0.5
@@ -318,23 +322,28 @@ class Checkpoint:
     """Number of most recent checkpoints to keep. Older ones are deleted after a newer one is committed."""
     keep_every: NonNegative = 0
     """Also keep every checkpoint whose step is a multiple of this. 0 disables it."""
-    dir: str = ""
-    """Directory or fsspec URL, such as `s3://bucket/runs`, in which each run has a directory for its checkpoints. Default: the
-    run directory."""
+    dir: FilePath = ""
+    """Directory or fsspec URL, such as `s3://bucket/runs`, in which each run has a directory for its checkpoints. It belongs to
+    one run directory: another run of the same name is refused. Default: the run directory."""
     max_failures: Positive = 3
     """Consecutive failed saves, on a full disk for example, after which the run stops. 1 stops at the first."""
     verify: Literal["content", "size"] = "content"
     """Verification before loading: `content` compares the hash of every file, `size` only its size, which avoids reading a
     very large checkpoint twice."""
-    weights: Literal["none", "float32", "bfloat16"] = "none"
-    """Precision in which to export the full weights as `weights.safetensors` in the run directory after the last step. Requires
-    checkpoints in a local directory. `titanlike consolidate` exports any checkpoint. `none` disables it."""
+    export: Literal["none", "float32", "bfloat16"] = "none"
+    """Precision in which to export the model as a Hugging Face folder, `hf` in the run directory, after the last step. Requires
+    checkpoints in a local directory. `titanlike export` exports any checkpoint. `none` disables it."""
+    initial: FilePath = ""
+    """Weights to start a new run from: a Hugging Face folder, a run directory (its newest checkpoint) or a checkpoint.
+    Training starts at step 1 with a new optimizer state. `titanlike import` writes a recipe for a Hugging Face folder.
+    Default: random weights."""
     resume_from: NonNegative = 0
     """Step to resume from. Default: the newest checkpoint. Later checkpoints are archived. The key is not written to the recipe
     in the run directory, so the next start resumes from the newest checkpoint again."""
     allow_changed: tuple[str, ...] = ()
     """Keys that may differ from the checkpoint's recipe although they change training, such as `["optimizer.lr"]`. The resumed
-    run is then not the run that the recipe describes."""
+    run is then not the run that the recipe describes. `["run.dir"]` takes over the checkpoints of another run directory, and
+    `["model.rope_theta"]` changes what `initial` has."""
 
 
 @section
@@ -349,15 +358,39 @@ class Validation:
 
 
 @section
+class Evaluation:
+    """Evaluation during training: tasks from local files, and the loss of text. `titanlike evaluate` does the same for a
+    checkpoint."""
+
+    interval: NonNegative = 0
+    """Steps between evaluations. The last step is always evaluated. 0 disables evaluation."""
+    tasks: tuple[FilePath, ...] = ()
+    """JSON lines files, each with the items of a task. Its metrics have the name of the file."""
+    formats: tuple[TaskFormat, ...] = ()
+    """Format of each file of `tasks`, in its order."""
+    data: tuple[FilePath, ...] = ()
+    """Text or token shards, each as `data.validation_path`, of which to compute loss, perplexity and bits per byte."""
+    limit: NonNegative = 0
+    """Number of items of each task, and of sequences of `data`, from the first. 0: all."""
+
+
+@section
 class Sample:
-    """Text generated by the trained model at the end of the run."""
+    """Text generated by the model at the end of the run, and during training."""
 
     tokens: NonNegative = 0
     """Number of tokens to generate. 0 disables sampling."""
+    interval: NonNegative = 0
+    """Steps between samples during training, which are recorded with the metrics. 0: at the end of the run only."""
     prompt: str = "def "
     """Prompt to continue."""
-    temperature: Annotated[float, Field(ge=0.01)] = 0.7
-    """Sampling temperature. Values below 1 favor likely tokens; values above 1 increase randomness."""
+    temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.7
+    """Sampling temperature. Values below 1 favor likely tokens; values above 1 increase randomness. 0 always chooses the most
+    likely token."""
+    top_k: NonNegative = 0
+    """Sample from this many of the most likely tokens. 0: from all."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the fewest of the most likely tokens whose probabilities sum to at least this. 1: from all."""
 
 
 @section
@@ -374,7 +407,7 @@ class Metrics:
 class PretrainRecipe:
     """The recipe of `recipes/pretrain.py`."""
 
-    recipe: str = "pretrain"
+    recipe: FilePath = "pretrain"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path."""
     run: Run = Run()
     model: Annotated[LlamaConfig | GPTConfig, Field(discriminator="name")] = LlamaConfig()
@@ -385,9 +418,11 @@ class PretrainRecipe:
     schedule: Schedule = Schedule()
     parallelism: Parallelism = Parallelism()
     float8: Float8 = Float8()
+    lora: Lora = Lora()
     compile: Compile = Compile()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
+    evaluation: Evaluation = Evaluation()
     sample: Sample = Sample()
     metrics: Metrics = Metrics()

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import get_protocol_members
 
+from titanlike.config import UserError
 from titanlike.config.sections import Data, Training
 from titanlike.data.loader import BatchLoader
 from titanlike.data.packed_dataset import BatchSource
@@ -35,6 +37,7 @@ def build_dataloaders(
     num_data_ranks: int,
     position_ids: Tensor,
     device: torch.device,
+    vocab_size: int | None = None,
     open_sources: Callable[..., Sources] = open_sources,
 ) -> DataLoaders:
     """Opens the training and validation data. All ranks call it together, and fail if their data differ.
@@ -43,6 +46,7 @@ def build_dataloaders(
         validate: whether to hold out or open validation data.
         dropout: whether batches carry random bits for dropout.
         position_ids: the positions of each sequence that this rank holds; see `context_position_ids`.
+        vocab_size: that of the model; data with other tokens is refused.
         open_sources: opens the data; replace it to read a dataset of your own.
     """
     sources = open_sources(
@@ -53,7 +57,8 @@ def build_dataloaders(
         seed=seed,
         validate=validate,
     )
-    fingerprint = process_group.assert_equal_across_ranks("the data", sources.fingerprint)
+    _check_sources(sources, training.seq_len, validate)
+    fingerprint = process_group.assert_equal_across_ranks("the data", sources.training.fingerprint)
 
     def loader(source: BatchSource, *, dropout_bits: bool = False) -> BatchLoader:
         return BatchLoader(
@@ -67,7 +72,37 @@ def build_dataloaders(
             device=device,
             document_separator=tokenizer.separator if section.document_masks else None,
             dropout_bits=dropout_bits,
+            vocab_size=vocab_size,
         )
 
     validation = loader(sources.validation) if sources.validation else None
     return DataLoaders(loader(sources.training, dropout_bits=dropout), validation, fingerprint)
+
+
+def _check_sources(sources: Sources, seq_len: int, validate: bool) -> None:
+    """Raises `UserError` if the sources, which may be a user's own, cannot be used."""
+    if validate and sources.validation is None:
+        raise UserError(
+            "validation.interval is set, but open_sources returns no source for validation; return one, or set "
+            "validation.interval = 0"
+        )
+    if sources.validation is sources.training:
+        raise UserError(
+            "open_sources returns one object for training and validation; return two, each with its own position"
+        )
+    for source in filter(None, (sources.training, sources.validation)):
+        missing = [name for name in get_protocol_members(BatchSource) if not hasattr(source, name)]
+        if missing:
+            raise UserError(
+                f"the data source {type(source).__name__} lacks {', '.join(sorted(missing))}; see BatchSource"
+            )
+        if source.seq_len != seq_len:
+            raise UserError(
+                f"the data source {type(source).__name__} has seq_len = {source.seq_len}, but training.seq_len = {seq_len}; make "
+                "them equal"
+            )
+    if not isinstance(sources.training.fingerprint, str) or not sources.training.fingerprint:
+        raise UserError(
+            f"the fingerprint of the data source {type(sources.training).__name__} must be a string that identifies the data, not "
+            f"{sources.training.fingerprint!r}"
+        )

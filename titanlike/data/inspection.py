@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.data.packed_dataset import SequenceBatch, document_ids_and_positions
+from titanlike.data.packed_dataset import SequenceBatch, separate_documents
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.token_shards import Shards, read_manifest, totals
@@ -46,7 +46,7 @@ def inspect_recipe(
     name = "validation" if validation else recipe.data.source
     console.print(
         f"data    {name}: {source.describe(recipe.validation.batches if validation else training.steps)}\n"
-        f"        fingerprint {data.fingerprint}, tokenizer {recipe.tokenizer.encoding} {tokenizer.fingerprint}\n"
+        f"        fingerprint {data.training.fingerprint}, tokenizer {recipe.tokenizer.encoding} {tokenizer.fingerprint}\n"
         f"step    {step}, data-parallel rank {rank} of {ranks}: {num_rows} sequences of {training.seq_len} tokens",
         markup=False,
         highlight=False,
@@ -78,7 +78,7 @@ def inspect_shards(path: str, *, verify: bool, limit: int, console: Console) -> 
             )
         if verify:
             split.verify()
-    lines.append(f"        {manifest.skipped:,} records skipped; fingerprint {manifest.fingerprint}")
+    lines.append(f"        {manifest.skipped:,} records skipped; fingerprint {Shards(path).fingerprint}")
     console.print("\n".join(lines), highlight=False)
     if verify:
         console.print("        all files match the manifest", style="green")
@@ -88,7 +88,10 @@ def _render(batch: SequenceBatch, tokenizer: Tokenizer, limit: int) -> Iterator[
     """Yields sequences as text: documents in alternating colors, prompts dim, separators highlighted."""
     names = {tokenizer.eos: "<eos>", tokenizer.bos: "<bos>"}
     tokens = batch.tokens[:limit, :-1]
-    document_ids, _ = document_ids_and_positions(tokens, tokenizer.separator)
+    if batch.document_ids is None:
+        document_ids = separate_documents(tokens, tokenizer.separator)
+    else:
+        document_ids = batch.document_ids[:limit, :-1]
     loss_mask = np.ones(tokens.shape, bool) if batch.loss_mask is None else batch.loss_mask
     for row, sequence_id in enumerate(batch.sequence_ids[:limit]):
         count = int(document_ids[row, -1]) + 1

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
+from titanlike.config import UserError
 from titanlike.data.packed_dataset import (
     BatchSource,
     Position,
     SequenceBatch,
-    ShuffledMixture,
-    document_ids_and_positions,
+    positions_in_documents,
+    separate_documents,
 )
 from titanlike.data.text.tokenizer import Separator
 from titanlike.distributed import process_group
@@ -50,9 +51,11 @@ class BatchLoader:
         position_ids: Tensor | None = None,
         document_separator: Separator | None = None,
         dropout_bits: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         """`position_ids` selects the positions of each sequence that this rank holds (default: all). With
-        `document_separator`, positions count from 0 in each document and `document_ids` are added for the attention mask."""
+        `document_separator`, positions count from 0 in each document and `document_ids` are added for the attention mask. With
+        `vocab_size`, other tokens are refused."""
         self.source = source
         self.local_batch_size = local_batch_size
         num_rows = global_batch_size // num_data_ranks
@@ -65,6 +68,7 @@ class BatchLoader:
         self.default_position_ids = self.position_ids.repeat(num_rows, 1)
         self.document_separator = document_separator
         self.dropout_bits = dropout_bits
+        self.vocab_size = vocab_size
         self._position: Position | None = None  # of the source, after the last batch that was taken
         self._prefetcher: Prefetcher[_Item | BaseException] | None = None
 
@@ -101,14 +105,17 @@ class BatchLoader:
         entries = {entry[0]: entry for part in process_group.all_gather_object(self._position) for entry in part}
         return [entries[number] for number in sorted(entries)]
 
-    def num_distinct(self, limit: int) -> int:
-        """Returns how many of the first `limit` global batches repeat no sequence, at least 1."""
-        assert isinstance(self.source, ShuffledMixture)
-        return min(limit, self.source.num_distinct)
+    def first_batches(self, limit: int) -> Iterator[list[Batch]]:
+        """Yields the micro-batches of the first `limit` global batches, the same ones at each call. Yields fewer, but at least
+        one, if the source has `num_distinct` and a sequence would repeat."""
+        self.source.load_position(None)
+        for step in range(1, min(limit, getattr(self.source, "num_distinct", limit)) + 1):
+            yield self.microbatches(step)
 
     def build(self, step: int) -> _Item:
         """Returns the step, the CPU tensors of all its micro-batches, and the position of the source after it."""
         batch = self.source.read(step, self.rows)
+        self._check(step, batch.tokens)
         tensors = {name: torch.from_numpy(values) for name, values in self._arrays(batch).items()}
         if not self.holds_all_positions:
             tensors = {name: tensor[:, self.position_ids] for name, tensor in tensors.items()}
@@ -121,14 +128,29 @@ class BatchLoader:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return step, tensors, self.source.position()
 
+    def _check(self, step: int, tokens: npt.NDArray[np.int64]) -> None:
+        expected = (len(self.rows), self.source.seq_len + 1)
+        if tokens.shape != expected:
+            raise UserError(
+                f"step {step}: the data source {type(self.source).__name__} has tokens of shape {tokens.shape}, not {expected}"
+            )
+        if self.vocab_size is not None and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            token = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise UserError(
+                f"step {step}: the data has the token {token}, but model.vocab_size = {self.vocab_size}; set that to "
+                "the number of tokens, or correct the data"
+            )
+
     def _arrays(self, batch: SequenceBatch) -> dict[str, npt.NDArray[np.int64]]:
         """Returns the model inputs and labels for full sequences (N, T)."""
-        tokens, loss_mask = batch.tokens, batch.loss_mask
+        tokens, loss_mask, document_ids = batch.tokens, batch.loss_mask, batch.document_ids
         arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-        if self.document_separator:
-            document_ids, positions = document_ids_and_positions(tokens, self.document_separator)
+        if document_ids is None and self.document_separator:
+            document_ids = separate_documents(tokens, self.document_separator)
+        if document_ids is not None:
             # The first token of a document has no context to be predicted from.
             same = document_ids[:, 1:] == document_ids[:, :-1]
+            positions = positions_in_documents(document_ids)
             arrays |= {"position_ids": positions[:, :-1], "document_ids": document_ids[:, :-1]}
             arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
         if loss_mask is not None:

@@ -1,9 +1,10 @@
 """Packed sequences, shuffled and mixed: the content of a batch is a function of the seed and the step. No torch."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ class SequenceBatch:
     sequence_ids: Numbers  # (N,) index in the unbounded sequence stream; seeds dropout
     tokens: Numbers  # (N, T + 1)
     loss_mask: Flags | None = None  # (N, T + 1) True where a token is a label; None: everywhere
+    document_ids: Numbers | None = (
+        None  # (N, T + 1) masks attention between documents; None: as `data.document_masks` says
+    )
 
 
 class BatchSource(Protocol):
@@ -32,17 +36,48 @@ class BatchSource(Protocol):
 
     seq_len: int
 
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the data; a resume on data with another fingerprint is refused."""
+
     def describe(self, steps: int) -> str:
         """Summarizes the data and how much of it `steps` steps read."""
 
     def load_position(self, position: Position | None) -> None:
-        """Restores a position from a checkpoint, merged over all ranks."""
+        """Restores a position from a checkpoint, merged over all ranks; None: the start."""
 
     def read(self, step: int, rows: range) -> SequenceBatch:
         """Returns these rows of the global batch of `step`, which counts from 1."""
 
     def position(self) -> Position | None:
         """Returns the state after the last `read`, or None if the step number is the only state."""
+
+
+class Sequences(NamedTuple):
+    """Sequences of a dataset: the fields of `SequenceBatch` without the ids."""
+
+    tokens: Numbers
+    loss_mask: Flags | None = None
+    document_ids: Numbers | None = None
+
+
+class SequenceDataset(Protocol):
+    """A random-access collection of sequences of equal length."""
+
+    name: str
+    seq_len: int
+    num_sequences: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the sequences."""
+
+    @property
+    def contents(self) -> str:
+        """What the dataset holds, for the summary of a run."""
+
+    def read(self, indices: Numbers) -> Sequences:
+        """Returns the sequences at these indices."""
 
 
 class TokenArray(Protocol):
@@ -110,29 +145,47 @@ class PackedDataset:
                 f"training.seq_len = {seq_len}" + (f" with one in {holdout_every} held out" if holdout_every else "")
             )
 
-    def read(self, indices: Numbers) -> tuple[Numbers, Flags | None]:
-        """Returns sequences of `seq_len` + 1 tokens (N, T + 1) and their loss mask."""
+    @property
+    def fingerprint(self) -> str:
+        return self.tokens.fingerprint
+
+    @property
+    def contents(self) -> str:
+        return f"{self.tokens.num_tokens:,} tokens"
+
+    def read(self, indices: Numbers) -> Sequences:
         if self.held_out and self.holdout_every:
             indices = indices * self.holdout_every + self.holdout_every - 1
         elif self.holdout_every:
             indices = indices + indices // (self.holdout_every - 1)
         starts, length = indices * self.seq_len, self.seq_len + 1
-        return self.tokens.read(starts, length), self.tokens.loss_mask(starts, length)
+        return Sequences(self.tokens.read(starts, length), self.tokens.loss_mask(starts, length))
 
 
 class ShuffledMixture:
-    """An unbounded, shuffled stream over packed datasets, each with its own epochs. Any step can be read at any time."""
+    """An unbounded, shuffled stream over datasets of sequences, each with its own epochs. Any step can be read at any time."""
 
     def __init__(
-        self, datasets: Sequence[PackedDataset], weights: Sequence[float] = (1.0,), *, seed: int, global_batch_size: int
+        self,
+        datasets: Sequence[SequenceDataset],
+        weights: Sequence[float] = (1.0,),
+        *,
+        seed: int,
+        global_batch_size: int,
     ) -> None:
         self.datasets = datasets
         self.seq_len = datasets[0].seq_len
         self.global_batch_size = global_batch_size
         # The first dataset keeps the plain seed, so a mixture of one equals that dataset alone.
         self.seeds = [seed + number * 0x9E3779B9 for number in range(len(datasets))]
+        self.weights = list(weights)
         self.mixture = Mixture(weights, seed)
         self._scheduled_for: tuple[int, range] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        fingerprints = [data.fingerprint for data in self.datasets]
+        return fingerprints[0] if len(fingerprints) == 1 else hash_of([fingerprints, self.weights])
 
     @property
     def num_distinct(self) -> int:
@@ -143,7 +196,7 @@ class ShuffledMixture:
     @property
     def shares(self) -> list[float]:
         """Fraction of the sequences that come from each dataset."""
-        return [count / sum(self.mixture.counts) for count in self.mixture.counts]
+        return [float(share) for share in self.mixture.shares]
 
     def epochs(self, steps: int) -> list[float]:
         """Returns how many epochs of each dataset `steps` steps read."""
@@ -153,9 +206,9 @@ class ShuffledMixture:
     def describe(self, steps: int) -> str:
         parts = []
         for dataset, share, epochs in zip(self.datasets, self.shares, self.epochs(steps), strict=True):
-            prefix = f"{dataset.name} {share:.0%}, " if len(self.datasets) > 1 else ""
+            prefix = f"{dataset.name} {100 * share:.3g}%, " if len(self.datasets) > 1 else ""
             plural = "" if f"{epochs:.2g}" == "1" else "s"
-            parts.append(f"{prefix}{dataset.tokens.num_tokens:,} tokens read {epochs:.2g} time{plural}")
+            parts.append(f"{prefix}{dataset.contents} read {epochs:.2g} time{plural}")
         return "; ".join(parts)
 
     def load_position(self, position: Position | None) -> None:
@@ -171,16 +224,19 @@ class ShuffledMixture:
         sequence_ids, sources, indices = (values[offset] for values in self._scheduled)
         if len(self.datasets) == 1:
             return SequenceBatch(sequence_ids, *self.datasets[0].read(indices))
-        tokens = np.empty((len(rows), self.seq_len + 1), np.int64)
+        tokens, document_ids = np.zeros((2, len(rows), self.seq_len + 1), np.int64)
         loss_mask = np.ones(tokens.shape, bool)
-        masked = False
+        masked = has_documents = False
         for source in np.unique(sources).tolist():
             selected = sources == source
-            tokens[selected], flags = self.datasets[source].read(indices[selected])
+            tokens[selected], flags, documents = self.datasets[source].read(indices[selected])
             if flags is not None:
-                loss_mask[selected] = flags
-                masked = True
-        return SequenceBatch(sequence_ids, tokens, loss_mask if masked else None)
+                loss_mask[selected], masked = flags, True
+            if documents is not None:
+                document_ids[selected], has_documents = documents, True
+        return SequenceBatch(
+            sequence_ids, tokens, loss_mask if masked else None, document_ids if has_documents else None
+        )
 
     def _schedule(self, block: int, rows: range) -> None:
         """Chooses the sequences of a block of steps: their ids, source datasets and indices there, (S, N) each.
@@ -197,11 +253,22 @@ class ShuffledMixture:
         self._scheduled = sequence_ids, sources.reshape(sequence_ids.shape), indices.reshape(sequence_ids.shape)
 
 
-def document_ids_and_positions(tokens: Numbers, separator: Separator) -> tuple[Numbers, Numbers]:
-    """Returns the document index of each token in its sequence and its position in that document (N, T)."""
+def hash_of(values: object) -> str:
+    """Returns a fingerprint of values that JSON can hold."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def separate_documents(tokens: Numbers, separator: Separator) -> Numbers:
+    """Returns the document index of each token in its sequence (N, T), by the separators in it."""
     starts = tokens == separator.token
     if separator.closes:
         starts[:, 1:] = starts[:, :-1]
     starts[:, 0] = False
-    offsets = np.arange(tokens.shape[1])
-    return starts.cumsum(1), offsets - np.maximum.accumulate(np.where(starts, offsets, 0), axis=1)
+    return starts.cumsum(1)
+
+
+def positions_in_documents(document_ids: Numbers) -> Numbers:
+    """Returns the position of each token in its document (N, T)."""
+    starts = np.diff(document_ids, axis=1, prepend=document_ids[:, :1]) != 0
+    offsets = np.arange(document_ids.shape[1])
+    return offsets - np.maximum.accumulate(np.where(starts, offsets, 0), axis=1)

@@ -1,7 +1,7 @@
 """Stateless shuffling and mixing: the element at any index is computed without a permutation in memory. No torch."""
 
-import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ from titanlike.utils.counter_rng import derive_seed
 
 Numbers = npt.NDArray[np.int64]
 
-CYCLE = 1024  # length of the blocks in which a mixture has its exact shares
+CYCLE = 1024  # least length of the blocks after which a mixture has its exact shares
 
 
 def shuffled(indices: Numbers, size: int, seed: int) -> Numbers:
@@ -43,45 +43,42 @@ def shuffled_epochs(offsets: Numbers, size: int, seed: int) -> Numbers:
 
 
 class Mixture:
-    """Interleaves streams: each aligned block of `CYCLE` elements has exactly the share of each stream.
+    """Interleaves streams: after each block of `length` elements, each stream has had its exact share, rounded to one element.
 
     torchdata's MultiNodeWeightedSampler is not used: it draws with torch.multinomial from a seed per rank, so its shares
     hold only on average and its order depends on the number of ranks.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        self.counts = _counts(weights)
+        total = sum(map(Fraction, weights))
+        self.shares = [Fraction(weight) / total for weight in weights]
         self.seed = seed
+        # In a block, each other stream has less than one element more than its share. The largest stream has room for them.
+        self.length = max(CYCLE, 1 << (len(weights) ** 2 - 1).bit_length())
 
     def pick(self, offsets: Numbers) -> tuple[Numbers, Numbers]:
         """Returns the stream of each offset of the mixture, and the offset in that stream."""
-        if len(self.counts) == 1:
+        if len(self.shares) == 1:
             return np.zeros_like(offsets), offsets
-        cycles, indices = np.divmod(offsets, CYCLE)
+        blocks, indices = np.divmod(offsets, self.length)
         streams, inner_offsets = np.empty_like(offsets), np.empty_like(offsets)
-        for cycle in np.unique(cycles).tolist():
-            selected = cycles == cycle
-            permutation = shuffled(np.arange(CYCLE), CYCLE, derive_seed(self.seed, f"mixture {cycle}"))
-            pattern = np.repeat(np.arange(len(self.counts)), self.counts)[permutation]
-            inner = np.empty(CYCLE, np.int64)
-            for stream, count in enumerate(self.counts):
-                inner[pattern == stream] = np.arange(cycle * count, (cycle + 1) * count)
+        for block in np.unique(blocks).tolist():
+            selected = blocks == block
+            starts, ends = self._counts(block), self._counts(block + 1)
+            permutation = shuffled(np.arange(self.length), self.length, derive_seed(self.seed, f"mixture {block}"))
+            counts = [end - start for start, end in zip(starts, ends, strict=True)]
+            pattern = np.repeat(np.arange(len(counts)), counts)[permutation]
+            inner = np.empty(self.length, np.int64)
+            inner[np.argsort(pattern, kind="stable")] = np.concatenate(list(map(np.arange, starts, ends)))
             streams[selected], inner_offsets[selected] = pattern[indices[selected]], inner[indices[selected]]
         return streams, inner_offsets
 
-
-def _counts(weights: Sequence[float]) -> list[int]:
-    """Rounds weights to positive integers that sum to `CYCLE`."""
-    total = math.fsum(weights)
-    exact = [weight / total * CYCLE for weight in weights]
-    counts = [max(1, int(share)) for share in exact]
-    for _ in range(abs(CYCLE - sum(counts))):
-        missing = [wanted - count for wanted, count in zip(exact, counts, strict=True)]
-        if sum(counts) < CYCLE:
-            counts[missing.index(max(missing))] += 1
-        else:
-            counts[counts.index(max(counts))] -= 1  # never reduces a count of 1 to 0
-    return counts
+    def _counts(self, blocks: int) -> list[int]:
+        """Returns the number of elements of each stream in the first blocks. The largest stream gets what rounding leaves."""
+        size = blocks * self.length
+        counts = [(2 * size * share.numerator + share.denominator) // (2 * share.denominator) for share in self.shares]
+        counts[self.shares.index(max(self.shares))] += size - sum(counts)
+        return counts
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

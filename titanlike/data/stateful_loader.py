@@ -24,12 +24,20 @@ class StatefulLoaderSource:
 
     `build_loader(data_rank, num_data_ranks, epoch)` returns the loader of a rank, once per epoch. An item holds the rows of the
     rank for one step: global batch size / data-parallel ranks sequences of `seq_len` + 1 token ids, as a tensor or array
-    (N, T + 1), or a dict of such `tokens` and a `loss_mask` of the same shape, True where a token is a label.
+    (N, T + 1), or a dict of such `tokens` and, of the same shape, a `loss_mask`, True where a token is a label, and
+    `document_ids`, which mask attention between documents. Both are optional. `fingerprint` identifies the data; change it
+    whenever they change.
     """
 
     def __init__(
-        self, build_loader: Callable[[int, int, int], StatefulLoader], *, seq_len: int, global_batch_size: int
+        self,
+        build_loader: Callable[[int, int, int], StatefulLoader],
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        fingerprint: str,
     ) -> None:
+        self.fingerprint = fingerprint
         self.build_loader = build_loader
         self.seq_len = seq_len
         self.global_batch_size = global_batch_size
@@ -54,11 +62,13 @@ class StatefulLoaderSource:
         item, self._position = next(self._items)
         arrays = item if isinstance(item, dict) else {"tokens": item}
         tokens = self._to_numpy("tokens", arrays["tokens"], len(rows)).astype(np.int64)
-        loss_mask = None
+        loss_mask = document_ids = None
         if "loss_mask" in arrays:
             loss_mask = self._to_numpy("loss_mask", arrays["loss_mask"], len(rows)).astype(bool)
+        if "document_ids" in arrays:
+            document_ids = self._to_numpy("document_ids", arrays["document_ids"], len(rows)).astype(np.int64)
         sequence_ids = np.array(rows, np.int64) + (step - 1) * self.global_batch_size
-        return SequenceBatch(sequence_ids, tokens, loss_mask)
+        return SequenceBatch(sequence_ids, tokens, loss_mask, document_ids)
 
     def _read_epochs(self, rank: int, num_ranks: int) -> Iterator[tuple[Any, Position]]:
         """Yields the items of all epochs, each with the position after it.

@@ -59,8 +59,10 @@ class Stream:
         seed: int,
         workers: int = 1,
         skip_bad: bool = False,
+        fingerprint: str = "",
     ) -> None:
         self.seq_len = seq_len
+        self.fingerprint = fingerprint
         self.sources = sources
         self.weights = weights
         self.seed = seed
@@ -80,7 +82,7 @@ class Stream:
         return f"{len(files):,} file{'s' * (len(files) > 1)}, {size:,} bytes, readers: {self.num_readers}"
 
     def load_position(self, position: Position | None) -> None:
-        self._resumed = dict(position or ())
+        self._resumed, self._readers = dict(position or ()), {}
 
     def read(self, step: int, rows: range) -> SequenceBatch:
         """Returns these rows of the global batch. Steps must be read in order."""

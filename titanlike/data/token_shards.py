@@ -2,48 +2,55 @@
 
 A folder holds `manifest.json` and two files per shard, both little-endian arrays without a header:
 `train-00000.tokens`, uint16 or uint32, the concatenated documents; and `train-00000.documents`, two int64 per document: its end
-offset, and the offset of its first label (after the prompt, if it has one). Local shards are memory-mapped; remote ones are read
-by byte range.
+offset, and the offset of its first label (after the prompt, if it has one). Files are read by byte range, also local ones: if a
+memory-mapped file is cut while it is read, the kernel kills the process.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from titanlike.config import UserError
+from titanlike.config.base import record, validate
+from titanlike.data.data_directory import DataDirectory
 from titanlike.data.shuffle import Numbers
-from titanlike.data.text.files import DataDirectory
 from titanlike.utils.atomic_io import atomic_write_text, atomic_writer, write_all
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 TRAIN, VALIDATION = "train", "validation"
+NUM_SAMPLES, SAMPLE_SIZE = 128, 512  # blocks of a split that its fingerprint covers, and tokens or documents in a block
+DAMAGED = "copy it again, or prepare the data again"
+
+Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
-@dataclass(frozen=True)
+@record
 class Shard:
     """The manifest's entry of one shard."""
 
-    name: str
-    tokens: int
-    documents: int
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    tokens: Count
+    documents: Count
     tokens_sha256: str
     documents_sha256: str
-    prompt_tokens: int = 0  # excluded from the loss
+    prompt_tokens: Count = 0  # excluded from the loss
 
 
-@dataclass(frozen=True)
+@record
 class Manifest:
     """The content of `manifest.json`."""
 
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     tokenizer: dict[str, Any]  # fingerprint and recipe section
     splits: dict[str, list[Shard]]
     source: dict[str, Any]  # provenance, for users
@@ -73,7 +80,9 @@ def read_manifest(path: str, folder: DataDirectory | None = None) -> Manifest:
         ) from None
     except OSError as error:
         raise UserError(f"{path}/{MANIFEST} cannot be read: {error}") from None
-    except ValueError as error:
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}/{MANIFEST} is not JSON: {error}; prepare the data again") from None
     try:
         number = values.pop("format")
@@ -81,10 +90,12 @@ def read_manifest(path: str, folder: DataDirectory | None = None) -> Manifest:
             raise UserError(
                 f"{path}/{MANIFEST} has format {number}, but this version reads format {FORMAT}; prepare the data again"
             )
-        splits = {name: [Shard(**shard) for shard in shards] for name, shards in values.pop("splits").items()}
-        manifest = Manifest(splits=splits, **values)
-        _ = np.dtype(manifest.dtype), manifest.tokenizer["fingerprint"]
-    except (KeyError, TypeError, AttributeError) as error:
+        manifest = validate(Manifest, values)
+        if not isinstance(manifest.tokenizer.get("fingerprint"), str):
+            raise ValueError("tokenizer.fingerprint: must be a string")
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path}/{MANIFEST} is not a manifest of token shards ({error}); prepare the data again"
         ) from None
@@ -104,15 +115,17 @@ class _Span(NamedTuple):
 class Shards:
     """The tokens of one split as a single array."""
 
-    def __init__(self, path: str, split: str = TRAIN) -> None:
+    def __init__(self, path: str, split: str = TRAIN, *, vocab_size: int | None = None) -> None:
+        """With `vocab_size`, tokens that are not below it are refused when they are read."""
         self.path = path
+        self.vocab_size = vocab_size
         self.folder = DataDirectory(path)
         self.manifest = read_manifest(path, self.folder)
         self.shards = self.manifest.splits.get(split, [])
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self.offsets = np.cumsum([0] + [shard.tokens for shard in self.shards])
         self.has_prompts = any(shard.prompt_tokens for shard in self.shards)
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._documents: dict[str, Numbers] = {}
         sizes = self.folder.sizes()
         if sizes is not None:  # None: the server cannot list files
             for shard in self.shards:
@@ -127,16 +140,30 @@ class Shards:
     def num_documents(self) -> int:
         return sum(shard.documents for shard in self.shards)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        return self.manifest.fingerprint
+        """Hash of the manifest and of samples of the files, which may have been replaced by others of the same size. Reads a
+        bounded number of blocks; `verify` reads everything."""
+        digest = hashlib.sha256(self.manifest.fingerprint.encode())
+        length = min(SAMPLE_SIZE, self.num_tokens)
+        digest.update(self.read(np.linspace(0, self.num_tokens - length, NUM_SAMPLES).astype(np.int64), length).data)
+        shards = [shard for shard in self.shards if shard.documents]
+        shards = shards[:: -(-len(shards) // NUM_SAMPLES) or 1]
+        first_rows = [max(shard.documents - SAMPLE_SIZE, 0) for shard in shards]
+        ranges = [(_documents_of(s), 16 * first, 16 * s.documents) for s, first in zip(shards, first_rows, strict=True)]
+        for shard, first, content in zip(shards, first_rows, self.folder.ranges(ranges), strict=True):
+            self._check_documents(shard, content, is_first=not first)
+            digest.update(content)
+        return digest.hexdigest()[:16]
 
     def read(self, starts: Numbers, length: int) -> Numbers:
         """Returns `length` tokens from each start (N, length)."""
-        result = np.empty((len(starts), length), np.int64)
-        spans = list(self._spans(starts, length))
-        for span, tokens in zip(spans, self._read_spans(spans), strict=True):
-            result[span.row, span.column : span.column + span.length] = tokens
+        spans, width = list(self._spans(starts, length)), self.dtype.itemsize
+        ranges = [(_tokens_of(s.shard), s.start * width, (s.start + s.length) * width) for s in spans]
+        content = b"".join(self.folder.ranges(ranges))  # spans are in the order of the result
+        result = np.frombuffer(content, self.dtype).astype(np.int64).reshape(len(starts), length)
+        if self.vocab_size is not None and result.size and result.max() >= self.vocab_size:
+            self._refuse_token(spans, result)
         return result
 
     def loss_mask(self, starts: Numbers, length: int) -> npt.NDArray[np.bool_] | None:
@@ -145,7 +172,7 @@ class Shards:
             return None
         result = np.empty((len(starts), length), bool)
         for row, column, shard, start, count in self._spans(starts, length):
-            ends, first_labels = self._documents(shard).T
+            ends, first_labels = self._read_documents(shard).T
             offsets = np.arange(start, start + count)
             documents = np.searchsorted(ends, offsets, side="right")
             result[row, column : column + count] = offsets >= first_labels[documents]
@@ -153,7 +180,7 @@ class Shards:
 
     def document_lengths(self, shard: Shard) -> Numbers:
         """Returns the number of tokens of each document of a shard (N,)."""
-        return np.diff(self._documents(shard)[:, 0], prepend=0)
+        return np.diff(self._read_documents(shard)[:, 0], prepend=0)
 
     def verify(self) -> None:
         """Reads all files and raises `UserError` at the first whose hash differs from the manifest."""
@@ -161,15 +188,14 @@ class Shards:
             for kind, expected in (("tokens", shard.tokens_sha256), ("documents", shard.documents_sha256)):
                 name = f"{shard.name}.{kind}"
                 if hashlib.sha256(self.folder.read(name)).hexdigest() != expected:
-                    raise UserError(
-                        f"{self.path}/{name} does not match its hash in the manifest; copy it again, or prepare the data again"
-                    )
+                    raise UserError(f"{self.path}/{name} does not match its hash in the manifest; {DAMAGED}")
 
     def _spans(self, starts: Numbers, length: int) -> Iterator[_Span]:
         """Splits each range of `length` tokens at the shard boundaries."""
-        for row, start in enumerate(starts.tolist()):
+        numbers = np.searchsorted(self.offsets, starts, side="right") - 1  # one call: its overhead exceeds the search
+        for row, (start, number) in enumerate(zip(starts.tolist(), numbers.tolist(), strict=True)):
             assert start >= 0 and start + length <= self.num_tokens
-            number, column = int(np.searchsorted(self.offsets, start, side="right")) - 1, 0
+            column = 0
             while column < length:
                 shard, first = self.shards[number], start + column - int(self.offsets[number])
                 count = min(length - column, shard.tokens - first)
@@ -178,36 +204,42 @@ class Shards:
                 column += count
                 number += 1
 
-    def _read_spans(self, spans: Sequence[_Span]) -> Iterator[npt.NDArray[Any]]:
-        if self.folder.local:
-            for span in spans:
-                yield self._array(f"{span.shard.name}.tokens", self.dtype)[span.start : span.start + span.length]
-            return
-        width = self.dtype.itemsize
-        ranges = [(f"{s.shard.name}.tokens", s.start * width, (s.start + s.length) * width) for s in spans]
-        for content in self.folder.ranges(ranges):
-            yield np.frombuffer(content, self.dtype)
+    def _read_documents(self, shard: Shard) -> Numbers:
+        """Returns the end and the first label of each document of a shard (N, 2)."""
+        if shard.name not in self._documents:
+            content = self.folder.read(_documents_of(shard))
+            self._documents[shard.name] = self._check_documents(shard, content, is_first=True)
+        return self._documents[shard.name]
 
-    def _documents(self, shard: Shard) -> Numbers:
-        return self._array(f"{shard.name}.documents", np.dtype("<i8")).reshape(-1, 2)
+    def _check_documents(self, shard: Shard, content: bytes, *, is_first: bool) -> Numbers:
+        """Parses the last documents of a shard, of which the first begins the shard if `is_first`. Refuses contradictions."""
+        rows = np.frombuffer(content[: len(content) // 16 * 16], "<i8").reshape(-1, 2)
+        ends, first_labels = rows.T
+        starts = np.concatenate([[0 if is_first else first_labels[0]], ends[:-1]]) if len(rows) else ends
+        is_valid = (starts <= first_labels).all() and (first_labels <= ends).all()
+        if not is_valid or (ends[-1] if len(rows) else 0) != shard.tokens:
+            raise UserError(f"{self.path}/{_documents_of(shard)} does not fit the tokens of the shard; {DAMAGED}")
+        return rows
 
-    def _array(self, name: str, dtype: "np.dtype[Any]") -> npt.NDArray[Any]:
-        if name not in self._arrays:
-            if self.folder.local:
-                # A plain view of the memmap: slicing np.memmap itself is three times as slow.
-                self._arrays[name] = np.asarray(np.memmap(self.folder.path(name), dtype, mode="r"))
-            else:
-                self._arrays[name] = np.frombuffer(self.folder.read(name), dtype)
-        return self._arrays[name]
+    def _refuse_token(self, spans: Sequence[_Span], tokens: Numbers) -> NoReturn:
+        """Raises `UserError` with the position of the first token that is not in the vocabulary."""
+        assert self.vocab_size is not None
+        for row, column, shard, start, length in spans:
+            [wrong] = np.nonzero(tokens[row, column : column + length] >= self.vocab_size)
+            if len(wrong):
+                raise UserError(
+                    f"{self.path}/{_tokens_of(shard)} is damaged: token {start + wrong[0]} is {tokens[row, column + wrong[0]]}, "
+                    f"but the tokenizer has {self.vocab_size}; {DAMAGED}"
+                )
+        raise AssertionError
 
     def _check_size(self, name: str, expected: int, sizes: Mapping[str, int]) -> None:
-        remedy = "copy it again, or prepare the data again"
         if name not in sizes:
-            raise UserError(f"{self.path}/{name} is missing; {remedy}")
+            raise UserError(f"{self.path}/{name} is missing; {DAMAGED}")
         if sizes[name] != expected:
             problem = "truncated" if sizes[name] < expected else "too long"
             raise UserError(
-                f"{self.path}/{name} is {problem}: it has {sizes[name]} bytes, but the manifest says {expected}; {remedy}"
+                f"{self.path}/{name} is {problem}: it has {sizes[name]} bytes, but the manifest says {expected}; {DAMAGED}"
             )
 
 
@@ -271,6 +303,14 @@ class ShardWriter:
         content = values.tobytes()
         write_all(self._files[kind], content)
         self._hashes[kind].update(content)
+
+
+def _tokens_of(shard: Shard) -> str:
+    return f"{shard.name}.tokens"
+
+
+def _documents_of(shard: Shard) -> str:
+    return f"{shard.name}.documents"
 
 
 def totals(shards: Sequence[Shard]) -> tuple[int, int]:

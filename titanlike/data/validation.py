@@ -6,10 +6,13 @@ from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
 
+READS_PATHS = ("text", "shards", "stream", "chat")
+
 
 def data_problems(recipe: PretrainRecipe) -> list[str]:
     """Returns the contradictions between keys, which are errors on any machine."""
     data = recipe.data
+    reads_paths = data.source in READS_PATHS
     holds_out = recipe.validation.interval > 0 and not data.validation_path
     checks = [
         (
@@ -31,13 +34,22 @@ def data_problems(recipe: PretrainRecipe) -> list[str]:
             "data.holdout_every = 50",
         ),
         (
-            data.mixture and data.source in ("python_stdlib", "synthetic"),
+            data.mixture and data.source not in READS_PATHS,
             f"data.mixture is set, but data.source = '{data.source}' reads no paths; set data.source = 'shards'",
         ),
+        (
+            reads_paths and not data.path and not data.mixture,
+            f"data.source = '{data.source}' requires data.path, which is empty; set it, or data.mixture",
+        ),
+        ("" in data.mixture, "data.mixture contains an empty path; remove it"),
         (data.path and data.mixture, "data.path and data.mixture are both set; remove one of them"),
         (
             data.weights and len(data.weights) != len(data.mixture),
             f"data.weights has {len(data.weights)} numbers for the {len(data.mixture)} paths of data.mixture; give one each",
+        ),
+        (
+            data.chat_template and "chat" not in data.source,
+            f"data.chat_template renders conversations, but data.source = '{data.source}'; set data.source = 'chat'",
         ),
         (
             data.source == "shards" and data.prompt_field,
@@ -50,7 +62,7 @@ def data_problems(recipe: PretrainRecipe) -> list[str]:
 def missing_data(recipe: PretrainRecipe) -> list[str]:
     """Returns the data and tokenizer files that are missing on this machine or unusable."""
     data = recipe.data
-    reads_paths = data.source in ("text", "shards", "stream")
+    reads_paths = data.source in READS_PATHS and (data.path or data.mixture)
     keys = dict.fromkeys(data.mixture or (data.path,), "mixture" if data.mixture else "path") if reads_paths else {}
     if data.validation_path:
         keys[data.validation_path] = "validation_path"
@@ -61,6 +73,8 @@ def missing_data(recipe: PretrainRecipe) -> list[str]:
         for path, key in keys.items()
         if "://" not in path and not Path(path).exists() and not glob.glob(path, recursive=True)
     ]
+    if data.chat_template and not Path(data.chat_template).is_file():
+        problems.append(f"data.chat_template = {data.chat_template!r} is not a file; give a Jinja template")
     problems += _missing_tokenizer(recipe.tokenizer.encoding)
     if shards and not problems:
         from titanlike.data.sources import check_shards  # slow to import, and most recipes do not need it

@@ -9,20 +9,25 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from titanlike.config import UserError
-from titanlike.utils.system import num_gpus, signal_at_parent_death
+from titanlike.config.base import shown
+from titanlike.utils.arguments import parse_int
+from titanlike.utils.system import can_resolve, num_gpus, signal_at_parent_death
 
 DEFAULT_PORT = 29500
+MAX_PROCESSES = 10**6  # of a job: more is a mistake
+LAUNCHER_PID = "TITANLIKE_LAUNCHER_PID"  # set by the launcher
 LAUNCH_ID = "TITANLIKE_LAUNCH_ID"  # set by the launcher, the same for all processes and restarts
 EXIT_RANK_MISSING = 3  # exit code after a hang that the watchdog has reported
+MAX_LINE = 1200  # characters of an error
 ERROR_DELAY = 3.0  # seconds; torchrun polls its processes ten times a second
 JOB_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES",
-    "MAX_RESTARTS", LAUNCH_ID,
+    "MAX_RESTARTS", LAUNCH_ID, LAUNCHER_PID,
 )  # fmt: skip
 
 
@@ -65,19 +70,22 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     required = (*rank_variables, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in required if not environ.get(name)]
     if missing:
-        present = [f"{name}={environ[name]}" for name in required if environ.get(name)]
+        present = [_setting(environ, name) for name in required if environ.get(name)]
         raise UserError(
             f"{', '.join(present)} set, but {', '.join(missing)} not: start with ./run_train.sh or torchrun, "
             "which set all of them, or unset them all to train in one process"
         )
-    rank, world_size, local_rank = (_integer(environ, name) for name in rank_variables)
-    if not 0 <= rank < world_size:
+    world_size = _integer(environ, "WORLD_SIZE", least=1, most=MAX_PROCESSES)
+    rank = _integer(environ, "RANK")
+    if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
+    local_rank = _integer(environ, "LOCAL_RANK", most=rank)
+    _port(environ)
     return RankInfo(
         rank,
         world_size,
         local_rank,
-        _integer(environ, "LOCAL_WORLD_SIZE", local_rank + 1),
+        _integer(environ, "LOCAL_WORLD_SIZE", local_rank + 1, least=local_rank + 1, most=world_size),
         started_by_launcher=True,
         restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=_integer(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
@@ -87,7 +95,7 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the process of its node that prints messages for all of them."""
-    return environ.get("LOCAL_RANK", "0") == "0"
+    return (environ.get("LOCAL_RANK") or "0") == "0"
 
 
 def new_launch_id() -> str:
@@ -96,25 +104,25 @@ def new_launch_id() -> str:
 
 
 def set_launch_id() -> None:
-    """Sets a new launch id for the processes that this launcher starts, whatever id the user's environment has."""
+    """Sets a new launch id for the processes that this launcher starts, whatever id the user's environment has, and its pid."""
     os.environ[LAUNCH_ID] = new_launch_id()
+    os.environ[LAUNCHER_PID] = str(os.getpid())
 
 
-def launch_config(environ: Mapping[str, str] = os.environ) -> LaunchConfig:
+def launch_config(environ: Mapping[str, str] = os.environ, *, default_processes: int | None = None) -> LaunchConfig:
     """Reads the processes to launch on this node.
 
-    NPROC is their number, by default one per GPU, or one. MAX_RESTARTS limits restarts after a failure. NNODES, NODE_RANK,
-    MASTER_ADDR and MASTER_PORT set the nodes, otherwise Slurm does if `srun` started one task per node, otherwise there is one.
+    NPROC is their number, by default `default_processes`, otherwise one per GPU, or one. MAX_RESTARTS limits restarts after a
+    failure. NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set the nodes, otherwise Slurm does if `srun` started one task per node,
+    otherwise there is one.
     """
-    processes = _integer(environ, "NPROC") if environ.get("NPROC") else max(1, num_gpus(environ))
-    if processes < 1:
-        raise UserError(f"NPROC={processes}: at least one process is needed")
+    processes = default_processes or max(1, num_gpus(environ))
+    if environ.get("NPROC"):
+        processes = _integer(environ, "NPROC", least=1, most=MAX_PROCESSES)
     max_restarts = _integer(environ, "MAX_RESTARTS", 0)
-    if max_restarts < 0:
-        raise UserError(f"MAX_RESTARTS={max_restarts}: give the number of restarts, 0 for none")
-    num_nodes, node_rank, address = 1, 0, environ.get("MASTER_ADDR", "127.0.0.1")
+    num_nodes, node_rank, address = 1, 0, environ.get("MASTER_ADDR") or "127.0.0.1"
     if environ.get("NNODES"):
-        num_nodes = _integer(environ, "NNODES")
+        num_nodes = _integer(environ, "NNODES", least=1, most=MAX_PROCESSES)
         if num_nodes > 1:
             missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environ.get(name)]
             if missing:
@@ -124,43 +132,77 @@ def launch_config(environ: Mapping[str, str] = os.environ) -> LaunchConfig:
                 )
             node_rank = _integer(environ, "NODE_RANK")
     elif "SLURM_STEP_ID" in environ and _integer(environ, "SLURM_NNODES", 1) > 1:
-        num_nodes, node_rank = _integer(environ, "SLURM_NNODES"), _integer(environ, "SLURM_NODEID")
-        address = _slurm_master(environ)
-    if not 0 <= node_rank < num_nodes:
+        num_nodes = _integer(environ, "SLURM_NNODES", most=MAX_PROCESSES)
+        _require_slurm(environ, "SLURM_NODEID")
+        node_rank, address = _integer(environ, "SLURM_NODEID"), _slurm_master(environ)
+    if node_rank >= num_nodes:
         raise UserError(f"NODE_RANK={node_rank} is not below NNODES={num_nodes}: nodes count from 0")
-    port = _integer(environ, "MASTER_PORT", DEFAULT_PORT)
-    return LaunchConfig(num_nodes, node_rank, processes, address, port, max_restarts)
+    config = LaunchConfig(num_nodes, node_rank, processes, address, _port(environ), max_restarts)
+    if config.world_size > MAX_PROCESSES:
+        raise UserError(
+            f"{num_nodes} nodes with NPROC={processes} are {config.world_size} processes; {MAX_PROCESSES} are possible"
+        )
+    return config
 
 
 def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
     """Returns torchrun's variables if `srun` started one task per rank, otherwise None."""
-    tasks, num_nodes = _integer(environ, "SLURM_NTASKS", 1), _integer(environ, "SLURM_NNODES", 1)
-    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ or tasks <= num_nodes:
+    if "SLURM_STEP_ID" not in environ:
+        return None
+    tasks, num_nodes = (_integer(environ, name, 1, least=1) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
+    if tasks <= num_nodes:
         return None
     if environ.get("MAX_RESTARTS", "0") != "0":
         raise UserError(
-            f"MAX_RESTARTS={environ['MAX_RESTARTS']}, but srun started one task per process, and Slurm does not restart single "
+            f"{_setting(environ, 'MAX_RESTARTS')}, but srun started one task per process, and Slurm does not restart single "
             "tasks; start one task per node (srun --ntasks-per-node=1), or unset MAX_RESTARTS"
         )
+    _require_slurm(environ, "SLURM_PROCID", "SLURM_LOCALID")
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(-(-tasks // num_nodes)),
+        "LOCAL_WORLD_SIZE": str(max(-(-tasks // num_nodes), _integer(environ, "SLURM_LOCALID") + 1)),
         "MASTER_ADDR": _slurm_master(environ),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(DEFAULT_PORT),
     }
 
 
 def _slurm_master(environ: Mapping[str, str]) -> str:
-    return environ.get("MASTER_ADDR") or first_host(environ["SLURM_JOB_NODELIST"])
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"]
+    _require_slurm(environ, "SLURM_JOB_NODELIST")
+    return first_host(environ["SLURM_JOB_NODELIST"])
+
+
+def _require_slurm(environ: Mapping[str, str], *names: str) -> None:
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        raise UserError(
+            f"{_setting(environ, 'SLURM_STEP_ID')} is set, but {' and '.join(missing)} not: start with srun, which sets all "
+            "of them, or unset SLURM_STEP_ID to train without Slurm"
+        )
+
+
+def check_rank_variables(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises `UserError` if MASTER_ADDR was set by hand or from Slurm and no machine has this name."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        check_address(environ["MASTER_ADDR"])
+
+
+def check_address(address: str) -> None:
+    """Raises `UserError` if no machine has this name: torch would repeat the look-up for minutes."""
+    if not can_resolve(address):
+        raise UserError(
+            f"MASTER_ADDR={shown(address)} cannot be resolved from this machine; give the host name or the IP address of node 0"
+        )
 
 
 def first_host(node_list: str) -> str:
     """Returns the first host of a Slurm node list: gpu007 of `gpu[007-009,12],cpu1`."""
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", node_list)
     if match is None:
-        raise UserError(f"SLURM_JOB_NODELIST={node_list} cannot be parsed; set MASTER_ADDR to the first host")
+        raise UserError(f"SLURM_JOB_NODELIST={shown(node_list)} cannot be parsed; set MASTER_ADDR to the first host")
     return match.group(1) + (match.group(2) or "")
 
 
@@ -182,23 +224,43 @@ def fail(error: UserError, code: int = 2) -> NoReturn:
     """
     if not is_first_on_node():
         time.sleep(ERROR_DELAY)
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr, flush=True)
+    for line in str(error).split("\n"):
+        # A file name, for example, can contain control characters of the terminal.
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        if len(text) > MAX_LINE:  # repeats a long value; the remedy is at the end
+            text = f"{text[: MAX_LINE // 2]} ... {text[-MAX_LINE // 2 :]}"
+        print(f"error: {text}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
-def terminate_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+def terminate_with_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
     """Requests SIGTERM for this process when torchrun dies, on Linux.
 
     An orphaned process would continue to write to a run directory that the next launch resumes from.
     """
+    # Removed: it is not the parent of a torchrun that a program of this process starts.
+    launcher = parse_int(environ.pop(LAUNCHER_PID, ""))
     if "TORCHELASTIC_RUN_ID" in environ:
-        signal_at_parent_death(os.getppid(), signal.SIGTERM)
+        # Not only the current parent: the launcher may have died since it started this process, which another process has adopted
+        # since, such as process 1, a session manager or a container runtime.
+        signal_at_parent_death(launcher or os.getppid(), signal.SIGTERM)
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _setting(environ: Mapping[str, str], name: str) -> str:
+    return f"{name}={shown(environ.get(name, ''))}"
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    return _integer(environ, "MASTER_PORT", DEFAULT_PORT, least=1, most=65535)
+
+
+def _integer(
+    environ: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0, most: int = 10**9
+) -> int:
     text = environ.get(name) or ("" if default is None else str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{name}={text} is not an integer") from None
+    value = parse_int(text)
+    if value is None:
+        raise UserError(f"{_setting(environ, name)} is not an integer" + (" below 10^9" if text.isdigit() else ""))
+    if not least <= value <= most:
+        raise UserError(f"{name}={value} must be at least {least}" + (f" and at most {most}" if most < 10**9 else ""))
+    return value

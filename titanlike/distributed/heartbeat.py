@@ -45,7 +45,7 @@ class HeartbeatThread(threading.Thread):
     """Publishes a rank's heartbeat in the job's key-value store, and runs the watchdog's other store operations.
 
     A store operation may block forever if the host of the store is down. Callers therefore wait at most `timeout` seconds for its
-    result. A rank whose heartbeat does not change for `timeout` seconds is silent.
+    result.
     """
 
     def __init__(self, heartbeat: Heartbeat, rank: int, world_size: int, *, interval: float, timeout: float) -> None:
@@ -104,10 +104,10 @@ class HeartbeatThread(threading.Thread):
         self._run = self._run or store.add(f"watchdogs/{self.rank}", 1)
         return PrefixStore(f"watchdog/{self._run}", store)
 
-    def read_all(self, store: Store) -> tuple[dict[int, Heartbeat | None], list[int]]:
-        """Store operation that returns the last heartbeat of every rank, and the silent ranks.
+    def read_all(self, store: Store, silence: float | None = None) -> tuple[dict[int, Heartbeat | None], list[int]]:
+        """Store operation that returns the last heartbeat of every rank, and the ranks that are silent.
 
-        Silence is measured from the first of a series of calls.
+        A rank is silent if its heartbeat does not change for `silence` seconds, by default `timeout`, over a series of calls.
         """
         now = time.monotonic()
         if now - self._last_read > self.timeout:  # a new series, or this process was suspended
@@ -123,7 +123,7 @@ class HeartbeatThread(threading.Thread):
             heartbeats[rank] = heartbeat
             if rank not in self._last_changes or self._last_changes[rank][0] != heartbeat:
                 self._last_changes[rank] = heartbeat, now
-            if now - self._last_changes[rank][1] > self.timeout and not (heartbeat and heartbeat.is_final):
+            if now - self._last_changes[rank][1] > (silence or self.timeout) and not (heartbeat and heartbeat.is_final):
                 silent.append(rank)
         return heartbeats, silent
 
@@ -159,7 +159,7 @@ def diagnose_missing_ranks(
 
 def _describe_silent(rank: int, heartbeat: Heartbeat | None, now: float) -> str:
     if heartbeat is None:
-        return f"rank {rank} has sent no heartbeat: it has not reached the training loop, or its host is down"
+        return f"rank {rank} has sent no heartbeat: its process is stopped, or its host is down"
     name, age = f"rank {rank} (pid {heartbeat.pid} on {heartbeat.host})", f"{now - heartbeat.time:.0f} s ago"
     cause = "its process is stopped, or its host is down"
     return f"{name} sent its last heartbeat {age} at step {heartbeat.step}: {cause}"

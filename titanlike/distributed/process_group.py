@@ -4,18 +4,17 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import _get_default_store
 
 from titanlike.config import UserError
 from titanlike.distributed import environment
-from titanlike.utils import system
+from titanlike.utils import compat, system
 
 T = TypeVar("T")
 
@@ -27,6 +26,7 @@ def session(
     deterministic: bool = False,
     timeout: float = 600.0,
     shutdown_message: Callable[[], str] = lambda: "stopped",
+    option: str = "run.device",
 ) -> Iterator[torch.device]:
     """Initializes the process group and destroys it at the end.
 
@@ -37,10 +37,12 @@ def session(
         deterministic: Uses deterministic algorithms, and raises an error where there is none.
         timeout: Seconds after which a collective fails.
         shutdown_message: Returns the message to print after Ctrl-C.
+        option: The key or option that sets the device, for errors.
     """
+    is_failing = True
     try:
-        chosen = _select_device(device)
-        _init_process_group(chosen.type, timeout)
+        chosen = select_device(device, option)
+        _init_process_group(chosen, timeout)
         # Until here Ctrl-C ends the process at once, even while torch waits for other ranks.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if deterministic:
@@ -48,6 +50,7 @@ def session(
             torch.use_deterministic_algorithms(True)
         yield chosen
         barrier()  # a rank that still communicates may fail if a peer has exited
+        is_failing = False
     except UserError as error:
         environment.fail(error)
     except KeyboardInterrupt:
@@ -56,20 +59,30 @@ def session(
         os._exit(130)  # does not wait for other threads
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _destroy_process_group(abort=is_failing)
 
 
-def _select_device(name: str) -> torch.device:
+@contextmanager
+def simulated(rank: int, world_size: int) -> Iterator[None]:
+    """Initializes the process group of one rank without the others: collectives return at once and communicate with nobody."""
+    dist.init_process_group("fake", store=compat.fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        compat.clear_dtensor_caches()
+
+
+def select_device(name: str, option: str) -> torch.device:
+    """Returns the device of this process. Raises `UserError`, which calls the setting `option`, if there is none."""
     ranks = environment.rank_info()
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
-        raise UserError(
-            "run.device = 'cuda', but torch finds no GPU; set run.device = 'cpu', or install torch for CUDA"
-        )
+        raise UserError(f"{option} = 'cuda', but torch finds no GPU; set {option} = 'cpu', or install torch for CUDA")
     if name == "auto" and not has_cuda and system.num_gpus():
         raise UserError(
             f"this machine has {system.num_gpus()} GPU(s) that the installed torch {torch.__version__} cannot use; "
-            "install torch for CUDA, or set run.device = 'cpu'"
+            f"install torch for CUDA, or set {option} = 'cpu'"
         )
     if name == "cpu" or not has_cuda:
         system.keep_freed_memory()
@@ -77,16 +90,23 @@ def _select_device(name: str) -> torch.device:
     if ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
             f"{ranks.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPU(s): each process needs "
-            f"one; set NPROC={torch.cuda.device_count()}, or run.device = 'cpu'"
+            f"one; set NPROC={torch.cuda.device_count()}, or {option} = 'cpu'"
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _init_process_group(device_type: str, timeout: float) -> None:
+def _init_process_group(device: torch.device, timeout: float) -> None:
     ranks = environment.rank_info()
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)}
+    if device.type == "cuda":
+        # NCCL connects now rather than at the first collective, and derives the communicators of subgroups from this one.
+        options["device_id"] = device
+        # Pipeline stages send and receive one by one on the communicator of their group, in an order that is tested: torch would
+        # warn of it in every run.
+        system.set_variables({"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0"})
+    system.raise_open_file_limit()
     system.set_variables({"TORCH_FR_BUFFER_SIZE": "2000"})  # collectives in a flight record
     try:
         if not ranks.started_by_launcher:
@@ -97,7 +117,7 @@ def _init_process_group(device_type: str, timeout: float) -> None:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=options["timeout"]))
             store = dist.PrefixStore(f"restart-{ranks.restart_count}", store)
             options |= {"store": store, "rank": rank, "world_size": world_size}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", **options)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise UserError(
@@ -105,6 +125,49 @@ def _init_process_group(device_type: str, timeout: float) -> None:
                 "port"
             ) from None
         raise
+
+
+def _destroy_process_group(*, abort: bool) -> None:
+    """Destroys all process groups. With `abort`, NCCL does not wait for collectives that a failed rank never joins."""
+    if abort:
+        compat.abort_process_groups()
+    else:
+        dist.destroy_process_group()
+
+
+# By the ranks of all groups of a partition, which are the same on every rank.
+_subgroups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+
+def subgroup(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Returns the group that contains this rank, of groups that partition all ranks. All ranks call this together.
+
+    All meshes of a process share their groups: DTensor caches results by the ranks of a mesh, so that a second mesh with groups of
+    its own would get those of the first for some tensors, on some ranks.
+    """
+    if len(partition) == 1:
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    key = tuple(map(tuple, partition))
+    if not compat.exists(_subgroups.get(key)):  # not created yet, or destroyed since
+        timeout = _timeout()
+        if len(key[0]) == 1:
+            found: Any = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+        else:
+            found, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in key], timeout=timeout)
+        _subgroups[key] = found  # typed as possibly not a group, which ranks outside it would get
+    return _subgroups[key]
+
+
+def copy_of_world() -> dist.ProcessGroup | None:
+    """Returns a new gloo group of all ranks, for use by another thread. None in a single process."""
+    if dist.get_world_size() == 1:
+        return None
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_timeout()))
+
+
+def _timeout() -> datetime.timedelta | None:
+    """Returns the timeout of the job's group. New groups would have torch's default, half an hour."""
+    return cast(datetime.timedelta | None, compat.timeout_of(dist.group.WORLD))
 
 
 def is_main() -> bool:
@@ -165,5 +228,5 @@ def warn(text: str) -> None:
 
 def connect_to_store() -> Store:
     """Returns the job's key-value store for use by another thread, with its own connection."""
-    store = _get_default_store()
+    store = compat.default_store()
     return store.clone() if hasattr(store, "clone") else store

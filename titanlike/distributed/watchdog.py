@@ -16,14 +16,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import torch
-
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.heartbeat import Heartbeat, HeartbeatThread, diagnose_missing_ranks
+from titanlike.utils import compat
 
 PAUSE_TIMEOUT = 600.0  # seconds, at least, for a first step that compiles, validation and checkpointing
 
@@ -34,35 +34,54 @@ def group_timeout(hang_timeout: float) -> float:
 
 
 class Watchdog:
-    """Ends the process with a report when the calling thread makes no progress for `timeout` seconds.
+    """Ends the process with a report if the job makes no progress for `timeout` seconds.
 
         with Watchdog(600, run_dir) as watchdog:
+            ...
             for step in ...:
                 watchdog.step(step)
+            watchdog.finish()
+            ...
 
-    Measuring starts at the first step. One live rank names the missing rank on stderr. Every live rank writes its stacks and
-    torch's flight records to `run_dir/hang`, then exits with code `EXIT_RANK_MISSING`.
+    A rank without heartbeats is a hang at any time. Ranks that are alive may take as long as they need before the first step and
+    after `finish`, at least `PAUSE_TIMEOUT` seconds in the first step and in `pause`, and `timeout` seconds in every other step.
+
+    One live rank names the missing rank on stderr. Every live rank writes its stacks and torch's flight records to
+    `run_dir/hang`, then exits with code `EXIT_RANK_MISSING`.
     """
 
     def __init__(self, timeout: float, run_dir: Path) -> None:
         self.timeout, self.directory = timeout, run_dir / "hang"
         self.interval = min(1.0, timeout / 20)
         self.store_timeout = max(5.0, 10 * self.interval)
+        self.silence = max(self.store_timeout, timeout / 2)  # of a missing rank
         self.rank, self.world_size = process_group.rank(), process_group.world_size()
         self.heartbeat = Heartbeat(step=0, host=platform.node(), pid=os.getpid(), ppid=os.getppid())
         self._progress = 0
+        self._is_training = False
+        self._last_answer = 0.0  # of the store, in seconds without progress
         self._ending = False
         self._training_thread = threading.get_ident()
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="watchdog", daemon=True)
         self._heartbeats = HeartbeatThread(
-            self.heartbeat, self.rank, self.world_size, interval=self.interval, timeout=self.store_timeout
+            self.heartbeat,
+            self.rank,
+            self.world_size,
+            interval=self.interval,
+            timeout=self.store_timeout,
         )
 
     def step(self, step: int) -> None:
         """Records the start of a training step."""
         self.heartbeat.step = step
-        self.heartbeat.paused = self._progress == 0
+        self.heartbeat.paused = not self._is_training  # the first step compiles
+        self._is_training = True
+        self._progress += 1
+
+    def finish(self) -> None:
+        """Records the end of the training loop."""
+        self.heartbeat.paused, self._is_training = True, False
         self._progress += 1
 
     @contextmanager
@@ -95,21 +114,31 @@ class Watchdog:
         while not self._stop_event.wait(self.interval):
             now = time.monotonic()
             # Bounded: the time during which the whole job was suspended does not count.
-            stalled += min(now - before, self.interval + 1.0)
+            stalled += min(now - before, self.interval + self.store_timeout)
             before = now
-            if self._progress != progress or not self._progress:
+            if self._progress != progress:
                 progress, stalled = self._progress, 0.0
             if self._heartbeats.is_alarm_raised or self._is_hang(stalled):
                 self._end(stalled)
 
     def _is_hang(self, stalled: float) -> bool:
-        if stalled > max(self.timeout, PAUSE_TIMEOUT):
+        if self._is_training and stalled > max(self.timeout, PAUSE_TIMEOUT):
             return True
-        if stalled <= self.timeout or self.heartbeat.paused:
+        if self.world_size == 1:
+            return stalled > self.timeout and not self.heartbeat.paused
+        if stalled <= self.timeout / 2:
+            self._last_answer = stalled
             return False
-        heartbeats, silent = self._heartbeats.call(self._heartbeats.read_all) or ({}, [])
-        # A rank that was stopped during a pause cannot publish its end, but is silent.
-        return not any(heartbeat and heartbeat.paused and rank not in silent for rank, heartbeat in heartbeats.items())
+        # Read early enough to know the silent ranks at the timeout.
+        found = self._heartbeats.call(partial(self._heartbeats.read_all, silence=self.silence))
+        if found:
+            self._last_answer = stalled
+        if stalled <= self.timeout:
+            return False
+        heartbeats, silent = found or ({self.rank: self.heartbeat}, [])
+        # Live ranks may take longer while one of them is paused. A rank that was stopped during a pause is silent.
+        is_missing = bool(silent) or stalled - self._last_answer > self.silence
+        return is_missing or not any(heartbeat and heartbeat.paused for heartbeat in heartbeats.values())
 
     def _end(self, stalled: float) -> NoReturn:
         """Raises the alarm, or responds to it: dumps stacks, reports, and exits together with the other ranks."""
@@ -175,8 +204,9 @@ class Watchdog:
 
     def _report(self, stalled: float, findings: list[str]) -> None:
         step, directory = self.heartbeat.step, self.directory
+        where = f"at step {step}" if step else "before the first step"
         lines = [
-            f"the run hangs: no progress for {stalled:.0f} s at step {step} (run.hang_timeout = {self.timeout:g})",
+            f"the run hangs: no progress for {stalled:.0f} s {where} (run.hang_timeout = {self.timeout:g})",
             *findings,
             f"stack traces and flight records of the live ranks: {directory}",
         ]
@@ -193,17 +223,10 @@ class Watchdog:
                 )
                 file.flush()
                 faulthandler.dump_traceback(file)
-            for name, records in flight_records().items():
+            for name, records in compat.flight_records().items():
                 (self.directory / f"{name}_{self.rank:05d}").write_bytes(records)
         except OSError as error:
             os.write(2, f"error: {self.directory}: {error}\n".encode())
-
-
-def flight_records() -> dict[str, bytes]:
-    """Returns torch's records of the last collectives for `torchfrtrace`, by the backends that keep some."""
-    backends = {"flight_nccl": "_dump_nccl_trace", "flight_gloo": "_dump_fr_trace"}
-    library = getattr(torch._C, "_distributed_c10d", None)
-    return {name: getattr(library, dump)() for name, dump in backends.items() if hasattr(library, dump)}
 
 
 def stack_location(frame: FrameType | None) -> str:

@@ -4,35 +4,24 @@ A shard is cast with the scale of the full weight. All scales become stale at on
 together, by one all-reduce for all weights of a model, before the first all-gather of the next step.
 """
 
-from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
 
+from titanlike.config import UserError
 from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, amax_to_scale, float8_dtype, to_float8
-from titanlike.utils.dtensor import shard_groups
+from titanlike.float8.weight_maxima import WeightChanges, weight_maxima
+from titanlike.utils.compat import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
 aten = torch.ops.aten
 
 # The operations of FSDP, `to_empty` and initialization on a shard. Their results are wrapped again.
 OPERATIONS = "detach empty_like new_zeros slice copy_ view as_strided _to_copy _pin_memory split clone"
 WRAPPED_OPERATIONS = {getattr(aten, name) for name in OPERATIONS.split()}
-
-
-@cache
-def optimizer_steps() -> Counter[str]:
-    """Returns a counter of the optimizer steps in this process. A global hook counts those of every optimizer."""
-    counter: Counter[str] = Counter()
-    register_optimizer_step_post_hook(lambda *_: counter.update(["steps"]))
-    return counter
 
 
 @dataclass(eq=False)
@@ -52,7 +41,7 @@ class Float8Shard(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type, tensor: Tensor, weight_scale: WeightScale) -> "Float8Shard":
-        self: Any = torch.Tensor._make_wrapper_subclass(
+        self: Any = make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -65,7 +54,7 @@ class Float8Shard(torch.Tensor):
         self.stored, self.weight_scale = tensor, weight_scale
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -77,11 +66,11 @@ class Float8Shard(torch.Tensor):
             weight_scales.append(shard.weight_scale)
             return shard.stored
 
-        args, kwargs = pytree.tree_map_only(Float8Shard, unwrap, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Float8Shard, unwrap, (args, kwargs or {}))
         out = func(*args, **kwargs)
         if func.overloadpacket not in WRAPPED_OPERATIONS:
             return out
-        return pytree.tree_map_only(Tensor, lambda tensor: Float8Shard(tensor, weight_scales[0]), out)
+        return tree_map_only(Tensor, lambda tensor: Float8Shard(tensor, weight_scales[0]), out)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["stored"], self.weight_scale
@@ -115,19 +104,46 @@ class Float8Shard(torch.Tensor):
 
 
 def wrap_weights(model: nn.Module) -> None:
-    """Wraps the weights of float8 modules in `Float8Shard`. Call it before FSDP is applied."""
+    """Wraps the weights of float8 modules in `Float8Shard`. Call it after `apply_float8` and before FSDP is applied."""
+    from torch.distributed.fsdp import FSDPModule
+
     updater = ScaleUpdater(model)
     for module in model.modules():
+        if isinstance(module, FSDPModule):
+            raise UserError("float8 weights are wrapped before FSDP is applied, but the model has FSDP modules")
         if isinstance(module, Float8Linear):
+            if not module.is_tensorwise:
+                raise UserError(
+                    "the float8 all-gather requires one scale per matrix; set float8.scaling = 'tensorwise'"
+                )
             weight, scale = module._parameters["weight"], WeightScale(module.linear_mm_config, updater)
             assert weight is not None
             if isinstance(weight, DTensor):
                 shard: Tensor = DTensor(Float8Shard(weight._local_tensor, scale), weight._spec, requires_grad=False)
             else:
                 shard = Float8Shard(weight.detach(), scale)
-            module.register_parameter("weight", nn.Parameter(shard))
+            module.register_parameter("weight", nn.Parameter(shard, weight.requires_grad))
             module.register_state_dict_post_hook(_unwrap)
-            module.register_load_state_dict_post_hook(updater.mark_stale)
+            module.register_load_state_dict_post_hook(updater.changes.mark)
+    hooks: list[Any] = []
+
+    def check(*_: object) -> None:
+        hooks.pop().remove()  # at the first forward pass only
+        require_wrapped(model)
+
+    hooks.append(model.register_forward_pre_hook(check))
+
+
+def require_wrapped(model: nn.Module) -> None:
+    """Raises if a weight is not wrapped. FSDP would all-gather it in high precision, without an error."""
+    for name, module in model.named_modules():
+        weight = module._parameters["weight"] if isinstance(module, Float8Linear) else None
+        inner = weight._local_tensor if isinstance(weight, DTensor) else weight
+        if inner is not None and not isinstance(inner, Float8Shard | Float8TrainingTensor):
+            raise RuntimeError(
+                f"{name}.weight was replaced after `wrap_weights`, and FSDP would all-gather it in high precision; add the "
+                "operation that replaced it to `WRAPPED_OPERATIONS`, or wrap the weights after it"
+            )
 
 
 class ScaleUpdater:
@@ -136,34 +152,18 @@ class ScaleUpdater:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: list[DTensor] = []
-        self.optimizer_steps = optimizer_steps()
-        self.updated_at = -1  # number of optimizer steps at the last update
+        self.changes = WeightChanges()
 
-    def mark_stale(self, *hook_args: object) -> None:
-        """Marks the scales as stale after a change other than an optimizer step."""
-        self.updated_at = -1
-
-    @torch.no_grad()
     def update(self) -> None:
         """Recomputes the scales if they are stale."""
-        if self.updated_at == self.optimizer_steps["steps"]:
+        if not self.changes.since_last():
             return
-        self.updated_at = self.optimizer_steps["steps"]
         if not self.weights:  # found before the first all-gather; later FSDP may swap in unsharded parameters
             parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
             self.weights = [p for p in parameters if isinstance(p._local_tensor, Float8Shard)]
-        by_groups: dict[tuple[dist.ProcessGroup, ...], list[Float8Shard]] = {}
-        for weight in self.weights:
-            by_groups.setdefault(shard_groups(weight), []).append(cast(Float8Shard, weight._local_tensor))
-        for groups, shards in by_groups.items():
-            non_empty = [shard.stored for shard in shards if shard.numel()]  # there may be more ranks than rows
-            norms = iter(torch._foreach_norm(non_empty, ord=torch.inf) if non_empty else [])
-            zero = shards[0].stored.new_zeros(())
-            amax = torch.stack([next(norms) if shard.numel() else zero for shard in shards])
-            for group in groups:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-            for shard, scale in zip(shards, amax_to_scale(amax, float8_dtype(WEIGHT)).unbind(), strict=True):
-                shard.weight_scale.scale = scale
+        for indices, amax in weight_maxima(self.weights):
+            for index, scale in zip(indices, amax_to_scale(amax, float8_dtype(WEIGHT)).unbind(), strict=True):
+                cast(Float8Shard, self.weights[index]._local_tensor).weight_scale.scale = scale
 
 
 def _unwrap(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:

@@ -4,16 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
-from titanlike.distributed.collectives import resolve_group
-from titanlike.float8.selection import skip_reasons
+from titanlike.float8.selection import ALIGNMENT, skip_reasons
 from titanlike.float8.validation import hardware_problems
 from titanlike.models.layers import LossFunction
 from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
+from titanlike.utils.dtensor import is_dtensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
 with suppress_import_warnings():
@@ -27,11 +27,29 @@ INPUT, WEIGHT, GRADIENT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRo
 
 
 def apply_float8(model: nn.Module, float8: Float8) -> None:
-    """Converts the selected linear layers to float8 in place. Parameters and their names do not change."""
+    """Converts the selected linear layers of any model to float8 in place. Parameters and their names do not change.
+
+    Apply it before tensor parallelism and FSDP. A linear layer named `output` is the LM head, selected by `float8.head`; exclude a
+    head of another name with `float8.skip`. Raises `UserError` if no layer is selected, or one that float8 cannot multiply.
+    """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     sizes = {name: tuple(linear.weight.shape) for name, linear in linears.items()}
     reasons = skip_reasons(float8, sizes, tied_head="output" not in linears)
-    selected = {name for name, reason in reasons.items() if not reason}
+    selected = {name for name, reason in reasons.items() if not reason and float8.scaling != "none"}
+    if not selected:
+        why = (
+            "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3] if reason) or "no linear layers"
+        )
+        why = "the scaling is 'none'; set 'tensorwise'" if float8.scaling == "none" else why
+        raise UserError(f"float8 converts no layer of {type(model).__name__} ({why})")
+    for name in sorted(selected):
+        if is_dtensor(linears[name].weight):
+            raise UserError(f"{name} is sharded already; apply float8 before tensor parallelism and FSDP")
+        if not float8.emulate and any(size % ALIGNMENT[float8.scaling] for size in sizes[name]):
+            raise UserError(
+                f"float8.scaling = {float8.scaling!r} requires multiples of {ALIGNMENT[float8.scaling]}, but {name} is "
+                f"{' x '.join(map(str, sizes[name]))}; exclude it with float8.skip"
+            )
     if float8.scaling == "mxfp8":
         from titanlike.float8.mx import apply_mx  # raises where the installed torchao lacks this prototype
 
@@ -58,16 +76,17 @@ def check_hardware(device_type: str, float8: Float8) -> None:
 class Float8Linear(TorchaoLinear):
     """torchao's float8 linear layer. Tensorwise scales are those of the full, unsharded tensor, so every layout rounds alike."""
 
-    # Names of the process groups over which the weight is sharded, and over which the micro-batch is.
-    weight_groups: tuple[str, ...] = ()
+    # Names of the process groups over which the micro-batch is sharded.
     batch_groups: tuple[str, ...] = ()
+    # The largest absolute value of the full weight if tensor parallelism shards it, from `share_scales`.
+    weight_amax: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.batch_groups or not self.is_tensorwise:
             return super().forward(x)
         mm_config = self.linear_mm_config
         x = to_float8(x, INPUT, mm_config, self.batch_groups)
-        weight = to_float8(self.weight, WEIGHT, mm_config, self.weight_groups)
+        weight = to_float8(self.weight, WEIGHT, mm_config, amax=self.weight_amax)
         out = _Float8Gradient.apply(matmul.apply(x, weight.t(), mm_config, self.config), mm_config, self.batch_groups)
         return out if self.bias is None else out + self.bias
 
@@ -88,21 +107,30 @@ class Float8Head(Float8Linear):
 
 
 def to_float8(
-    x: Tensor, role: Any, mm_config: Any, groups: tuple[str, ...] = (), scale: Tensor | None = None
+    x: Tensor,
+    role: Any,
+    mm_config: Any,
+    groups: tuple[str, ...] = (),
+    *,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Casts a tensor to float8 with `scale`, or with the scale of its shards over `groups`. Returns float8 tensors unchanged."""
+    """Casts a tensor to float8 with `scale`, with the scale that follows from `amax`, or with that of its shards over `groups`.
+    Returns float8 tensors unchanged."""
     if isinstance(x, Float8TrainingTensor):
         return x
     dtype = float8_dtype(role)
-    scale = amax_to_scale(_amax(x.detach(), groups), dtype) if scale is None else scale
+    if scale is None:
+        # The maximum of a cast weight is the cast maximum.
+        scale = amax_to_scale(_amax(x.detach(), groups) if amax is None else amax.to(x.dtype), dtype)
     return hp_tensor_and_scale_to_float8(x, scale, dtype, mm_config, role)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def _amax(x: Tensor, groups: tuple[str, ...]) -> Tensor:
     amax = x.abs().max()
     for name in groups:
-        amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", resolve_group(name)))
+        amax = wait_tensor(all_reduce(amax, "max", resolve_process_group(name)))
     return amax
 
 
@@ -112,7 +140,7 @@ def float8_dtype(role: Any) -> torch.dtype:
 
 
 # dynamo does not trace functions with float8 inputs or outputs; AOTAutograd traces inside them.
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Float8Gradient(torch.autograd.Function):
     """Identity whose backward pass casts the gradient to float8."""
 

@@ -4,8 +4,8 @@ Sizes are those of the full, unsharded matrix, so that every layout converts the
 """
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
+from titanlike.config.base import matches
 from titanlike.config.sections import Float8
 
 HEAD = "output"
@@ -17,11 +17,6 @@ ALIGNMENT = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8":
 def skip_reasons(float8: Float8, matrices: Mapping[str, Sequence[int]], tied_head: bool) -> dict[str, str]:
     """Returns, for each matrix of size (outputs, inputs), why it is not converted; "" if it is."""
     return {name: _skip_reason(float8, name, *size, tied=tied_head) for name, size in matrices.items()}
-
-
-def matches(pattern: str, matrix: str) -> bool:
-    """Whether a pattern, such as `wq` or `layers.*.attention`, matches a part of the matrix's dotted name."""
-    return fnmatchcase(f".{matrix}.", f"*.{pattern}.*")
 
 
 def summary_lines(

@@ -2,11 +2,13 @@
 
 import difflib
 import math
+from functools import lru_cache
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.base import one_of
+from titanlike.config.base import matches, one_of
+from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Float8
-from titanlike.float8.selection import ALIGNMENT, HEAD, matches, skip_reasons
+from titanlike.float8.selection import ALIGNMENT, HEAD, skip_reasons
 
 
 def float8_problems(recipe: PretrainRecipe) -> list[str]:
@@ -35,11 +37,14 @@ def float8_problems(recipe: PretrainRecipe) -> list[str]:
             "float8.head = true, but the head of this model is tied to the embedding, which is not converted; set it false",
         ),
     ]
-    return [problem for applies, problem in checks if applies] + _selection_problems(recipe)
+    return [
+        *(problem for applies, problem in checks if applies),
+        *_selection_problems(float8, model, recipe.parallelism.tensor),
+    ]
 
 
-def _selection_problems(recipe: PretrainRecipe) -> list[str]:
-    float8, model, tensor = recipe.float8, recipe.model, recipe.parallelism.tensor
+@lru_cache  # the planner checks thousands of layouts of one model
+def _selection_problems(float8: Float8, model: TransformerConfig, tensor: int) -> list[str]:
     matrices = model.matrices()
     parts = sorted({part for name in matrices for part in name.split(".") if not part.isdigit()})
     problems = []

@@ -1,5 +1,5 @@
 """Training metrics: measurement, console output, and files."""
 
-from titanlike.metrics.monitor import Monitor
+from titanlike.metrics.monitor import Measured, Monitor
 
-__all__ = ["Monitor"]
+__all__ = ["Measured", "Monitor"]

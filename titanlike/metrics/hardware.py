@@ -13,8 +13,13 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown."""
+    """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown, as for an instance of a GPU (MIG).
+
+    The name of an instance, such as "NVIDIA H200 MIG 1g.18gb", does not say which share of the multiprocessors it has.
+    """
     parts = device_name.replace("-", " ").split()
+    if "MIG" in parts:
+        return None
     return next((peak for name, peak in PEAK_FLOPS.items() if all(part in parts for part in name.split())), None)
 
 

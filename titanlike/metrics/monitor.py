@@ -1,6 +1,7 @@
 """Measurement of a run. Records go to the console, to `metrics.jsonl` and to TensorBoard."""
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,14 @@ from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
 from titanlike.metrics.terminal import Console
 from titanlike.metrics.trackers import JSONLWriter, TensorBoardWriter
 from titanlike.utils.async_d2h import AsyncD2H
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured."""
+
+    memory_gib: float  # peak of this process
+    tokens_per_second: float | None  # median over all devices; None after too few steps
 
 
 @dataclass(kw_only=True)
@@ -42,6 +51,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
+        self._rates: list[float] = []  # tokens per second of each record
+        self._peak_memory_gib = 0.0
         self._data_wait = 0.0
         self._pending: tuple[int, AsyncD2H, float] | None = None  # step, values and learning rate of the next record
 
@@ -80,6 +91,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         seconds = now - self._window_started
         tokens_per_second = self._window_steps * self.tokens_per_step / seconds
         flops = tokens_per_second * self.flops_per_token / self.num_devices
+        self._rates.append(tokens_per_second)
+        self._peak_memory_gib = peak_memory_gib(self.device)
         self._log(
             step,
             {
@@ -90,7 +103,7 @@ class Monitor(AbstractContextManager["Monitor"]):
                 "tokens_per_second": tokens_per_second,
                 "tflops_per_device": flops / 1e12,
                 "mfu": flops / self.peak_flops if self.peak_flops else None,
-                "memory_gib": peak_memory_gib(self.device),
+                "memory_gib": self._peak_memory_gib,
                 "data_wait": self._data_wait / seconds,
                 "step_seconds": seconds / self._window_steps,
                 "elapsed_seconds": now - self._started,
@@ -101,6 +114,23 @@ class Monitor(AbstractContextManager["Monitor"]):
     def validation(self, step: int, loss: float) -> None:
         """Records a validation loss."""
         self._log(step, {"validation_loss": loss, "elapsed_seconds": time.perf_counter() - self._started})
+
+    def evaluation(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Records the metrics of an evaluation, and a sample."""
+        self._flush()
+        finite = {
+            name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in values.items()
+        }
+        self._track(step, finite | {"elapsed_seconds": time.perf_counter() - self._started})
+        prefix, lines = f"step {step:>6}/{self.num_steps}", dict[str, str]()
+        for name, value in values.items():
+            if isinstance(value, str):
+                lines[name] = f":\n{value}\n"
+            else:
+                task, _, metric = name.rpartition("/")
+                lines[task] = f"{lines.get(task, '')}  {metric} {value:.6g}"
+        for name, text in lines.items():
+            self.print(f"{prefix}  {name}{text}")
 
     def skipped(self, step: int, cause: str) -> None:
         """Records a step whose update was skipped, and why."""
@@ -125,10 +155,15 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Prints a warning."""
         self.print(f"warning: {text}")
 
-    def print(self, text: str) -> None:
-        """Prints a line."""
-        if self._console:
+    def print(self, text: str | None) -> None:
+        """Prints a line, if there is one."""
+        if self._console and text is not None:
             self._console.print(text)
+
+    def measured(self) -> Measured:
+        """Returns memory and throughput of the steps that have been recorded. The first record, with the warmup, does not count."""
+        rate = statistics.median(self._rates[1:]) if len(self._rates) > 1 else None
+        return Measured(self._peak_memory_gib, rate)
 
     def close(self) -> None:
         """Closes the status line and the files."""

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.model_configs import GPTConfig
+from titanlike.models.document_mask import DocumentMask, Mask
+from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedLMHead
 from titanlike.models.registry import register_model
 
@@ -33,6 +35,31 @@ TENSOR_PLAN = {
     "output": "lm_head",
 }
 
+# The parameters in checkpoints of transformers' GPT2LMHeadModel: matrices are transposed, and one holds the projections of queries,
+# keys and values.
+HF_TENSORS = {
+    "tok_embeddings.weight": HFTensor("transformer.wte.weight"),
+    "pos_embeddings.weight": HFTensor("transformer.wpe.weight"),
+    "layers.*.attention_norm.weight": HFTensor("transformer.h.*.ln_1.weight"),
+    "layers.*.attention_norm.bias": HFTensor("transformer.h.*.ln_1.bias"),
+    "layers.*.attention.wq.weight": HFTensor("transformer.h.*.attn.c_attn.weight", 0, 3, transposed=True),
+    "layers.*.attention.wk.weight": HFTensor("transformer.h.*.attn.c_attn.weight", 1, 3, transposed=True),
+    "layers.*.attention.wv.weight": HFTensor("transformer.h.*.attn.c_attn.weight", 2, 3, transposed=True),
+    "layers.*.attention.wq.bias": HFTensor("transformer.h.*.attn.c_attn.bias", 0, 3),
+    "layers.*.attention.wk.bias": HFTensor("transformer.h.*.attn.c_attn.bias", 1, 3),
+    "layers.*.attention.wv.bias": HFTensor("transformer.h.*.attn.c_attn.bias", 2, 3),
+    "layers.*.attention.wo.weight": HFTensor("transformer.h.*.attn.c_proj.weight", transposed=True),
+    "layers.*.attention.wo.bias": HFTensor("transformer.h.*.attn.c_proj.bias"),
+    "layers.*.ffn_norm.weight": HFTensor("transformer.h.*.ln_2.weight"),
+    "layers.*.ffn_norm.bias": HFTensor("transformer.h.*.ln_2.bias"),
+    "layers.*.feed_forward.w1.weight": HFTensor("transformer.h.*.mlp.c_fc.weight", transposed=True),
+    "layers.*.feed_forward.w1.bias": HFTensor("transformer.h.*.mlp.c_fc.bias"),
+    "layers.*.feed_forward.w2.weight": HFTensor("transformer.h.*.mlp.c_proj.weight", transposed=True),
+    "layers.*.feed_forward.w2.bias": HFTensor("transformer.h.*.mlp.c_proj.bias"),
+    "norm.weight": HFTensor("transformer.ln_f.weight"),
+    "norm.bias": HFTensor("transformer.ln_f.bias"),
+}
+
 
 @register_model(GPTConfig)
 class GPT(nn.Module):
@@ -41,6 +68,7 @@ class GPT(nn.Module):
     tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
     first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings", "pos_embeddings")
     last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
+    hf_tensors: ClassVar[Mapping[str, HFTensor]] = HF_TENSORS
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -48,6 +76,7 @@ class GPT(nn.Module):
         self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
         self.pos_embeddings: nn.Embedding | None = Embedding(config.max_seq_len, config.dim)
         self.dropout = Dropout(config.dropout, site=0)
+        self.document_mask = DocumentMask()
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
         self.norm: nn.Module | None = nn.LayerNorm(config.dim, eps=config.norm_eps)
@@ -73,8 +102,9 @@ class GPT(nn.Module):
             if position_ids is None:
                 position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
             h = self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(position_ids), dropout_bits)  # (B, T, D)
+        mask = self.document_mask(document_ids)  # once, for all blocks
         for layer in self.layers.values():
-            h = layer(h, document_ids, dropout_bits)
+            h = layer(h, mask, dropout_bits)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h, labels) if self.output is not None else h
 
@@ -103,8 +133,8 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(config.dropout, site=2 * index + 1)
         self.ffn_dropout = Dropout(config.dropout, site=2 * index + 2)
 
-    def forward(self, x: Tensor, document_ids: Tensor | None = None, dropout_bits: Tensor | None = None) -> Tensor:
-        h = x + self.attention_dropout(self.attention(self.attention_norm(x), document_ids), dropout_bits)
+    def forward(self, x: Tensor, mask: Mask | None = None, dropout_bits: Tensor | None = None) -> Tensor:
+        h = x + self.attention_dropout(self.attention(self.attention_norm(x), mask), dropout_bits)
         return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), dropout_bits)
 
 
@@ -120,10 +150,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        h = self.attend(q, k, v, document_ids)  # (B, H, T, E)
+        h = self.attend(q, k, v, mask)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 

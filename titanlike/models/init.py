@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from titanlike.utils import compat
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import is_dtensor
 
@@ -26,7 +27,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
         offload: allocate the parameters in host memory.
     """
     init_parameter = cast(InitParameter, model.init_parameter)
-    _to_empty(model, torch.device("cpu") if offload else device)
+    allocate(model, torch.device("cpu") if offload else device)
     copies: dict[str, str] = getattr(model, "copies", {})
     for own_name, parameter in model.named_parameters():
         name = copies.get(own_name, own_name)
@@ -46,12 +47,13 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
     assert not list(model.buffers()), "a buffer would stay uninitialized"
 
 
-def _to_empty(model: nn.Module, device: torch.device) -> None:
-    """`model.to_empty` without `torch.empty_like` on plain meta tensors, which imports sympy."""
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocates the parameters of a model on the meta device, without values."""
 
+    # `model.to_empty` without `torch.empty_like` on plain meta tensors, which imports sympy.
     def empty(tensor: Tensor) -> Tensor:
         if type(tensor) is nn.Parameter and tensor.is_contiguous():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         return torch.empty_like(tensor, device=device)
 
-    model._apply(empty)
+    compat.apply_to_tensors(model, empty)

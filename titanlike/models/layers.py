@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titanlike.models.document_mask import Mask, block_mask_attention
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.utils.counter_rng import hash_u32
 
@@ -28,25 +29,15 @@ LossFunction = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 class CausalAttention(nn.Module):
-    """Causal scaled-dot-product attention, within documents if `document_ids` are given."""
+    """Causal scaled-dot-product attention, or attention with the mask of a `DocumentMask`."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E) and document ids (B, T)."""
-        mask = None
-        if document_ids is not None:
-            positions = torch.arange(q.shape[2], device=q.device)
-            mask = document_causal_mask(positions, positions, document_ids, document_ids)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
+        if mask is not None and not isinstance(mask, Tensor):
+            return block_mask_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
-
-
-def document_causal_mask(
-    query_positions: Tensor, key_positions: Tensor, query_document_ids: Tensor, key_document_ids: Tensor
-) -> Tensor:
-    """Returns a mask (B, 1, T, S) that is True where a query (T,) may attend to a key (S,): not later, in the same document."""
-    same_document = query_document_ids[:, None, :, None] == key_document_ids[:, None, None, :]
-    return same_document & (query_positions[:, None] >= key_positions[None, :])
 
 
 def attention_backend(name: str) -> AbstractContextManager[Any]:
@@ -65,12 +56,16 @@ class Embedding(nn.Embedding):
 
 
 class LMHead(nn.Linear):
-    """The output projection. Given labels, it returns their summed loss, and the full logits need not exist."""
+    """The output projection. Given labels, it returns their summed loss, and the full logits need not exist.
 
+    It casts its weight by itself: the loss accumulates the gradient of a float32 weight in the gradient's own buffer.
+    """
+
+    casts_weight = True
     loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(x) if labels is None else self.loss(x, self.weight, labels)
+        return F.linear(x, self.weight.to(x.dtype)) if labels is None else self.loss(x, self.weight, labels)
 
 
 class TiedLMHead(nn.Module):
@@ -88,8 +83,7 @@ class TiedLMHead(nn.Module):
         return self.embedding[0].weight
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        return F.linear(x, weight) if labels is None else self.loss(x, weight, labels)
+        return F.linear(x, self.weight.to(x.dtype)) if labels is None else self.loss(x, self.weight, labels)
 
 
 class Dropout(nn.Module):

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.model_configs import LlamaConfig
+from titanlike.models.document_mask import DocumentMask, Mask
+from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead
 from titanlike.models.registry import register_model
 
@@ -33,6 +35,22 @@ TENSOR_PLAN = {
     "output": "lm_head",
 }
 
+# The parameters in checkpoints of transformers' LlamaForCausalLM.
+HF_TENSORS = {
+    "tok_embeddings.weight": HFTensor("model.embed_tokens.weight"),
+    "layers.*.attention_norm.weight": HFTensor("model.layers.*.input_layernorm.weight"),
+    "layers.*.attention.wq.weight": HFTensor("model.layers.*.self_attn.q_proj.weight"),
+    "layers.*.attention.wk.weight": HFTensor("model.layers.*.self_attn.k_proj.weight"),
+    "layers.*.attention.wv.weight": HFTensor("model.layers.*.self_attn.v_proj.weight"),
+    "layers.*.attention.wo.weight": HFTensor("model.layers.*.self_attn.o_proj.weight"),
+    "layers.*.ffn_norm.weight": HFTensor("model.layers.*.post_attention_layernorm.weight"),
+    "layers.*.feed_forward.w1.weight": HFTensor("model.layers.*.mlp.gate_proj.weight"),
+    "layers.*.feed_forward.w2.weight": HFTensor("model.layers.*.mlp.down_proj.weight"),
+    "layers.*.feed_forward.w3.weight": HFTensor("model.layers.*.mlp.up_proj.weight"),
+    "norm.weight": HFTensor("model.norm.weight"),
+    "output.weight": HFTensor("lm_head.weight"),
+}
+
 
 @register_model(LlamaConfig)
 class Llama(nn.Module):
@@ -41,12 +59,14 @@ class Llama(nn.Module):
     tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
     first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings",)
     last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
+    hf_tensors: ClassVar[Mapping[str, HFTensor]] = HF_TENSORS
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
         self.dropout = Dropout(config.dropout, site=0)
+        self.document_mask = DocumentMask()
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -75,8 +95,9 @@ class Llama(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         rope = rotary_angles(self.config, position_ids)
+        mask = self.document_mask(document_ids)  # once, for all blocks
         for layer in self.layers.values():
-            h = layer(h, rope, document_ids, dropout_bits)
+            h = layer(h, rope, mask, dropout_bits)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h, labels) if self.output is not None else h
 
@@ -109,10 +130,10 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        document_ids: Tensor | None = None,
+        mask: Mask | None = None,
         dropout_bits: Tensor | None = None,
     ) -> Tensor:
-        h = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, document_ids), dropout_bits)
+        h = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, mask), dropout_bits)
         return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), dropout_bits)
 
 
@@ -128,10 +149,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], document_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, document_ids)  # (B, H, T, E)
+        h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
@@ -154,7 +175,8 @@ def rotary_angles(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Te
     They are computed in each forward pass: a buffer would have to be sharded, saved and cast correctly.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
-    frequencies = config.rope_theta**-exponents  # (E/2,)
+    # Not theta**-exponents, whose last bit differs from that of published models: 5e-3 in a cosine at position 131,071.
+    frequencies = 1.0 / config.rope_theta**exponents  # (E/2,)
     if config.rope_scaling != 1.0:
         frequencies = scale_rope_frequencies(frequencies, config.rope_scaling, config.rope_original_seq_len)
     angles = position_ids.float()[:, None, :, None] * frequencies
@@ -165,9 +187,9 @@ def rotary_angles(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Te
 def scale_rope_frequencies(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor:
     """Applies Llama 3.1's RoPE scaling: divides frequencies with less than one turn in the original length by `factor`, keeps those
     with more than four, interpolates between."""
-    turns = original_seq_len * frequencies / (2 * math.pi)
+    turns = original_seq_len / (2 * math.pi / frequencies)
     keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / factor)
+    return (1.0 - keep) * frequencies / factor + keep * frequencies
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

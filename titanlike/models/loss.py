@@ -1,7 +1,9 @@
 """Cross-entropy, summed over valid tokens. The caller divides by the number of valid tokens in the global batch.
 
 The gradient of the logits is computed together with the loss, in place: neither the logits nor the probabilities (N, V) are kept
-for the backward pass, and `chunked_linear_cross_entropy` holds them for one chunk of tokens at a time.
+for the backward pass, and `chunked_linear_cross_entropy` holds them for one chunk of tokens at a time. It accumulates the gradient
+of the weight (V, D) over the chunks in float32: in bfloat16, a sum of many chunks stops growing. That buffer is the gradient of a
+float32 weight; for a bfloat16 weight it is cast, and both exist for a moment.
 
 Shapes: N tokens, D model dimension, V vocabulary, or this rank's shard of it.
 """
@@ -12,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_reduce
+
+from titanlike.utils.compat import all_reduce
 
 IGNORE = -100  # label of a token that does not contribute to the loss
+BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -33,21 +37,26 @@ def chunked_linear_cross_entropy(
     chunk: int = 0,
     vocab_group: dist.ProcessGroup | None = None,
     backend: str = "",
+    retain_graph: bool = False,
 ) -> Tensor:
     """Returns the summed cross-entropy of the logits `x @ weight.T`, computed for `chunk` tokens at a time.
 
     Args:
         x: hidden states (B, T, D), or the logits (B, T, V) if `weight` is None.
-        weight: output projection (V, D).
+        weight: output projection (V, D). It is cast to the dtype of `x`; its gradient has its own dtype.
         chunk: tokens whose logits exist at the same time; 0: all.
         vocab_group: ranks that share the vocabulary.
         backend: `torch.compile` backend for everything but the matmuls; empty: eager.
+        retain_graph: allows several backward passes, which take another buffer of the size of the weight. Otherwise the first one
+            overwrites the gradients that the forward pass computed, and autograd raises an error in the second.
     """
     if weight is None:
         return cross_entropy_sum(x, labels, vocab_group)
     x, labels = x.flatten(0, -2), labels.flatten()
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _ChunkedLinearCrossEntropy.apply(x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad)
+    return _ChunkedLinearCrossEntropy.apply(
+        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph
+    )
 
 
 def cross_entropy_inplace(logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -62,19 +71,23 @@ def cross_entropy_inplace(logits: Tensor, labels: Tensor, vocab_group: dist.Proc
         label_ids = label_ids - dist.get_rank(vocab_group) * logits.shape[-1]
         local = local & (label_ids >= 0) & (label_ids < logits.shape[-1])
         label_ids = label_ids.where(local, 0)
-    label_logits = (logits.gather(-1, label_ids).float() - largest).where(local, 0.0)
     # Compiled, each of three passes recomputes what it needs and the last one writes in place; in eager mode every
     # operation works in place.
     compiling = torch.compiler.is_compiling()
+    if compiling:
+        # A sum, not a gather, which torch 2.11's inductor may run after the last pass.
+        is_label = (torch.arange(logits.shape[-1], device=logits.device) == label_ids) & local
+        label_logits = (logits.float() - largest).where(is_label, 0.0).sum(-1, keepdim=True)
+    else:
+        label_logits = (logits.gather(-1, label_ids).float() - largest).where(local, 0.0)
     probs = (logits.float() - largest).exp() if compiling else logits.float().sub_(largest).exp_()
     total = probs.sum(-1, keepdim=True)
     if vocab_group is not None:
         total, label_logits = (all_reduce(term, "sum", vocab_group) for term in (total, label_logits))
     losses = (total.log() - label_logits).where(valid[:, None], 0.0)
     if compiling:
-        vocab = torch.arange(logits.shape[-1], device=logits.device)
         probs = (logits.float() - (largest + total.log())).exp().where(valid[:, None], 0.0)
-        logits.copy_(probs - ((vocab == label_ids) & local).float())
+        logits.copy_(probs - is_label.float())
     else:
         logits.copy_(probs.mul_(valid[:, None] / total).scatter_add_(-1, label_ids, -local.float()))
     return losses.sum()
@@ -85,9 +98,27 @@ def num_valid(labels: Tensor) -> Tensor:
     return (labels != IGNORE).sum()
 
 
-def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, inplace: bool = False) -> Tensor:
     """Multiplies in float32 and rounds once: the scale must not be rounded to the gradient's dtype first."""
-    return (gradient.float() * scale).to(gradient.dtype)
+    out = gradient if inplace and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dtype == torch.float32:
+        return torch.mul(gradient, scale, out=out)
+    for first in range(0, gradient.shape[0], BLOCK_ROWS):
+        rows = slice(first, first + BLOCK_ROWS)
+        torch.mul(gradient[rows].float(), scale, out=out[rows])
+    return out
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left @ right` to `total`, which may be in float32 while the factors are not."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # only CUDA has this matmul; some rows at a time, because a product takes memory
+        for first in range(0, total.shape[0], BLOCK_ROWS):
+            rows = slice(first, first + BLOCK_ROWS)
+            total[rows].add_(left[rows] @ right)
 
 
 @cache
@@ -107,7 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return scaled(gradient, scale), None, None
+        return scaled(gradient, scale, gradient.dtype), None, None
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -121,18 +152,26 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         vocab_group: dist.ProcessGroup | None,
         backend: str,
         needs_grad: bool,
+        retain_graph: bool,
     ) -> Tensor:
-        ctx.backend = backend
+        ctx.dtype = weight.dtype
+        # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
+        ctx.inplace = not (retain_graph or torch.compiler.is_compiling())
+        compute_weight = weight.to(x.dtype)
         total = torch.zeros((), device=x.device)
-        # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
-        x_grad, weight_grad = (torch.zeros_like(of) if needs_grad else of for of in (x, weight))
+        if needs_grad:
+            # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
+            x_grad = torch.zeros_like(x)
+            several = x.shape[0] > chunk
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
-            logits = x[rows] @ weight.t()
-            total += compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group)
+            logits = x[rows] @ compute_weight.t()
+            # Not in place: torch 2.11's compiler, if it compiles the model, would lose the gradient of an output changed in place.
+            total = total + compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group)
             if needs_grad:
-                x_grad[rows] = logits @ weight  # `logits` holds its gradient now
-                weight_grad.addmm_(logits.t(), x[rows])
+                x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
+                add_product(weight_grad, logits.t(), x[rows])
             del logits  # before those of the next chunk are allocated
         if needs_grad:
             ctx.save_for_backward(x_grad, weight_grad)
@@ -140,8 +179,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: a pipeline schedule that splits the backward pass calls this twice.
         x_grad, weight_grad = ctx.saved_tensors
-        backend = "" if x_grad.dtype == torch.float32 else ctx.backend  # compile where there is more than one operation
-        x_grad, weight_grad = (compiled(scaled, backend)(saved, scale) for saved in (x_grad, weight_grad))
-        return x_grad, weight_grad, None, None, None, None, None
+        x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
+        weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
+        return x_grad, weight_grad, None, None, None, None, None, None

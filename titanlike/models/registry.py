@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.model_configs import TransformerConfig
+from titanlike.models.hf_tensors import HFTensor
 
 
 class LanguageModel(Protocol):
@@ -23,7 +24,7 @@ class LanguageModel(Protocol):
 
     The token embedding is named `tok_embeddings`, the output projection `output`, and each block has its attention at
     `attention.attend`, which is a `CausalAttention`. A pipeline stage sets the modules of other stages to None and deletes their
-    blocks, so `forward` skips a module that is None.
+    blocks, so `forward` skips a module that is None. A `DocumentMask` makes the mask of packed documents.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]]
@@ -32,6 +33,8 @@ class LanguageModel(Protocol):
     """Names of the children that only the first pipeline stage has."""
     last_stage_modules: ClassVar[tuple[str, ...]]
     """Names of the children that only the last pipeline stage has."""
+    hf_tensors: ClassVar[Mapping[str, HFTensor]]
+    """Optional: where each parameter is in Hugging Face's checkpoints, by name; `*` stands for the index of a block."""
     layers: nn.ModuleDict
     """The blocks. A `ModuleDict`, so that names survive when a stage deletes the blocks of other stages."""
 
@@ -78,6 +81,11 @@ def build_model(config: TransformerConfig) -> nn.Module:
             f"no model is registered for {type(config).__name__}; registered configs: {known}; use register_model"
         )
     return _models[type(config)](config)
+
+
+def registered_configs() -> tuple[type[TransformerConfig], ...]:
+    """Returns the config classes of all registered models."""
+    return tuple(_models)
 
 
 def blocks(model: nn.Module) -> nn.ModuleDict:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.distributed import collectives
+from titanlike.utils.compat import foreach_mul_, foreach_norm
 from titanlike.utils.dtensor import local_tensor, shard_groups
 
 
@@ -29,7 +30,7 @@ def gradient_norms(model: nn.Module, pipeline: DeviceMesh | None = None) -> Norm
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name not in copies:
             by_groups.setdefault(shard_groups(parameter.grad), {})[name] = local_tensor(parameter.grad)
-    parts = [torch.stack(torch._foreach_norm(list(local.values()))).float() for local in by_groups.values()]
+    parts = [torch.stack(foreach_norm(list(local.values()))).float() for local in by_groups.values()]
     squares = [
         collectives.all_reduce_sum(norms.square().sum(), groups) for norms, groups in zip(parts, by_groups, strict=True)
     ]
@@ -42,4 +43,4 @@ def gradient_norms(model: nn.Module, pipeline: DeviceMesh | None = None) -> Norm
 def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
     """Scales gradients in place, whose global norm is `norm`, to a norm of at most `max_norm`."""
     gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -1,10 +1,14 @@
 """Memory-efficient AdamW: moments in bfloat16 or 8 bits, and bfloat16 weights updated with stochastic rounding.
 
+Rounding changes the two moments independently: `exp_avg_sq` can become too small for its `exp_avg`, and the update, which divides
+by its root, too large by orders of magnitude. Two rules prevent this: a positive `exp_avg_sq` is never rounded to 0, and
+`exp_avg_sq` is never less than what any sequence of gradients with this `exp_avg` has.
+
 Its state is sharded like the weights, and random bits depend on an element's position in the full weight. A resume on another
 layout therefore reads the same values and rounds alike.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config.layout import BLOCK
+from titanlike.utils.compat import local_shape_and_offset
 from titanlike.utils.counter_rng import derive_seed, hash_u32
 from titanlike.utils.dtensor import is_dtensor, local_tensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
@@ -39,12 +44,14 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         self.seeds = seeds
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Performs a single optimization step."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Performs a single optimization step. Returns the result of `closure`, which is called first."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, group)
+        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state without `torch.optim.Optimizer`'s cast to the weight's dtype."""
@@ -62,7 +69,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         step, lr, eps, (beta1, beta2) = state["step"].item(), group["lr"], group["eps"], group["betas"]
         decay, corrections = 1.0 - lr * group["weight_decay"], (1.0 - beta1**step, 1.0 - beta2**step)
         # Tensors: a compiled function recompiles for every new Python number.
-        scalars = torch.tensor([lr, decay, *corrections], dtype=torch.float32).unbind()
+        numbers = [lr, decay, *corrections, _least_square(beta1, beta2, step)]
+        scalars = torch.tensor(numbers, dtype=torch.float32).unbind()
         weight = _as_blocks(local_tensor(parameter))
         gradient = _as_blocks(local_tensor(cast(Tensor, parameter.grad)).contiguous())
         moments = {name: _as_blocks(local_tensor(value), name) for name, value in state.items() if name != "step"}
@@ -101,10 +109,11 @@ def _update(
     beta2: float,
     eps: float,
 ) -> None:
-    lr, decay, correction1, correction2 = scalars
+    lr, decay, correction1, correction2, least_square = scalars
     gradient = gradient.float()
     mean = _dequantize(state, "exp_avg", codebooks).lerp(gradient, 1.0 - beta1)
     square = _dequantize(state, "exp_avg_sq", codebooks).lerp(gradient.square(), 1.0 - beta2)
+    square = square.maximum(mean.square() * least_square)
     new = weight.float() * decay - lr * ((mean / correction1) / ((square / correction2).sqrt() + eps))
     if bits is not None:
         # Add 16 random bits below bfloat16's mantissa, then truncate: rounds up with the probability of the fraction.
@@ -112,6 +121,18 @@ def _update(
     weight.copy_(new)
     _quantize(state, "exp_avg", mean, codebooks)
     _quantize(state, "exp_avg_sq", square, codebooks)
+
+
+def _least_square(beta1: float, beta2: float, step: float) -> float:
+    """Returns the least `exp_avg_sq` of any sequence of gradients whose `exp_avg` is 1.
+
+    By the Cauchy-Schwarz inequality, `exp_avg`, a sum of (1 - beta1) beta1^i g_i, has a square of at most `exp_avg_sq`, the sum of
+    (1 - beta2) beta2^i g_i^2, times the sum of (1 - beta1)^2 / (1 - beta2) (beta1^2 / beta2)^i.
+    """
+    if beta1**2 >= beta2:
+        return 0.0  # the sum grows without limit
+    ratio = beta1**2 / beta2
+    return (1.0 - beta2) / (1.0 - beta1) ** 2 * (1.0 - ratio) / (1.0 - ratio**step)
 
 
 def _dequantize(state: dict[str, Tensor], name: str, codebooks: dict[str, Tensor]) -> Tensor:
@@ -124,8 +145,10 @@ def _quantize(state: dict[str, Tensor], name: str, value: Tensor, codebooks: dic
     if f"{name}_scale" not in state:
         state[name].copy_(value)
         return
-    scale = value.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # squares of gradients are small
+    scale = value.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # not 0 in a block of zeros
     midpoints = (codebooks[name][1:] + codebooks[name][:-1]) / 2
+    if name == "exp_avg_sq":
+        midpoints = midpoints.where(codebooks[name][:-1] > 0, 0.0)  # only 0 gets the code of 0
     state[name].copy_(torch.bucketize(value / scale, midpoints).to(torch.uint8))
     state[f"{name}_scale"].copy_(scale)
 
@@ -171,9 +194,7 @@ def _random_bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor
     shard = local_tensor(parameter)
     offset: tuple[int, ...] = (0,) * parameter.dim()
     if is_dtensor(parameter):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        _, offset = local_shape_and_offset(parameter)
     rest = torch.arange(first, first + count, device=shard.device)
     index, stride = torch.zeros_like(rest), 1
     for size, start, full_size in zip(reversed(shard.shape), reversed(offset), reversed(parameter.shape), strict=True):

@@ -24,9 +24,9 @@ class NonFiniteGuard:
     def __init__(
         self,
         non_finite: Literal["stop", "skip"] = "stop",
-        *,
         limit: int = 3,
         window: int = 100,
+        *,
         skipped: Sequence[int] = (),
         on_skip: Callable[[int, str], None] = lambda step, cause: None,
     ) -> None:

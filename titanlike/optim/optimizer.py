@@ -1,26 +1,57 @@
-"""AdamW, built from the recipe."""
+"""The optimizer of a recipe: AdamW, and Muon for the matrices of blocks."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from titanlike.config.sections import Optimizer
+from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
+from titanlike.optim.muon import Muon
+from titanlike.utils.compat import disable_compilation
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import local_tensor
 
 
 def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torch.optim.Optimizer:
-    """Builds AdamW with two parameter groups: matrices and embeddings with weight decay, norms and biases without."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """Builds the optimizer of a recipe. All ranks call this together.
+
+    The first two parameter groups are the matrices and embeddings that no group of the recipe matches, with weight decay, and such
+    norms and biases, without.
+    """
+    default = OptimizerGroup()
+    members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.dim() >= 2
+            group = section.group_of(name, is_matrix=is_matrix) or default
+            members.setdefault((group, is_matrix), []).append(parameter)
+    groups: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}
+    for (group, is_matrix), parameters in members.items():
+        decay = group.weight_decay
+        if decay is None:
+            decay = section.weight_decay if is_matrix else 0.0
+        groups[group.optimizer].append({"params": parameters, "weight_decay": decay, "lr_scale": group.lr_scale})
+    adamw = _build_adamw(model, section, groups["adamw"], seed)
+    if not groups["muon"]:
+        return adamw
+    muon = Muon(
+        groups["muon"],
+        lr=section.lr,
+        momentum=section.muon_momentum,
+        num_steps=section.muon_steps,
+        lr_scaling=section.muon_lr_scaling,
+        dtype=None if section.muon_dtype == "auto" else getattr(torch, section.muon_dtype),
+    )
+    return CombinedOptimizer([adamw, muon])
+
+
+def _build_adamw(
+    model: nn.Module, section: Optimizer, groups: list[dict[str, Any]], seed: int
+) -> torch.optim.Optimizer:
     options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
         return AdamW(groups, **options, fused=section.fused)
@@ -29,6 +60,36 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     if section.stochastic_rounding:
         seeds = {p: derive_seed(seed, f"rounding of {copies.get(name, name)}") for name, p in model.named_parameters()}
     return LowPrecisionAdamW(groups, **options, state_dtype=section.state_dtype, seeds=seeds)
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, with the parameter groups and the state of all of them."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The optimizers must have no state yet."""
+        self.optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the state, as `load_state_dict` does."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Gives each optimizer its groups of this one, and the state of all parameters."""
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Performs a single optimization step. Returns the result of `closure`, which is called first."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
 
 
 class AdamW(torch.optim.AdamW):
@@ -48,9 +109,9 @@ class AdamW(torch.optim.AdamW):
         super().__init__(*args, **kwargs)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Performs a single optimization step."""
-        assert closure is None
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Performs a single optimization step. Returns the result of `closure`, which is called first."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             # Parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs (empty without amsgrad), step counts.
             lists: list[list[Tensor]] = [[] for _ in range(6)]
@@ -61,6 +122,7 @@ class AdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             local: list[Any] = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
             adamw(*local, beta1=beta1, beta2=beta2, **options)
+        return loss
 
 
 _DISABLED = "__dynamo_disable"  # where torch._disable_dynamo caches the disabled method
@@ -72,7 +134,7 @@ def _disable_lazily(method: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
             return method(*args, **kwargs)
-        disabled = torch._dynamo.disable(method, wrapping=False)
+        disabled = disable_compilation(method)
         setattr(method, _DISABLED, disabled)
         return disabled(*args, **kwargs)
 

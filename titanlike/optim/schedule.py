@@ -25,6 +25,6 @@ def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Sets the learning rate of all parameter groups."""
+    """Sets the learning rate of all parameter groups, times the factor of each."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("lr_scale", 1.0)

@@ -1,46 +1,58 @@
 """Activation checkpointing: recompute activations in the backward pass instead of saving them."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# The most expensive operators. Selective mode saves every attention output, and every second matmul.
-ATTENTION = "aten._scaled_dot_product"  # the prefix of all its kernels
+from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
+from titanlike.utils import compat
+
+# The most expensive operators. Selective mode saves the output of every attention kernel and collective, by prefix of its name,
+# and of every second matmul.
+SAVED = (
+    "aten._scaled_dot_product",  # flash, efficient, cuDNN and the CPU's
+    "flex_attention",
+    "torch_attn._varlen_attn",
+    "_c10d_functional.all_gather",
+    "_c10d_functional.all_reduce",  # of float8 maxima
+    "_c10d_functional.reduce_scatter",
+)
 MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
 
 
 def apply_activation_checkpoint(
-    blocks: nn.ModuleDict,
+    blocks: Blocks,
     *,
     mode: Literal["none", "selective", "every_n", "full", "memory_budget"],
     every_n: int = 2,
     memory_budget: float = 0.5,
+    preserve_rng_state: bool = True,
 ) -> None:
-    """Checkpoints blocks by replacing their `forward`, so that parameter names do not change."""
+    """Checkpoints blocks by replacing their `forward`, so that parameter names do not change.
+
+    Args:
+        mode: see `config.sections.ActivationCheckpoint`. `memory_budget` has an effect on compiled blocks only.
+        preserve_rng_state: restores the state of the random generators for the recomputation. False is faster, and correct for
+            blocks without random numbers, or with those of `models.layers.Dropout`, which is a function of its inputs.
+    """
+    check_choice("mode", mode, ("none", "selective", "every_n", "full", "memory_budget"))
     if mode == "memory_budget":
         # The partitioner reads this global setting at compile time; there is no setting per region.
-        torch._functorch.config.activation_memory_budget = memory_budget
-    for index, block in enumerate(blocks.values()):
+        compat.set_activation_memory_budget(memory_budget)
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    for index, block in enumerate(list_blocks(blocks)):
         if mode == "selective":
-            block.forward = _checkpoint(block.forward, context_fn=_selective_contexts)
+            block.forward = partial(recompute, block.forward, context_fn=_selective_contexts)
         elif mode == "full" or (mode == "every_n" and index % every_n == 0):
-            block.forward = _checkpoint(block.forward)
-
-
-def _checkpoint(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    # Dropout is a function of its inputs, so there is no RNG state to restore. Saving one would synchronize with the GPU.
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **options)
+            block.forward = partial(recompute, block.forward)
 
 
 def _selective_contexts() -> Any:
     num_matmuls = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if str(operator).startswith(ATTENTION):
+        if str(operator).startswith(SAVED):
             return CheckpointPolicy.MUST_SAVE
         if str(operator) in MATMULS:
             phase = "recompute" if context.is_recompute else "forward"

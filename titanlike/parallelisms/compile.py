@@ -5,15 +5,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
+
 
 def apply_compile(
-    model: nn.Module, blocks: nn.ModuleDict, *, mode: Literal["block", "model", "none"], backend: str = "inductor"
+    model: nn.Module, blocks: Blocks, *, mode: Literal["block", "model", "none"], backend: str = "inductor"
 ) -> None:
     """Compiles `forward` in place: parameter names do not change, and FSDP hooks stay outside the compiled code.
 
     Blocks of the same structure share the code compiled for the first one. A graph break raises an error.
+
+    Args:
+        blocks: what `mode` "block" compiles, one by one. "model" compiles the whole model.
     """
-    targets = {"block": list(blocks.values()), "model": [model], "none": []}[mode]
+    check_choice("mode", mode, ("block", "model", "none"))
+    targets = {"block": list_blocks(blocks), "model": [model], "none": []}[mode]
     for module in targets:
         compiled: Any = torch.compile(module.forward, backend=backend, fullgraph=True)
         module.forward = compiled

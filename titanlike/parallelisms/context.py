@@ -6,23 +6,32 @@ twice as many chunks as there are ranks, and rank i holds chunks i and -1 - i (z
 Shape legend: B batch, T local tokens, S key positions, H query heads, K key/value heads, E head dimension.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
-from titanlike.models.layers import document_causal_mask
+from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention
+from titanlike.parallelisms.blocks import Blocks, list_blocks
+from titanlike.utils import compat
 
 
-def context_position_ids(seq_len: int, mesh: DeviceMesh) -> Tensor:
+def context_position_ids(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:
     """Returns the position ids of this rank's tokens, in the order in which the rank holds them."""
     if mesh.size() == 1:
-        return torch.arange(seq_len)
-    chunks = torch.arange(seq_len).chunk(2 * mesh.size())
+        return torch.arange(seq_len, device=device)
+    if seq_len % (2 * mesh.size()):
+        raise UserError(
+            f"context parallelism over {mesh.size()} ranks splits a sequence into {2 * mesh.size()} chunks, which do not divide "
+            f"its {seq_len} tokens; pad the sequence"
+        )
+    chunks = torch.arange(seq_len, device=device).chunk(2 * mesh.size())
     rank = mesh.get_local_rank()
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
@@ -35,43 +44,78 @@ def gather_sequence(local: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return torch.cat((*chunks[0::2], *reversed(chunks[1::2])), dim)
 
 
-def apply_context(blocks: nn.ModuleDict, mesh: DeviceMesh) -> None:
-    """Replaces the attention of each block by attention over the gathered keys and values."""
+def apply_context(
+    blocks: Blocks,
+    mesh: DeviceMesh,
+    *,
+    attention: str = "attention.attend",
+    document_masks: Iterable[DocumentMask] = (),
+) -> None:
+    """Replaces the causal attention of each block by attention over the gathered keys and values.
+
+    Args:
+        attention: name, in each block, of the submodule that is called with queries (B, H, T, E), keys and values (B, K, T, E) and,
+            optionally, a mask, as `models.layers.CausalAttention` is. Each rank passes the tokens at `context_position_ids` to the
+            model.
+        document_masks: the modules of the model that make that mask. They gather the document ids.
+    """
     if mesh.size() == 1:
         return
     forward = partial(context_parallel_attention, mesh=mesh)  # one object: all blocks share one compiled forward
-    for block in blocks.values():
-        attend: Any = block.get_submodule("attention.attend")
+    for block in list_blocks(blocks):
+        try:
+            attend: Any = block.get_submodule(attention)
+        except AttributeError:
+            raise UserError(
+                f"context parallelism replaces the submodule {attention}, which {type(block).__name__} does not have; pass its "
+                "name as attention=, or the blocks that have it"
+            ) from None
         attend.forward = forward
+    for document_mask in document_masks:
+        replacement: Any = partial(context_document_mask, mesh=mesh, module=document_mask)
+        document_mask.forward = replacement  # type: ignore[method-assign]
+
+
+def context_document_mask(document_ids: Tensor | None, *, mesh: DeviceMesh, module: DocumentMask) -> Mask | None:
+    """Returns the mask of local queries over the keys of all ranks, for local document ids (B, T)."""
+    if document_ids is None:
+        return None
+    gathered = gather_sequence(document_ids, 1, mesh)  # (B, S)
+    positions = context_position_ids(gathered.shape[1], mesh, document_ids.device)
+    return module.make(positions, torch.arange(gathered.shape[1], device=positions.device), document_ids, gathered)
 
 
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None, *, mesh: DeviceMesh
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, mesh: DeviceMesh
 ) -> Tensor:
     """Computes causal attention of local queries (B, H, T, E) over the keys and values (B, K, T, E) of all ranks.
 
     Keys and values are gathered before they are repeated for grouped query heads, which minimizes the bytes sent.
     """
     keys, values = gather_sequence(k, 2, mesh), gather_sequence(v, 2, mesh)
-    ids = None if document_ids is None else (document_ids, gather_sequence(document_ids, 1, mesh))
+    if mask is not None and mask.shape[-1] != keys.shape[2]:
+        raise UserError(
+            f"the mask is for {mask.shape[-1]} keys, but context parallelism gathers {keys.shape[2]}; pass the modules that make "
+            "the mask as document_masks= of apply_context"
+        )
+    if mask is not None and not isinstance(mask, Tensor):
+        return block_mask_attention(q, keys, values, mask)
     length, rank = q.shape[2] // 2, mesh.get_local_rank()
     outputs = []
     for half, chunk in enumerate((rank, 2 * mesh.size() - 1 - rank)):
         queries = slice(half * length, (half + 1) * length)
         prefix = slice((chunk + 1) * length)  # later keys are masked for every query of this chunk
-        documents = None if ids is None else (ids[0][:, queries], ids[1][:, prefix])
-        outputs.append(prefix_attention(q[:, :, queries], keys[:, :, prefix], values[:, :, prefix], documents))
+        chunk_mask = None if mask is None else mask[:, :, queries, prefix]
+        outputs.append(prefix_attention(q[:, :, queries], keys[:, :, prefix], values[:, :, prefix], chunk_mask))
     return torch.cat(outputs, dim=2)
 
 
-def prefix_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Computes causal attention of queries (B, H, T, E) at the last T positions of the keys and values (B, K, S, E)."""
-    if document_ids is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        # This kernel aligns a causal mask to the last keys and needs no mask tensor. F.scaled_dot_product_attention with
-        # is_causal=True aligns it to the first keys.
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        return out
-    keys = torch.arange(k.shape[2], device=q.device)
-    queries = keys[-q.shape[2] :]
-    mask = queries[:, None] >= keys if document_ids is None else document_causal_mask(queries, keys, *document_ids)
+def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Computes causal attention of queries (B, H, T, E) at the last T positions of the keys and values (B, K, S, E), or attention
+    with a mask (B, 1, T, S)."""
+    if mask is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return compat.flash_attention_of_last_queries(q, k, v)
+    if mask is None:
+        keys = torch.arange(k.shape[2], device=q.device)
+        mask = keys[-q.shape[2] :, None] >= keys
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

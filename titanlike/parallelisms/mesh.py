@@ -1,14 +1,17 @@
 """The device mesh: assigns each rank its coordinates in the parallelism dimensions."""
 
+import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
+from titanlike.distributed import process_group
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,20 @@ def build_mesh(
     three polling threads, so all dimensions of size 1 share one group.
     """
     names = ("pipeline", "replicate", "shard", "tensor")
+    sizes = dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True))
+    if math.prod(sizes.values()) != dist.get_world_size():
+        raise UserError(
+            f"a mesh of {' x '.join(f'{name} {size}' for name, size in sizes.items())} has {math.prod(sizes.values())} ranks, but "
+            f"there are {dist.get_world_size()} processes"
+        )
     grid = torch.arange(dist.get_world_size()).view(pipeline, replicate, shard * context, tensor)
     groups = [_group_along(grid, dimension) for dimension in range(grid.ndim)]
-    mesh = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
+    mesh: Any = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
+    if grid.numel() == 1:  # slicing a mesh imports the compiler in torch 2.15, which takes a second
+        mesh = {name: DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=(name,)) for name in names}
     context_group = _group_along(grid.view(-1, context, tensor), 1)
     return Mesh(
-        sizes=dict(zip(DIMENSIONS, (pipeline, replicate, shard, context, tensor), strict=True)),
+        sizes=sizes,
         fsdp=mesh["replicate", "shard"] if replicate > 1 else mesh["shard"],
         tensor=mesh["tensor"],
         context=DeviceMesh.from_group(context_group, device_type, mesh_dim_names=("context",)),
@@ -61,23 +72,6 @@ def build_mesh(
     )
 
 
-# By the ranks of all groups of a dimension, which are the same on every rank.
-_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-
-
 def _group_along(grid: Tensor, dimension: int) -> dist.ProcessGroup:
-    """Returns this rank's process group along a dimension of the grid.
-
-    All meshes of a process share their groups: DTensor caches results by the ranks of a mesh, so that a second mesh with groups of
-    its own would get those of the first for some tensors, on some ranks.
-    """
-    ranks_by_group = grid.movedim(dimension, -1).flatten(0, -2).tolist()
-    if len(ranks_by_group) == 1:
-        return cast(dist.ProcessGroup, dist.group.WORLD)
-    key = tuple(map(tuple, ranks_by_group))
-    if _groups.get(key) not in dist.distributed_c10d._world.pg_map:  # not created yet, or destroyed since
-        if len(ranks_by_group[0]) == 1:
-            _groups[key] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        else:
-            _groups[key] = dist.new_subgroups_by_enumeration(ranks_by_group)[0]
-    return _groups[key]
+    """Returns this rank's process group along a dimension of the grid."""
+    return process_group.subgroup(grid.movedim(dimension, -1).flatten(0, -2).tolist())

@@ -13,12 +13,12 @@ def override_params(module_class: Any, names: Sequence[str], get_param: Callable
     class ParamOverride(module_class):  # type: ignore[misc]
         in_forward = False
 
-        def forward(self, *inputs: Any) -> Any:
+        def forward(self, *inputs: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling():
-                return super().forward(*inputs)
+                return super().forward(*inputs, **named)
             self.in_forward = True
             try:
-                return super().forward(*inputs)
+                return super().forward(*inputs, **named)
             finally:  # checkpoint stops a recomputation early by raising an exception
                 self.in_forward = False
 

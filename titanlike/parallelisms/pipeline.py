@@ -9,8 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
 from titanlike.models.layers import LMHead, TiedLMHead
+from titanlike.parallelisms.blocks import check_choice
+from titanlike.utils import compat
 from titanlike.utils.dtensor import local_tensor
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
@@ -42,11 +45,20 @@ class Pipeline(nn.Module):
     ) -> None:
         """Keeps the stages of `model` that this rank of `mesh` holds.
 
-        `split` is the number of blocks in each stage. Stages exchange activations in `dtype`, sharded along the sequence over
-        `tensor` ranks.
+        Args:
+            model: has the blocks in a `ModuleDict` named `layers` with the keys "0", "1", ..., the token embedding and the output
+                projection as `tok_embeddings` and `output`, and the names of the children of only the first and the last stage as
+                `first_stage_modules` and `last_stage_modules`. These are set to None elsewhere, and `forward` skips them. Its
+                first argument is the tokens (B, T) or the activations (B, T, D) of the previous stage; given `labels`, the last
+                stage returns a loss, others ignore them. `models.registry.LanguageModel` is such a model.
+            schedule: one of `config.layout.SCHEDULES`.
+            split: number of blocks in each stage.
+            dtype: of the activations that stages exchange.
+            tensor: number of tensor-parallel ranks over which these are sharded along the sequence.
         """
         super().__init__()
-        self.init_parameter = model.init_parameter
+        _check_arguments(model, mesh, schedule, split)
+        self.init_parameter = getattr(model, "init_parameter", None)
         self.mesh = mesh
         self.schedule_spec = SCHEDULES[schedule]
         self.num_stages = len(split)
@@ -64,9 +76,11 @@ class Pipeline(nn.Module):
                 else:
                     self.add_module(name, child)
         # The last stage gets its own copy of a tied embedding weight, which is kept equal by summing both gradients.
-        self.tied = isinstance(model.output, TiedLMHead)
+        self.tied = model.get_submodule("output").weight is model.get_parameter(EMBEDDING)
+        self.trains_embedding = model.get_parameter(EMBEDDING).requires_grad
         self.copies = {HEAD: EMBEDDING} if self.tied and self.has_last_stage else {}
         self.schedule: Any = None
+        self.schedule_key: object = None  # the shapes that the schedule is built for
         self.normalize_loss: NormalizeLoss | None = None
 
     @property
@@ -80,8 +94,11 @@ class Pipeline(nn.Module):
         inputs = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
         labels = torch.cat([batch.labels for batch in microbatches])
         tokens = inputs.pop("tokens")
+        key = len(microbatches), microbatches[0].labels.shape
         if self.schedule is None:
-            self.schedule = self._build_schedule(microbatches[0].labels, len(microbatches))
+            self._connect_peers(labels.device)
+        if self.schedule_key != key:
+            self.schedule, self.schedule_key = self._build_schedule(microbatches[0].labels, len(microbatches)), key
         self.normalize_loss = normalize_loss
         losses: list[Tensor] = []
         self.schedule.step(
@@ -92,7 +109,7 @@ class Pipeline(nn.Module):
             labels=labels,
             **inputs,
         )
-        if self.tied:
+        if self.tied and self.trains_embedding:
             self._sum_tied_gradients()
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=labels.device)
 
@@ -119,8 +136,8 @@ class Pipeline(nn.Module):
     def _forward_only(self, inputs: Sequence[dict[str, Tensor]], consume: Callable[[Tensor], object]) -> None:
         """Runs micro-batches through all stages and calls `consume` on each output of the last stage, in order.
 
-        Each stage posts all its receives before its sends. Two ranks that exchange in both directions then do so in the same
-        order, which avoids a deadlock.
+        Each stage posts all its receives before its sends. NCCL runs the operations of a rank in the order in which they are
+        issued, so two ranks that exchange in both directions must do so in the same order.
         """
         group = self.mesh.get_group()
         sends: list[tuple[dist.Work | None, Tensor]] = []
@@ -154,12 +171,30 @@ class Pipeline(nn.Module):
     def _empty(self, tokens: Tensor, width: int, length: int) -> Tensor:
         return torch.empty(tokens.shape[0], length, width, dtype=self.dtype, device=tokens.device)
 
+    def _connect_peers(self, device: torch.device) -> None:
+        """Exchanges one element with each rank that this one communicates with, in both directions.
+
+        NCCL connects two ranks at their first operation, for which each waits on the host for the other. Here all do so at once;
+        a network that does not connect them fails before the schedule starts, and no rank waits in the middle of it.
+        """
+        ends = {0, self.num_stages - 1} if self.tied else set[int]()  # which exchange gradients
+        stages = {stage + step for stage in self.parts for step in (-1, 1)} & set(range(self.num_stages))
+        if ends & self.parts.keys():
+            stages |= ends
+        group = self.mesh.get_group()
+        peers = {self._rank_of(stage) for stage in stages} - {self.mesh.get_local_rank()}
+        exchange = []
+        for peer in (dist.get_global_rank(group, rank) for rank in sorted(peers)):
+            exchange.append(dist.P2POp(dist.isend, torch.zeros(1, device=device), peer, group))
+            exchange.append(dist.P2POp(dist.irecv, torch.empty(1, device=device), peer, group))
+        for work in dist.batch_isend_irecv(exchange) if exchange else []:
+            work.wait()
+
     def _build_schedule(self, labels: Tensor, num_microbatches: int) -> Any:
         from torch.distributed import pipelining  # imports the compiler, which takes a second
 
         if self.schedule_spec.splits_backward:
-            # The backward pass runs over parts of the graph twice, so compiled code must not reuse its saved tensors' memory.
-            torch._functorch.config.donated_buffer = False
+            compat.disable_donated_buffers()
         batch, length = labels.shape
         # With example inputs and outputs, torch infers no shapes by a trial run.
         tokens = torch.empty(batch, length, dtype=labels.dtype, device="meta")
@@ -177,10 +212,10 @@ class Pipeline(nn.Module):
             )
             for stage, part in self.parts.items()
         ]
-        if labels.device.type == "cpu":
-            for stage in stages:
-                # torch 2.11 opens connections to neighbouring stages in advance, even on the same rank, which gloo cannot.
-                stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        for stage in stages:
+            compat.skip_connections_to_neighbours(stage)
+            if self.schedule_spec.splits_backward:
+                compat.keep_graph_for_weights(stage)
         schedule_class = getattr(pipelining, self.schedule_spec.torch_class)
 
         def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
@@ -211,9 +246,31 @@ class Pipeline(nn.Module):
         return rank_of(stage, self.mesh.size(), v_shaped=self.schedule_spec.v_shaped)
 
 
+def _check_arguments(model: nn.Module, mesh: DeviceMesh, schedule: str, split: Sequence[int]) -> None:
+    """Raises `UserError` if the model cannot be split, or not in this way."""
+    check_choice("schedule", schedule, SCHEDULES)
+    required = ("layers", "tok_embeddings", "output", "first_stage_modules", "last_stage_modules")
+    layers, missing = getattr(model, "layers", None), [name for name in required if not hasattr(model, name)]
+    if missing or not isinstance(layers, nn.ModuleDict) or list(layers) != [str(i) for i in range(len(layers))]:
+        lacks = f"has no {', '.join(missing)}" if missing else "has no ModuleDict `layers` with the keys '0', '1', ..."
+        raise UserError(
+            f"{type(model).__name__} cannot be split into pipeline stages: it {lacks}; see examples/pipeline.py"
+        )
+    per_rank, rest = divmod(len(split), mesh.size())
+    spec = SCHEDULES[schedule]
+    if sum(split) != len(layers) or rest or (spec.fixed and per_rank != spec.stages_per_rank):
+        stages = f"{spec.stages_per_rank * mesh.size()} stages" + (
+            "" if spec.fixed else " or another multiple of the ranks"
+        )
+        raise UserError(
+            f"split = {list(split)} has {len(split)} stages and {sum(split)} blocks, but the schedule {schedule} over "
+            f"{mesh.size()} ranks takes {stages}, and the model has {len(layers)} blocks"
+        )
+
+
 def _stage_module(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Module:
     """Returns a copy of the model with the blocks of one stage, and the first or last modules if the stage has them."""
-    part: Any = copy.deepcopy(model)  # on the meta device, so no weights are copied
+    part: Any = copy.deepcopy(model)  # on the meta device, no weights are copied
     numbers = {str(number) for number in blocks_of(stage, split)}
     part.layers = nn.ModuleDict({name: block for name, block in part.layers.items() if name in numbers})
     if stage > 0:
@@ -225,5 +282,8 @@ def _stage_module(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Modu
     elif isinstance(part.output, TiedLMHead):
         embedding = model.get_parameter(EMBEDDING)
         vocab_size, dim = embedding.shape
-        part.output = LMHead(dim, vocab_size, bias=False, device="meta", dtype=embedding.dtype)
+        part.output = LMHead(dim, vocab_size, bias=False, device=embedding.device, dtype=embedding.dtype)
+        with torch.no_grad():
+            part.output.weight.copy_(embedding)
+        part.output.requires_grad_(embedding.requires_grad)
     return part

@@ -1,17 +1,30 @@
 """Checks of a recipe before anything starts: for any number of processes, and against this machine. Does not import torch."""
 
-import math
 import os
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import one_of
-from titanlike.config.layout import BLOCK, SCHEDULES
+from titanlike.config.base import matches, shown
 from titanlike.config.load import nearest
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.schema import describe
 from titanlike.data.validation import data_problems, missing_data
 from titanlike.float8.validation import float8_problems, hardware_problems, token_problems
-from titanlike.utils.system import num_gpus
+from titanlike.inference.validation import evaluation_problems, missing_files
+from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
+from titanlike.optim.validation import optimizer_group_problems
+from titanlike.run.layout_validation import (
+    adamw_section,
+    microbatch_problems,
+    pipeline_stage_problems,
+    tensor_parallel_problems,
+)
+from titanlike.utils.system import num_gpus, total_memory
+
+# The backends of torch.compile that can train. The names are in torch, which is not imported here.
+BACKENDS = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "eager")
+FLEX_MIN_HEAD_DIM = 16  # of FlexAttention's kernels for GPUs
 
 
 def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
@@ -20,17 +33,21 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
         *_model_problems(recipe),
         *_schedule_problems(recipe),
         *_option_problems(recipe),
+        *_attention_problems(recipe),
+        *_compile_problems(recipe),
         *data_problems(recipe),
-        *_tensor_parallel_problems(recipe),
-        *_pipeline_stage_problems(recipe),
+        *evaluation_problems(recipe.evaluation),
+        *tensor_parallel_problems(recipe),
+        *pipeline_stage_problems(recipe),
         *float8_problems(recipe),
+        *_lora_problems(recipe),
     ]
     try:
         layout = recipe.parallelism.resolve(world_size)
         num_data_ranks = layout.replicate * layout.shard
         num_microbatches = recipe.training.num_microbatches(num_data_ranks)
         sequences_per_rank = recipe.training.global_batch_size // num_data_ranks
-        problems += _microbatch_problems(recipe, num_microbatches, sequences_per_rank)
+        problems += microbatch_problems(recipe, num_microbatches, sequences_per_rank)
         problems += token_problems(recipe, sequences_per_rank // num_microbatches)
     except UserError as problem:
         problems.append(str(problem))
@@ -38,7 +55,7 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
         raise UserError("\n".join(problems))
 
 
-def check_machine(recipe: PretrainRecipe) -> None:
+def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size: int = 1) -> None:
     """Raises `UserError` if this machine lacks data, a writable run directory or hardware. Creates nothing."""
     problems = []
     if recipe.run.device == "cpu" or not num_gpus():
@@ -48,19 +65,87 @@ def check_machine(recipe: PretrainRecipe) -> None:
                 f"training.attention = '{recipe.training.attention}' is a kernel for GPUs, but this runs on the CPU; "
                 "set training.attention = 'auto'"
             )
+    problems += _memory_problems(recipe, world_size, local_world_size)
     problems += missing_data(recipe)
-    folder = Path(recipe.run.dir, recipe.run.name).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        problems.append(
-            f"run.dir = {recipe.run.dir!r}: {existing} is a file, not a folder; choose another run.dir or run.name"
-        )
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problems.append(f"run.dir = {recipe.run.dir!r}: {existing} is not writable; choose another run.dir")
-    elif recipe.run.name and (folder / "checkpoints").is_file():
+    problems += missing_files(recipe.evaluation)
+    problems += _initial_problems(recipe)
+    folder = Path(recipe.run.dir, recipe.run.name)
+    folder_problem = _folder_problem("run.dir", recipe.run.dir, folder, " or run.name")
+    problems += folder_problem
+    if not folder_problem and recipe.run.name and (folder / "checkpoints").is_file():
         problems.append(f"{folder / 'checkpoints'} is a file, not a folder; remove it, or choose another run.name")
+    if recipe.compile.mode != "none" and recipe.compile.cache:
+        problems += _folder_problem("compile.cache", recipe.compile.cache, Path(recipe.compile.cache))
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _folder_problem(key: str, value: str, folder: Path, or_key: str = "") -> list[str]:
+    """Whether a directory exists or can be created."""
+    folder = folder.absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        return [f"{key} = {value!r}: {existing} is a file, not a folder; choose another {key}{or_key}"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{key} = {value!r}: {existing} is not writable; choose another {key}"]
+    return []
+
+
+def _initial_problems(recipe: PretrainRecipe) -> list[str]:
+    """Whether the weights to start from exist, and, if they are a Hugging Face folder, are those of the recipe's model."""
+    initial = recipe.checkpoint.initial
+    if not initial or "://" in initial:
+        return []
+    if not Path(initial).is_dir():
+        return [f"checkpoint.initial = {initial!r} is not a folder; give a run, a checkpoint or a Hugging Face folder"]
+    if not is_hf_folder(Path(initial)):
+        return []
+    try:
+        tensor_files(Path(initial))
+        found = read_config(Path(initial), (LlamaConfig, GPTConfig, type(recipe.model)))
+    except UserError as problem:
+        return [f"checkpoint.initial: {problem}"]
+    return config_problems(initial, found, recipe.model, recipe.checkpoint.allow_changed)
+
+
+def _memory_problems(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> list[str]:
+    """Whether the weights and gradients that this machine holds on the CPU, the least that training needs, exceed its memory."""
+    available = total_memory()
+    if available is None or (num_gpus() and recipe.run.device != "cpu" and not recipe.parallelism.cpu_offload):
+        return []
+    parameters, element_size = recipe.model.num_parameters(), 4 if recipe.training.master_dtype == "float32" else 2
+    # With LoRA, gradients are small.
+    needed = (
+        (1 if recipe.lora.rank else 2)
+        * element_size
+        * parameters
+        * recipe.parallelism.replicate
+        // world_size
+        * local_world_size
+    )
+    if needed <= available:
+        return []
+    return [
+        f"the model has {parameters:,} parameters, and their weights and gradients take {needed / 2**30:,.0f} GiB of the "
+        f"{available / 2**30:,.0f} GiB of memory of this machine; reduce model.vocab_size, model.dim or model.num_layers, or use "
+        "more machines"
+    ]
+
+
+def _compile_problems(recipe: PretrainRecipe) -> list[str]:
+    """Whether torch.compile has the backend: one of its own, or one that an installed package registers."""
+    backend = recipe.compile.backend
+    if recipe.compile.mode == "none" or backend in BACKENDS:
+        return []
+    installed = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
+    if backend in installed:
+        return []
+    near = nearest(backend, [*BACKENDS, *installed])
+    hint = f"did you mean {near!r}? " if near else ""
+    return [
+        f"compile.backend = '{shown(backend)}' is not a backend of torch.compile; {hint}choose from "
+        f"{', '.join([*BACKENDS, *sorted(installed)])}, or install the package that registers it"
+    ]
 
 
 def _model_problems(recipe: PretrainRecipe) -> list[str]:
@@ -74,134 +159,14 @@ def _model_problems(recipe: PretrainRecipe) -> list[str]:
     return problems
 
 
-def _tensor_parallel_problems(recipe: PretrainRecipe) -> list[str]:
-    """Sizes that the tensor- and context-parallel degrees do not divide, and options that they exclude."""
-    model, parallelism, seq_len = recipe.model, recipe.parallelism, recipe.training.seq_len
-    tensor, context = parallelism.tensor, parallelism.context
-    problems = []
-    sizes = model.tensor_parallel_sizes()
-    common = [n for n in range(1, tensor + 1) if all(size % n == 0 for size in sizes.values())]
-    for name, size in sizes.items():
-        if size % tensor:
-            step = math.lcm(64, tensor)
-            larger = f", or model.vocab_size = {-(-size // step) * step}" if name == "vocab_size" else ""
-            problems.append(
-                f"parallelism.tensor = {tensor} does not divide model.{name} = {size}; use {one_of(common)}{larger}"
-            )
-    chunks = tensor * (2 * context if context > 1 else 1)
-    if seq_len % chunks:
-        near = [n * chunks for n in (seq_len // chunks, seq_len // chunks + 1)]
-        near = [length for length in near if 0 < length <= model.max_seq_len] or [chunks]
-        why = "tensor" if context == 1 else "2 x context" if tensor == 1 else "tensor x 2 x context"
-        problems.append(
-            f"training.seq_len = {seq_len} is not divisible into {chunks} chunks ({why}); use {one_of(near)}"
-        )
-    rowwise = {name: model.block_matrices().get(name, (0, 0))[1] for name in model.rowwise_matrices}
-    for name, inputs in rowwise.items():
-        if recipe.optimizer.state_dtype == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):
-            problems.append(
-                f"optimizer.state_dtype = '8bit' quantizes blocks of {BLOCK} elements, but parallelism.tensor = {tensor} splits "
-                f"the {inputs} inputs of {name} within a block; use another tensor, or optimizer.state_dtype = 'bfloat16'"
-            )
-    for name, size in (("tensor", tensor), ("pipeline", parallelism.pipeline)):
-        if size > 1 and recipe.compile.mode == "model":
-            problems.append(f"compile.mode = 'model' does not support parallelism.{name} = {size}; use 'block'")
-    if parallelism.async_tensor_parallel:
-        reasons = {
-            "there is nothing to overlap while parallelism.tensor = 1": tensor == 1,
-            "the compiler does the overlapping, but compile.mode = 'none'": recipe.compile.mode == "none",
-            "it requires GPUs with peer-to-peer access, but run.device = 'cpu'": recipe.run.device == "cpu",
-        }
-        problems += [
-            f"parallelism.async_tensor_parallel = true: {reason}; set it to false"
-            for reason, holds in reasons.items()
-            if holds
-        ]
-    return problems
-
-
-def _pipeline_stage_problems(recipe: PretrainRecipe) -> list[str]:
-    """What is wrong with the pipeline stages, whatever the batch."""
-    parallelism, num_layers = recipe.parallelism, recipe.model.num_layers
-    pipeline, name = parallelism.pipeline, parallelism.pipeline_schedule
-    schedule, per_rank, split = SCHEDULES[name], parallelism.pipeline_stages, parallelism.pipeline_split
-    if pipeline == 1:
-        key = "pipeline_split" if split else "pipeline_stages" if per_rank > 1 else ""
-        return [f"parallelism.{key} is set, but parallelism.pipeline = 1 has one stage; remove it"] if key else []
-    if split and per_rank and len(split) != per_rank * pipeline:
-        return [
-            f"parallelism.pipeline_split has {len(split)} stages, but pipeline_stages x pipeline = {per_rank} x {pipeline}; "
-            "remove pipeline_stages"
-        ]
-    if len(split) % pipeline:
-        return [
-            f"parallelism.pipeline_split has {len(split)} stages, which pipeline = {pipeline} ranks cannot share equally; "
-            f"give {pipeline} or a multiple"
-        ]
-    per_rank = len(split) // pipeline or per_rank or schedule.stages_per_rank
-    if schedule.fixed and per_rank != schedule.stages_per_rank:
-        fits = per_rank * pipeline <= num_layers
-        return [
-            f"parallelism.pipeline_schedule = '{name}' has {schedule.stages_per_rank} stage(s) on each rank, not {per_rank}; "
-            f"use {schedule.stages_per_rank}" + (", or another schedule such as 'interleaved_1f1b'" if fits else "")
-        ]
-    if parallelism.pipeline_stages and per_rank * pipeline > num_layers:
-        fitting = num_layers // pipeline
-        return [
-            f"parallelism.pipeline_stages x pipeline = {per_rank} x {pipeline} = {per_rank * pipeline}, but model.num_layers = "
-            f"{num_layers}; " + (f"use pipeline_stages = {fitting} or less" if fitting else "reduce pipeline")
-        ]
-    if not split and per_rank * pipeline > num_layers:
-        return [
-            f"parallelism.pipeline = {pipeline} makes {per_rank * pipeline} stages with the schedule '{name}', but "
-            f"model.num_layers = {num_layers}; use {max(num_layers // per_rank, 1)} or less"
-        ]
-    if split and sum(split) != num_layers:
-        return [
-            f"parallelism.pipeline_split = {list(split)} has {sum(split)} blocks, but model.num_layers = {num_layers}; "
-            "make them equal, or remove pipeline_split"
-        ]
-    mode = recipe.activation_checkpoint.mode
-    if schedule.splits_backward and mode == "selective" and recipe.compile.mode == "none":
-        return [
-            f"parallelism.pipeline_schedule = '{name}' runs two backward passes through a block, and activation_checkpoint.mode "
-            "= 'selective' supports one; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'"
-        ]
-    return []
-
-
-def _microbatch_problems(recipe: PretrainRecipe, num_microbatches: int, sequences_per_rank: int) -> list[str]:
-    """Whether the pipeline schedule supports this number of micro-batches."""
-    parallelism = recipe.parallelism
-    pipeline, name = parallelism.pipeline, parallelism.pipeline_schedule
-    num_stages = pipeline * SCHEDULES[name].stages_per_rank
-
-    counts = {
-        size: sequences_per_rank // size for size in range(1, sequences_per_rank + 1) if sequences_per_rank % size == 0
-    }
-    if name in ("1f1b", "dualpipev"):
-        supported = num_microbatches >= num_stages
-        required = f"{num_stages} or more"
-        sizes = [size for size, count in counts.items() if count >= num_stages]
-    else:
-        # torch's condition for the interleaved schedules; a multiple of the ranks fills the pipeline.
-        supported = name in ("gpipe", "zbv") or num_microbatches % max(1, num_microbatches // pipeline) == 0
-        required = f"a multiple of {pipeline}"
-        sizes = [size for size, count in counts.items() if count % pipeline == 0]
-    if pipeline == 1 or supported:
-        return []
-    remedy = f"use training.local_batch_size = {one_of(sizes[-3:])}" if sizes else "raise training.global_batch_size"
-    return [
-        f"parallelism.pipeline_schedule = '{name}' over {pipeline} ranks requires {required} micro-batches, but a rank has "
-        f"{num_microbatches} ({sequences_per_rank} sequences, training.local_batch_size = {recipe.training.local_batch_size}); "
-        f"{remedy}, or another schedule such as 'gpipe'"
-    ]
-
-
 def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
     steps, schedule = recipe.training.steps, recipe.schedule
-    # A run shorter than its warm-up is a trial and valid; overlapping phases would contradict each other.
-    if schedule.decay_steps and schedule.warmup_steps + schedule.decay_steps > steps:
+    if schedule.warmup_steps > steps:
+        return [
+            f"schedule.warmup_steps = {schedule.warmup_steps} is more than training.steps = {steps}, so the learning rate would "
+            f"not reach its peak; use schedule.warmup_steps = {steps} or less, or train longer"
+        ]
+    if schedule.warmup_steps + schedule.decay_steps > steps:
         return [
             f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + {schedule.decay_steps} is more than "
             f"training.steps = {steps}; shorten them or train longer"
@@ -209,9 +174,76 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
     return []
 
 
+def _attention_problems(recipe: PretrainRecipe) -> list[str]:
+    """What the selected kernel does not support, which torch would report at the first step."""
+    kernel, model, context = recipe.training.attention, recipe.model, recipe.parallelism.context
+    documents = recipe.data.document_masks or "chat" in recipe.data.source
+    what = "data.document_masks = true" if recipe.data.document_masks else f"data.source = '{recipe.data.source}'"
+    heads = (getattr(model, "num_kv_heads", model.num_heads), model.num_heads)
+    masked = documents and recipe.run.device != "cpu"  # the CPU's flash kernel supports masks
+    flex = masked and kernel == "auto"  # document masks use FlexAttention
+    problems = []
+    if flex and model.head_dim < FLEX_MIN_HEAD_DIM:
+        problems.append(
+            f"{what} uses FlexAttention on a GPU, which requires a head dimension of {FLEX_MIN_HEAD_DIM} or "
+            f"more, but model.dim / model.num_heads = {model.head_dim}; set training.attention = 'math', or use fewer heads"
+        )
+    if flex and recipe.activation_checkpoint.mode == "selective" and recipe.compile.mode == "none":
+        problems.append(
+            f"{what} uses FlexAttention on a GPU, but activation_checkpoint.mode = 'selective' with "
+            "compile.mode = 'none' keeps it from being compiled; set compile.mode = 'block', or "
+            "activation_checkpoint.mode = 'full'"
+        )
+    unsupported = (
+        ("efficient", heads[0] != heads[1], "does not support num_kv_heads = {} and num_heads = {}".format(*heads)),
+        ("cudnn", recipe.run.deterministic, "is not deterministic, but run.deterministic = true"),
+        ("cudnn flash", masked, f"does not support the mask of {what}"),
+        ("cudnn efficient math", context > 1 and not documents, f"is not used with parallelism.context = {context}"),
+    )
+    return problems + [
+        f"training.attention = '{kernel}' {reason}; set training.attention = 'auto'"
+        for kernels, holds, reason in unsupported
+        if kernel in kernels.split() and holds
+    ]
+
+
+def _lora_problems(recipe: PretrainRecipe) -> list[str]:
+    """Whether LoRA selects layers, and in every pipeline stage, whose backward pass would otherwise have nothing to compute."""
+    lora, model = recipe.lora, recipe.model
+    if not lora.rank:
+        return (
+            [f"lora.layers = {list(lora.layers)} has no effect with lora.rank = 0; set lora.rank"]
+            if lora.layers
+            else []
+        )
+    names = [name for name in model.matrices() if name.startswith("layers.")]
+    problems = [
+        f"lora.layers: {pattern!r} matches no linear layer ({', '.join(model.block_matrices())} in each of layers.0 to "
+        f"layers.{model.num_layers - 1})"
+        for pattern in lora.layers
+        if not any(matches(pattern, name) for name in names)
+    ]
+    if recipe.float8.scaling != "none":
+        problems.append(
+            f"lora.rank = {lora.rank} and float8.scaling = {recipe.float8.scaling!r} are not supported together; set one of them "
+            "to 0 or 'none'"
+        )
+    selected = {int(name.split(".")[1]) for name in names if lora.selects(name)}
+    stages = recipe.parallelism.split(model) if recipe.parallelism.pipeline > 1 and not problems else []
+    first = 0
+    for number, size in enumerate(stages):
+        if selected.isdisjoint(range(first, first + size)):
+            problems.append(
+                f"lora.layers selects nothing in blocks {first} to {first + size - 1}, which are stage {number} of the pipeline; "
+                "select layers of all blocks"
+            )
+        first += size
+    return problems
+
+
 def _option_problems(recipe: PretrainRecipe) -> list[str]:
     """Options that contradict one another."""
-    training, optimizer, checkpoint = recipe.training, recipe.optimizer, recipe.checkpoint
+    training, optimizer, checkpoint = recipe.training, adamw_section(recipe), recipe.checkpoint
     problems = []
     if training.non_finite == "skip" and training.skip_limit >= training.skip_window:
         problems.append(
@@ -228,24 +260,37 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
             "optimizer.stochastic_rounding = true has no effect on training.master_dtype = 'float32'; set "
             "training.master_dtype = 'bfloat16', or stochastic_rounding = false"
         )
+    problems += optimizer_group_problems(recipe, optimizer)
     if recipe.activation_checkpoint.mode == "memory_budget" and recipe.compile.mode == "none":
         problems.append(
             "activation_checkpoint.mode = 'memory_budget' is implemented by the compiler, but compile.mode = 'none'; "
             "set compile.mode = 'block', or use activation_checkpoint.mode = 'selective'"
         )
-    keys = [key.name for key in describe(type(recipe))]
+    keys = [key.name for key in describe(type(recipe))] if checkpoint.allow_changed else []
     for key in checkpoint.allow_changed:
         if key not in keys:
             near = nearest(key, keys)
             hint = f"did you mean {near}?" if near else "see --help"
-            problems.append(f"checkpoint.allow_changed: {key} is not a key; {hint}")
-    if checkpoint.weights != "none" and not checkpoint.enabled:
-        problems.append("checkpoint.weights exports the last checkpoint, but checkpoint.enabled = false")
-    if checkpoint.weights != "none" and "://" in checkpoint.dir:
+            problems.append(f"checkpoint.allow_changed: {shown(key)} is not a key; {hint}")
+    if checkpoint.export != "none" and not checkpoint.enabled:
+        problems.append("checkpoint.export exports the last checkpoint, but checkpoint.enabled = false")
+    if checkpoint.export != "none" and not recipe.model.hf_architecture:
         problems.append(
-            f"checkpoint.weights requires a local checkpoint.dir, but it is the URL {checkpoint.dir!r}; set checkpoint.weights = "
-            "'none', and use `titanlike consolidate` on a copy"
+            f"checkpoint.export: transformers has no model that computes what model.name = {recipe.model.name!r} does"
         )
+    scheme = checkpoint.dir.partition("://")[0] if "://" in checkpoint.dir else ""
+    if scheme in ("memory", "http", "https", "data"):
+        lost = "is lost when the process ends" if scheme == "memory" else "cannot be written"
+        problems.append(
+            f"checkpoint.dir = {checkpoint.dir!r} {lost}; use a directory, or a store such as s3://bucket/runs"
+        )
+    if checkpoint.export != "none" and "://" in checkpoint.dir:
+        problems.append(
+            f"checkpoint.export requires a local checkpoint.dir, but it is the URL {checkpoint.dir!r}; set checkpoint.export = "
+            "'none', and use `titanlike export` on a copy"
+        )
+    if "://" in checkpoint.initial:
+        problems.append(f"checkpoint.initial = {checkpoint.initial!r} is a URL; download the folder, and give its path")
     if recipe.parallelism.cpu_offload and recipe.run.device == "cpu":
         problems.append(
             "parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = 'cpu'; set it to false"

@@ -20,6 +20,7 @@ FREE_SECTIONS = {
     "activation_checkpoint",
     "checkpoint",
     "validation",
+    "evaluation",
     "sample",
     "metrics",
 }
@@ -28,7 +29,8 @@ FREE_KEYS = {
     "training.steps", "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
     "training.non_finite", "training.skip_limit", "training.skip_window",
     "training.attention", "optimizer.fused", "tokenizer.encoding", "data.source", "data.path",
-    "data.mixture", "data.validation_path", "data.cache", "data.prefetch", "data.workers", "data.bad_records", "float8.all_gather",
+    "data.mixture", "data.validation_path", "data.cache", "data.prefetch", "data.workers", "data.bad_records",
+    "data.chat_template", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
 # Free keys that change rounding or the number of steps: the resumed run is not bit-exact.
@@ -75,7 +77,10 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
         )
     inexact = [line for key, line in differences.items() if key in changed or key.startswith(INEXACT)]
     before, after = ({"layout": one.layout, **one.machine} for one in (saved, now))
-    return inexact + list(_differences(before, after).values())
+    inexact += _differences(before, after).values()
+    if now.machine.get("device") == "cuda" and not recipe.run.deterministic:
+        inexact.append("run.deterministic = false, and kernels of a GPU are not deterministic")
+    return inexact
 
 
 def _default_recipe(recipe: PretrainRecipe) -> dict[str, Any]:

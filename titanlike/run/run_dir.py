@@ -22,11 +22,14 @@ from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.distributed import environment, process_group
-from titanlike.distributed.watchdog import group_timeout
+from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
+from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
+from titanlike.metrics.trackers import JSONLWriter
 from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
+from titanlike.utils.regular_file import read_regular
 
 
 class RunDirectory:
@@ -37,11 +40,12 @@ class RunDirectory:
         self.path = Path(recipe.run.dir, recipe.run.name)
         parent = recipe.checkpoint.dir
         self.checkpoints = f"{parent.rstrip('/')}/{recipe.run.name}" if parent else str(self.path / "checkpoints")
+        self.checkpoint_owner = self.path if parent else None  # other runs may have the same name and checkpoint.dir
         self.metrics = self.path / "metrics.jsonl"
 
     @contextmanager
-    def session(self) -> Iterator[torch.device]:
-        """Joins the process group and locks this directory; yields the device of this rank. Leaves both at the end."""
+    def session(self) -> Iterator[tuple[torch.device, Watchdog]]:
+        """Joins the process group, starts the watchdog and locks this directory. Yields the device of this rank."""
         section = self.recipe.run
         timeout = group_timeout(section.hang_timeout)
         with (
@@ -51,9 +55,10 @@ class RunDirectory:
                 timeout=timeout,
                 shutdown_message=self.shutdown_message,
             ) as device,
+            Watchdog(section.hang_timeout, self.path) as watchdog,
             self.locked(),
         ):
-            yield device
+            yield device, watchdog
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -84,7 +89,12 @@ class RunDirectory:
         return lock, None
 
     def open(self, device: torch.device, *, resumed_step: int) -> None:
-        """Creates the directory, writes the recipe and the environment, and removes metrics of steps that will be repeated."""
+        """Creates the directory, writes the recipe and the environment, and removes metrics of steps that will be repeated.
+
+        Rank 0 does this for all ranks.
+        """
+        if not process_group.is_main():
+            return
         recipe = self.recipe
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -104,7 +114,7 @@ class RunDirectory:
             atomic_write_text(self.path / "recipe.toml", to_toml(resolved, comment))
             atomic_write_text(self.path / "environment.json", json.dumps(environment_json, indent=1) + "\n")
             if self.metrics.exists():
-                lines = self.metrics.read_text(errors="replace").splitlines()
+                lines = read_regular(self.metrics).decode(errors="replace").splitlines()
                 kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= resumed_step)
                 atomic_write_text(self.metrics, kept)
         except OSError as error:
@@ -114,10 +124,38 @@ class RunDirectory:
         """Returns the command that resumes this run."""
         return f"./run_train.sh {shlex.quote(str(self.path / 'recipe.toml'))}"
 
+    def completion_message(self, device: torch.device, measured: Measured) -> str:
+        """Returns the message for a complete run. On GPUs, compares memory and throughput with the plan, and records both."""
+        message = f"done: {self.path}"
+        if device.type != "cuda" or not process_group.is_main():
+            return message
+        from titanlike.run.planned import compare, comparison_line, hardware_of_device  # not needed to start
+
+        ranks = environment.rank_info()
+        size = torch.cuda.get_device_properties(device).total_memory / 2**30
+        try:
+            values = compare(
+                self.recipe,
+                ranks.world_size,
+                ranks.local_world_size,
+                hardware_of_device(device_name(device), size),
+                memory_gib=measured.memory_gib,
+                tokens_per_second=measured.tokens_per_second,
+            )
+            writer = JSONLWriter(self.metrics)
+            writer.log(self.recipe.training.steps, values)
+            writer.close()
+        except Exception as error:  # noqa: BLE001  a run that is complete does not fail because of its plan
+            return f"{message}\nplan    not compared: {error}"
+        return f"{message}\n{comparison_line(values)}"
+
     def shutdown_message(self, number: int = 0) -> str:
         """Returns the message for a run that was stopped by a signal, or by Ctrl-C if `number` is 0."""
         stopped = f"stopped by {signal.Signals(number).name}" if number else "stopped"
-        steps = open_store(self.checkpoints).steps()
+        try:
+            steps = open_store(self.checkpoints).steps()
+        except Exception as error:  # noqa: BLE001  file systems raise anything
+            return f"{stopped}; {self.checkpoints} cannot be read: {error}"
         if not steps:
             return f"{stopped} before the first checkpoint"
         return f"{stopped}; to resume from step {steps[-1]}: {self.command()}"
@@ -132,6 +170,8 @@ class RunDirectory:
             )
         if self.metrics.exists() or restart:
             return f"{restart}{self.path} has no checkpoint to resume from: starting at step 1"
+        if self.recipe.checkpoint.initial:
+            return f"starting from the weights of {self.recipe.checkpoint.initial}"
         return None
 
 
@@ -150,13 +190,14 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
         "tensor": f"shards of a matrix, {model.num_heads // layout['tensor']} heads each",
     }
     lines = [
-        f"model   {f'{model.name} {model.size}'.strip()}: {model.num_parameters():,} parameters, "
-        f"{model.flops_per_token(training.seq_len) / 1e6:,.0f} MFLOP per token",
+        f"model   {model.label()}: {model.num_parameters():,} parameters, "
+        f"{model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0) / 1e6:,.0f} MFLOP per token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens per step; per rank "
         f"{num_microbatches} x {microbatch_size}",
         f"ranks   {ranks} on {device_name(device)}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {dimensions[name]}" for name, size in layout.items() if size > 1),
+        *_lora_lines(recipe),
         *float8_summary_lines(
             recipe.float8,
             model.matrices(),
@@ -166,6 +207,16 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
         ),
     ]
     return "\n".join(lines)
+
+
+def _lora_lines(recipe: PretrainRecipe) -> list[str]:
+    lora = recipe.lora
+    selected = {name: size for name, size in recipe.model.matrices().items() if name != "output" and lora.selects(name)}
+    if not selected:
+        return []
+    trained = lora.rank * sum(map(sum, selected.values()))
+    names = dict.fromkeys(name.split(".", 2)[2] for name in selected)
+    return [f"lora    rank {lora.rank}, alpha {lora.alpha:g}: trains {trained:,} parameters beside {', '.join(names)}"]
 
 
 def run_metadata(
@@ -191,7 +242,14 @@ def recipe_as_json(recipe: PretrainRecipe) -> dict[str, Any]:
 
 def machine_metadata(device: torch.device) -> dict[str, str]:
     """Returns the properties of the machine that affect rounding."""
-    return {"device": device.type, "torch": torch.__version__.partition("+")[0]}
+    found = {"device": device.type, "torch": torch.__version__.partition("+")[0]}
+    if device.type == "cpu":
+        return found | {
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+        }
+    libraries = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "nccl": torch.cuda.nccl.version()}
+    return found | {"gpu": device_name(device)} | {name: str(version) for name, version in libraries.items()}
 
 
 def versions() -> dict[str, str]:

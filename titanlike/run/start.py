@@ -7,27 +7,34 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import ValidationError
+
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
-from titanlike.config.load import nearest, parse_value, read
+from titanlike.config.base import MAX_PATH, shown
+from titanlike.config.load import nearest, parse_value, read, show_value
 from titanlike.config.schema import describe, help_text
 from titanlike.config.sections import Run
 from titanlike.distributed import environment
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
+from titanlike.utils.arguments import parse_int, refuse_undecodable
 from titanlike.utils.live_line import LiveLine
 
 R = TypeVar("R", bound=PretrainRecipe)
 
+MAX_DERIVED_NAME = 200  # bytes; a launch id follows
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
 
 USAGE = """\
 usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
-       ./run_train.sh RECIPE.toml --check N     check the recipe for N processes on any machine; starts nothing
+       ./run_train.sh RECIPE.toml --check N     check the recipe for N processes on any machine, and plan its memory and
+                                                time on --hardware NAME (default: h100); starts nothing
        ./run_train.sh RECIPE.toml --resolved    print the resolved recipe with every key
        ./run_train.sh --help                    print this text: every key, its type, its default and its purpose
 
@@ -46,6 +53,8 @@ class Arguments:
         self.resolved = False
         self.check: int | None = None  # number of processes
         self.check_files = True
+        self.hardware = ""  # of the plan that --check prints
+        refuse_undecodable(argv)
         remaining = list(argv)
         paths = []
         while remaining:
@@ -58,21 +67,27 @@ class Arguments:
             elif not argument.startswith("-"):
                 paths.append(argument)
             elif not argument.startswith("--") or not name:
-                raise UserError(f"{argument}: an option starts with two dashes and names a key: --training.steps=100")
+                raise UserError(
+                    f"{shown(argument)}: an option starts with two dashes and names a key: --training.steps=100"
+                )
             elif not equals and (not remaining or remaining[0].startswith("--")):
-                raise UserError(f"{argument} needs a value: {argument}=...")
+                raise UserError(f"{shown(argument)} needs a value: {shown(argument)}=...")
             else:
                 value = value if equals else remaining.pop(0)
                 if name in ("check", "preflight"):
-                    if not value.isdigit() or int(value) < 1:
-                        raise UserError(f"--{name} {value}: give a number of processes, such as --{name} 8")
-                    self.check, self.check_files = int(value), name == "preflight"
-                elif any("\ud800" <= character <= "\udfff" for character in value):  # undecodable bytes
-                    raise UserError(f"--{name}: {value!r} is not text in this terminal's encoding")
+                    self.check, self.check_files = parse_int(value), name == "preflight"
+                    if not self.check or not 1 <= self.check <= environment.MAX_PROCESSES:
+                        raise UserError(f"--{name} {shown(value)}: give a number of processes, such as --{name} 8")
+                elif name == "hardware":
+                    self.hardware = value
                 else:
                     self.overrides[name] = value
+        if self.hardware and not self.check:
+            raise UserError(f"--hardware {shown(self.hardware)}: give it with --check N, or to `titanlike plan`")
         if len(paths) > 1:
-            raise UserError(f"{' '.join(paths)}: give one recipe; an override is written --section.key=value")
+            raise UserError(f"{shown(' '.join(paths))}: give one recipe; an override is written --section.key=value")
+        if paths and not (paths[0] and paths[0].isprintable()):
+            raise UserError(f"{paths[0]!r} is not the name of a recipe: it is empty or contains control characters")
         if paths:
             self.recipe = Path(paths[0])
 
@@ -99,20 +114,31 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             output.print(to_toml(recipe).removesuffix("\n"))
             sys.exit(0)
         check_recipe(recipe, arguments.check or ranks.world_size)
+        planned = _plan_line(recipe, arguments)
         if arguments.check_files:
-            check_machine(recipe)
-        run = _select_run_dir(recipe.run, arguments, ranks)
+            check_machine(recipe, arguments.check or ranks.world_size, ranks.local_world_size)
+        if ranks.started_by_launcher:
+            environment.check_rank_variables()
+        run = select_run_dir(recipe.run, arguments, ranks)
     except UserError as error:
         environment.fail(error)
+    except OSError as error:  # such as a directory that this user may not search
+        environment.fail(
+            UserError(f"{error.filename}: {error.strerror}; choose another path, or change its permissions")
+        )
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
         output.print(f"{arguments.recipe}: valid for {processes} (data files not checked)")
+        if planned:
+            output.print(planned)
         sys.exit(0)
     recipe = replace(recipe, run=run)
     if ranks.restart_count:  # the first start has applied it, and a restart resumes from the newest checkpoint
         recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0))
     if recipe.compile.cache:  # read when torch is imported
         system.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
+    if recipe.run.device != "cpu":
+        system.reduce_fragmentation()
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":
         system.set_variables(system.skip_isa_checks())
     if ranks.rank == 0:
@@ -123,12 +149,27 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     return recipe
 
 
-def _select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) -> Run:
+def _plan_line(recipe: PretrainRecipe, arguments: Arguments) -> str | None:
+    """Returns the plan that `--check` prints, in one line."""
+    if not arguments.check or arguments.check_files:
+        return None
+    from titanlike.run.planned import DEFAULT_HARDWARE, plan_line  # not needed to train
+
+    return plan_line(recipe, arguments.check, arguments.hardware or DEFAULT_HARDWARE)
+
+
+def select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) -> Run:
     """Sets the run directory: the one that contains a resolved recipe, the one that is named, or a new one."""
     directory = arguments.recipe.parent
     if (directory / "environment.json").exists() and not {"run.name", "run.dir"} & arguments.overrides.keys():
         directory = directory.absolute()
-        return replace(run, dir=os.path.relpath(directory.parent), name=directory.name)
+        try:
+            return replace(run, dir=os.path.relpath(directory.parent), name=directory.name)
+        except ValidationError:
+            raise UserError(
+                f"{directory}: the name of a run directory has letters, digits and . _ + = @ - only, and does not begin with a "
+                f"point, and its path at most {MAX_PATH} bytes; rename the directory, or give --run.name to start a new run"
+            ) from None
     if run.name:
         return run
     if ranks.max_restarts and ranks.launch_id is None:
@@ -136,7 +177,14 @@ def _select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo)
             f"torchrun may restart this job (--max-restarts={ranks.max_restarts}), and every restart would create a new run; "
             "give --run.name so that a restart resumes the run, or use MAX_RESTARTS and ./run_train.sh"
         )
-    return replace(run, name=f"{arguments.recipe.stem}-{ranks.launch_id or environment.new_launch_id()}")
+    return replace(run, name=f"{name_of(arguments.recipe.stem)}-{ranks.launch_id or environment.new_launch_id()}")
+
+
+def name_of(text: str) -> str:
+    """Returns a name for a run directory that is like the text: without spaces, brackets and points at the start, for example."""
+    name = "".join(character if character.isalpha() or character in "0123456789_.+=@-" else "_" for character in text)
+    name = name.encode()[:MAX_DERIVED_NAME].decode(errors="ignore")
+    return f"_{name[1:]}" if name.startswith(".") else name
 
 
 def shutdown_timeout_of(arguments: Arguments) -> int:
@@ -151,19 +199,22 @@ def shutdown_timeout_of(arguments: Arguments) -> int:
 def program_of(recipe: Path, override: str | None = None) -> Path:
     """Returns the program of a recipe: `override`, or the one that the recipe names."""
     values, origins = read(recipe)
-    name = override or values.get("recipe", "pretrain")
+    name = values.get("recipe", "pretrain") if override is None else override
+    origin = origins.get("recipe", str(recipe)) if override is None else "command line"
     if not isinstance(name, str):
-        raise UserError(f"{origins['recipe']}: recipe = {name} must be the name of a program, as text")
+        raise UserError(f"{origin}: recipe = {show_value(name)} must be the name of a program, as text")
     file = name if name.endswith(".py") else f"{name}.py"
     beside_recipe = Path(origins.get("recipe", recipe)).parent / file
     # Without a name the program is the shipped one, even if a file of that name is beside the recipe.
     is_named = override is not None or "recipe" in values
     for program in ([beside_recipe] if is_named else []) + [REPOSITORY / "recipes" / file]:
-        if program.is_file():
-            return program
+        with suppress(OSError):  # the name is too long
+            if program.is_file():
+                return program
     shipped = sorted(program.stem for program in (REPOSITORY / "recipes").glob("*.py"))
     raise UserError(
-        f"{recipe}: recipe = {name!r}: there is no program {beside_recipe}, and the shipped ones are {', '.join(shipped)}"
+        f"{origin}: recipe = '{shown(name)}': there is no program '{shown(file)}' in {beside_recipe.parent}, and the shipped ones "
+        f"are {', '.join(shipped)}"
     )
 
 
@@ -172,10 +223,10 @@ def _refuse_unknown_options(recipe_type: type, arguments: Arguments) -> None:
     keys = [key.name for key in describe(recipe_type)]
     for name in arguments.overrides:
         keys_of_table = [key for key in keys if key.startswith(f"{name}.")]
-        if keys_of_table:
+        if keys_of_table and name not in keys:
             raise UserError(f"--{name} is a table; name one of its keys, as in --{keys_of_table[0]}=...")
         if "." not in name and name not in keys:
             full_names = {key.rpartition(".")[2]: key for key in keys}
             near = nearest(name.replace("-", "_"), list(full_names))
             suggestion = f"did you mean --{full_names[near]}?" if near else "see --help"
-            raise UserError(f"--{name}: unknown option; {suggestion}")
+            raise UserError(f"--{shown(name)}: unknown option; {suggestion}")

@@ -1,10 +1,39 @@
-"""Argument types for argparse."""
+"""Argument types for argparse, and the numbers of a command line."""
 
 import argparse
+import re
+from collections.abc import Sequence
+
+from titanlike.config.base import UserError, shown
+
+
+def parse_int(text: str) -> int | None:
+    """Returns an integer of at most nine decimal digits, or None: `int` also accepts other scripts, spaces and underscores."""
+    return int(text) if re.fullmatch("-?[0-9]{1,9}", text) else None
+
+
+def refuse_undecodable(argv: Sequence[str]) -> None:
+    """Raises `UserError` for an argument with bytes that are not text: they could not be printed or written to a recipe."""
+    for argument in argv:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            name, _, value = argument.partition("=")
+            text = f"{name}: {value!r}" if value and name.isprintable() else repr(argument)
+            raise UserError(f"{shown(text)} is not text in this terminal's encoding")
 
 
 def positive_int(text: str) -> int:
     """Parses an integer of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)
+    return _at_least(1, text)
+
+
+def non_negative_int(text: str) -> int:
+    """Parses an integer of at least 0."""
+    return _at_least(0, text)
+
+
+def _at_least(minimum: int, text: str) -> int:
+    number = parse_int(text)
+    if number is None or number < minimum:
+        limit = " and below 10^9" if text.isdigit() and number is None else ""
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}{limit}, got {shown(text)!r}")
+    return number

@@ -4,19 +4,36 @@ import gc
 
 
 class GarbageCollector:
-    """Replaces automatic garbage collection, which stops each rank at a different step and makes all others wait for it."""
+    """Replaces automatic garbage collection, which stops each rank at a different step and makes all others wait for it.
+
+    with GarbageCollector(50) as garbage_collector:
+        for step in ...:
+            garbage_collector.step()
+    """
 
     def __init__(self, interval: int) -> None:
-        """Disables automatic collection, unless `interval`, in steps, is 0."""
+        """Collects at an interval in steps. 0 leaves collection to Python."""
         self.interval = interval
         self.steps = 0
-        if interval:
+
+    def __enter__(self) -> "GarbageCollector":
+        if self.interval:
             gc.disable()
+        return self
 
     def step(self) -> None:
-        """Collects everything after the first step, which leaves the compiler's garbage, then young objects at the interval."""
+        """Collects everything after the first step, which leaves the compiler's garbage, then young objects at the interval.
+
+        Later collections do not traverse the objects that are alive after the first step.
+        """
         self.steps += 1
         if self.steps == 1:
             gc.collect()
+            gc.freeze()
         elif self.interval and self.steps % self.interval == 0:
             gc.collect(1)
+
+    def __exit__(self, *error: object) -> None:
+        gc.unfreeze()
+        if self.interval:
+            gc.enable()

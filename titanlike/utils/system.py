@@ -6,12 +6,14 @@ Together with `titanlike.distributed.environment` the only reader of environment
 import ctypes
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,6 +25,12 @@ def exit_on_interrupt() -> None:
 def kill_with_parent(parent: int) -> None:
     """Sends SIGKILL to this process when its parent dies. Linux only."""
     signal_at_parent_death(parent, signal.SIGKILL)
+
+
+def end_with_parent(parent: int) -> None:
+    """Makes Ctrl-C end this worker without a stack trace, and the death of its parent, too."""
+    exit_on_interrupt()
+    kill_with_parent(parent)
 
 
 def signal_at_parent_death(parent: int, number: signal.Signals) -> None:
@@ -50,6 +58,22 @@ def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def raise_open_file_limit() -> None:
+    """Raises the limit of open files, often 1024, to the one that the system allows: gloo connects each pair of ranks in every
+    group, and the process with the key-value store has a connection to each rank."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS reports a limit that it does not accept
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def total_memory() -> int | None:
+    """Returns the bytes of memory of this machine, or None if the system does not report it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
 def share_cores(processes: int) -> dict[str, str]:
     """Returns variables that divide the cores evenly among processes."""
     return {"OMP_NUM_THREADS": str(max(1, num_cores() // processes))}
@@ -67,6 +91,12 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:
             mallopt(*setting)
 
 
+def reduce_fragmentation(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Makes torch extend segments of GPU memory rather than allocate others, unless the user configures its allocator."""
+    if not environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def skip_isa_checks() -> dict[str, str]:
     """Returns variables that skip torch.compile's checks of the compiler's instruction sets, 7 s of the first start on a CPU.
 
@@ -79,6 +109,15 @@ def skip_isa_checks() -> dict[str, str]:
         return {}
     is_recent = version.isdigit() and int(version) >= 11
     return {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if is_recent and platform.machine() == "x86_64" else {}
+
+
+def can_resolve(host: str) -> bool:
+    """Whether a host name or IP address can be resolved."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):  # such as an empty or too long part of the name
+        return False
+    return True
 
 
 def port_is_free(port: int) -> bool:

@@ -27,7 +27,7 @@ from titanlike.data.prepare.work_units import (
 )
 from titanlike.data.prepare.workers import process_in_parallel, process_serially
 from titanlike.data.text.documents import LINES, PARQUET, Fields
-from titanlike.data.text.files import File, convert_write_errors, list_inputs
+from titanlike.data.text.files import DiskFull, File, convert_write_errors, list_inputs
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer, files_of
 from titanlike.data.token_shards import MANIFEST, TRAIN, VALIDATION, Manifest, read_manifest
 from titanlike.utils import system
@@ -206,9 +206,8 @@ def _check_free_space(folder: Path, units: Sequence[WorkUnit], tokenizer: Tokeni
     text = sum(s.size // 4 if s.file.kind in kinds and not s.file.compressed else s.size for s in spans)
     needed, free = text // token_bytes * np.dtype(tokenizer.dtype).itemsize, shutil.disk_usage(folder).free
     if needed > free:
-        raise UserError(
-            f"{folder}: the tokens of this text take at least about {needed:,} bytes, and {free:,} are free on the disk; "
-            "give an --out on another disk"
+        raise DiskFull(
+            f"{folder}: the tokens of this text take at least about {needed:,} bytes, and {free:,} are free on the disk"
         )
 
 

@@ -48,6 +48,7 @@ class BadRecord(UserError):
 
 
 OnBadRecord = Callable[[BadRecord], None]
+Parse = Callable[[Callable[[], Any]], T]  # takes a function that loads a record
 
 
 def read_documents(
@@ -77,8 +78,14 @@ def read_chunks(
         if not first:
             yield from _read_text(file, bad)
         return
-    read = _read_rows if file.kind == PARQUET else _read_lines
-    for document in read(file, fields, first, span, bad):
+    extract = partial(_extract, fields=fields)
+    if file.kind == PARQUET:
+        columns = [name for name in (fields.text, fields.prompt) if name]
+        records = _read_rows(file, columns, fields.key, extract, first, span, bad)
+    else:
+        records = _read_lines(file, extract, first, span, bad)
+    for number, size, (text, prompt) in records:
+        document = Document(text, prompt, number, size)
         if len(document.text) <= CHUNK_SIZE:
             yield document
             continue
@@ -86,6 +93,20 @@ def read_chunks(
         for text, last in split_chunks([document.text[start : start + CHUNK_SIZE] for start in starts]):
             yield replace(document, text=text, last=last)
             document = replace(document, prompt="", size=0)
+
+
+def read_records(file: File, convert: Callable[[dict[str, Any]], T], *, bad: OnBadRecord | None = None) -> Iterator[T]:
+    """Reads the objects of a JSON lines or Parquet file, each converted by a function that raises `BadRecord` for a bad one."""
+    if file.kind not in (PARQUET, *LINES):
+        raise UserError(f"{file.name}: not a file of records; its name must end with {', '.join((*LINES, PARQUET))}")
+
+    def parse(load: Callable[[], Any]) -> T:
+        return convert(_load(load))
+
+    bad = bad or _raise
+    parquet = file.kind == PARQUET
+    records = _read_rows(file, [], "", parse, 0, None, bad) if parquet else _read_lines(file, parse, 0, None, bad)
+    yield from (record for _, _, record in records)
 
 
 def split_chunks(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -155,7 +176,10 @@ def _decode(file: File) -> Iterator[str]:
                 byte_order_mark = ""
 
 
-def _read_lines(file: File, fields: Fields, first: int, span: Span | None, bad: OnBadRecord) -> Iterator[Document]:
+def _read_lines(
+    file: File, parse: Parse[T], first: int, span: Span | None, bad: OnBadRecord
+) -> Iterator[tuple[int, int, T]]:
+    """Yields the number, the bytes in the file and the parsed content of each line that is not empty."""
     begin, end = span or (0, None)
     with open_file(file) as stream:
         offset = compressed_offset = number = 0
@@ -170,7 +194,7 @@ def _read_lines(file: File, fields: Fields, first: int, span: Span | None, bad: 
                 continue
             size = len(line)
             try:
-                text, prompt = _extract(partial(json.loads, line), fields)
+                record = parse(partial(json.loads, line))
             except BadRecord as problem:
                 before = _count_lines(file, start) if begin else number - 1
                 bad(BadRecord(f"{file.name}, line {before + 1}: {problem}"))
@@ -178,7 +202,7 @@ def _read_lines(file: File, fields: Fields, first: int, span: Span | None, bad: 
             if isinstance(stream, Decompressed):
                 before, compressed_offset = compressed_offset, stream.compressed.tell()
                 size = compressed_offset - before
-            yield Document(text, prompt, number - 1, size)
+            yield number - 1, size, record
 
 
 def _count_lines(file: File, stop: int) -> int:
@@ -187,13 +211,15 @@ def _count_lines(file: File, stop: int) -> int:
         return sum(stream.read(min(BLOCK, stop - start)).count(b"\n") for start in range(0, stop, BLOCK))
 
 
-def _read_rows(file: File, fields: Fields, first: int, span: Span | None, bad: OnBadRecord) -> Iterator[Document]:
-    columns = [name for name in (fields.text, fields.prompt) if name]
+def _read_rows(
+    file: File, columns: list[str], key: str, parse: Parse[T], first: int, span: Span | None, bad: OnBadRecord
+) -> Iterator[tuple[int, int, T]]:
+    """Yields the number, the approximate bytes and the parsed content of each row. No columns: all columns."""
     with open_parquet(file) as table:
         for name in columns:
             if name not in table.schema_arrow.names:
                 names = ", ".join(table.schema_arrow.names)
-                raise UserError(f"{file.name}: no column {name!r}; its columns are {names}; set {fields.key}")
+                raise UserError(f"{file.name}: no column {name!r}; its columns are {names}; set {key}")
         sizes = row_groups(table)
         begin, end = span or (0, len(sizes))
         skipped, number = sum(sizes[:begin]), 0  # rows before the span, and rows of it
@@ -202,7 +228,7 @@ def _read_rows(file: File, fields: Fields, first: int, span: Span | None, bad: O
             if number + sizes[group] <= first:
                 number += sizes[group]
                 continue
-            batches = table.iter_batches(256, row_groups=[group], columns=columns)
+            batches = table.iter_batches(256, row_groups=[group], columns=columns or None)
             read = partial(next, batches, None)
             while (batch := _checked(file, read, f", row {skipped + number + 1}")) is not None:
                 for row in range(len(batch)):
@@ -210,11 +236,11 @@ def _read_rows(file: File, fields: Fields, first: int, span: Span | None, bad: O
                     if number <= first:
                         continue
                     try:
-                        text, prompt = _extract(partial(_to_python, batch, row), fields)
+                        record = parse(partial(_to_python, batch, row))
                     except BadRecord as problem:
                         bad(BadRecord(f"{file.name}, row {skipped + number}: {problem}"))
                     else:
-                        yield Document(text, prompt, number - 1, row_bytes)
+                        yield number - 1, row_bytes, record
 
 
 @contextmanager
@@ -238,17 +264,22 @@ def _to_python(batch: Any, row: int) -> dict[str, Any]:
     return {name: batch[name][row].as_py() for name in batch.schema.names}
 
 
-def _extract(parse: Callable[[], Any], fields: Fields) -> tuple[str, str]:
-    """Parses a record. Returns its text and prompt."""
+def _extract(load: Callable[[], Any], fields: Fields) -> tuple[str, str]:
+    """Returns the text and the prompt of a record."""
+    record = _load(load, f" with a field {fields.text!r}")
+    return _text_of(record, fields.text, fields), _text_of(record, fields.prompt, fields) if fields.prompt else ""
+
+
+def _load(load: Callable[[], Any], expected: str = "") -> dict[str, Any]:
     try:
-        record = parse()
+        record = load()
     except UnicodeDecodeError as error:
         raise BadRecord(f"byte {error.start} is not UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise BadRecord(f"a {type(record).__name__}, not an object with a field {fields.text!r}")
-    return _text_of(record, fields.text, fields), _text_of(record, fields.prompt, fields) if fields.prompt else ""
+        raise BadRecord(f"a {type(record).__name__}, not an object{expected}")
+    return record
 
 
 def _text_of(record: dict[str, Any], name: str, fields: Fields) -> str:
@@ -256,8 +287,11 @@ def _text_of(record: dict[str, Any], name: str, fields: Fields) -> str:
         raise BadRecord(f"no field {name!r}; its fields are {', '.join(map(str, record)) or 'none'}; set {fields.key}")
     if not isinstance(record[name], str):
         raise BadRecord(f"the field {name!r} is not text: {json.dumps(record[name], default=str)[:40]}")
-    text = record[name]
-    # Replaces lone surrogates, which JSON permits and UTF-8 cannot encode.
+    return replace_surrogates(record[name])
+
+
+def replace_surrogates(text: str) -> str:
+    """Replaces lone surrogates, which JSON permits and UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

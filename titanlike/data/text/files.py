@@ -1,24 +1,29 @@
 """Local files, and files at any URL that fsspec supports, such as `s3://`, `https://` or `hf://`. No torch."""
 
+import base64
 import glob
 import gzip
 import io
+import netrc
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from titanlike.config import UserError
+from titanlike.config.credentials import refuse_credentials
 from titanlike.utils.live_line import DISK_FULL
 
 T = TypeVar("T")
 
 TRIES, RETRY_DELAY = 3, 1.0  # attempts to read a remote file, and seconds between them
-NUMBER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {00000..01023}: web servers cannot list their files
+NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")  # {00000..01023}: web servers cannot list their files
+MAX_RANGE = 100_000  # files, each of which is looked up
 HTTP_TIMEOUT = 60.0  # seconds without a byte
 BLOCK = 2**20  # bytes read at a time from a compressed or remote file
 
@@ -69,7 +74,7 @@ def open_file(file: File) -> io.BufferedReader:
     zstandard = import_optional("zstandard", file.name) if file.name.endswith(".zst") else None
     raw: io.BufferedReader
     if is_address(file.name):
-        fs, path = _file_system(file.name)
+        fs, path = file_system(file.name)
         try:
             remote: Any = _RemoteReader(retry(lambda: fs.open(path, "rb"), file.name), file)
         except FileNotFoundError:
@@ -122,66 +127,26 @@ class _RemoteReader:
         return len(content)
 
 
-class DataDirectory:
-    """A local or remote directory. Local files are memory-mapped by the caller; remote files are read in byte ranges."""
-
-    def __init__(self, location: str) -> None:
-        self.location = location.rstrip("/")
-        self.local = not is_address(location)
-        self._fs: Any
-        self._fs, self._root = (None, location) if self.local else _file_system(self.location)
-
-    def path(self, name: str) -> Path:
-        """Returns the path of a local file."""
-        assert self.local
-        return Path(self._root, name)
-
-    def read(self, name: str) -> bytes:
-        """Reads a complete file."""
-        if self.local:
-            return self.path(name).read_bytes()
-        return retry(lambda: self._fs.cat_file(f"{self._root}/{name}"), f"{self.location}/{name}")
-
-    def sizes(self) -> dict[str, int] | None:
-        """Returns the size of each file in bytes, or None if the server cannot list the directory."""
-        if self.local:
-            return {path.name: path.stat().st_size for path in Path(self._root).iterdir() if path.is_file()}
-        try:
-            entries = self._fs.ls(self._root, detail=True)
-        except Exception:  # noqa: BLE001  depends on the file system; a file that is too short is reported when it is read
-            return None
-        if any(entry.get("size") is None for entry in entries):
-            return None
-        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries}
-
-    def ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        """Reads byte ranges of remote files concurrently; a range is a file name, a start and an exclusive end."""
-        names, starts, stops = (list(values) for values in zip(*wanted, strict=True))
-        paths = [f"{self._root}/{name}" for name in names]
-        read = partial(self._fs.cat_ranges, paths, starts, stops, on_error="raise")
-        try:
-            contents: list[bytes] = retry(read, f"{self.location}/{names[0]}")
-        except FileNotFoundError as error:
-            raise UserError(f"{self.location}: a file no longer exists: {error}") from None
-        for (name, start, stop), content in zip(wanted, contents, strict=True):
-            end = start + len(content)
-            if end != stop:
-                raise UserError(f"{self.location}/{name} ends at byte {end}, before byte {stop}; copy it again")
-        return contents
-
-
 def retry(read: Callable[[], T], name: str) -> T:
     """Calls `read`, up to `TRIES` times if it fails. A missing file is not retried."""
     for attempt in range(1, TRIES + 1):
         try:
             return read()
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # noqa: BLE001  each file system has its own errors
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        except Exception as error:
+            cause = error.__cause__ or error
+            # fsspec reports a server that does not answer as a missing file, with the connection's error as the cause.
+            if isinstance(error, FileNotFoundError) and (
+                isinstance(cause, FileNotFoundError) or not isinstance(cause, OSError)
+            ):
+                raise
+            reason = f"{type(cause).__name__}: {cause}".removesuffix(": ")
         if attempt < TRIES:
             time.sleep(RETRY_DELAY * attempt)
     raise UserError(f"{name}: cannot be read, tried {TRIES} times: {reason}")
+
+
+class DiskFull(UserError):
+    """The disk has too little space. The caller knows which option or key chooses another one."""
 
 
 @contextmanager
@@ -191,9 +156,7 @@ def convert_write_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in DISK_FULL:
-            raise UserError(
-                f"{folder}: the disk is full ({error.strerror}); free some space, then run the same command to resume"
-            ) from None
+            raise DiskFull(f"{folder}: the disk is full ({error.strerror})") from None
         raise UserError(f"{folder} cannot be written: {error}") from None
 
 
@@ -202,17 +165,24 @@ def import_optional(module: str, name: str) -> Any:
     try:
         return __import__(module)
     except ImportError:
-        raise UserError(f"{name} requires the package {module}: pip install 'titanlike[data]'") from None
+        raise UserError(f'{name} requires the package {module}; run: pip install -e ".[data]"') from None
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
+    """Returns the fsspec file system of a URL, and the path on it."""
     import fsspec  # type: ignore[import-untyped]  # imported late: only remote files need it
 
-    options = {}
+    refuse_credentials("address", url)
+    options: dict[str, Any] = {}
     if url.startswith(("http://", "https://")):
         # No limit on the total: a large file may take hours, as long as data arrives.
         limits = {"total": None, "sock_connect": HTTP_TIMEOUT, "sock_read": HTTP_TIMEOUT}
-        options = {"client_kwargs": {"timeout": import_optional("aiohttp", url).ClientTimeout(**limits)}}
+        aiohttp = import_optional("aiohttp", url)
+        options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(**limits)}}
+        with suppress(OSError, netrc.NetrcParseError):
+            if login := netrc.netrc().authenticators(urlsplit(url).hostname or ""):
+                token = base64.b64encode(f"{login[0]}:{login[2]}".encode()).decode()
+                options["client_kwargs"]["headers"] = {"Authorization": f"Basic {token}"}
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
@@ -223,9 +193,11 @@ def _file_system(url: str) -> tuple[Any, str]:
 def _list_remote(url: str) -> list[File]:
     if match := NUMBER_RANGE.search(url):
         first, last = match.groups()
+        if int(last) - int(first) >= MAX_RANGE:
+            raise UserError(f"{url}: a range of {int(last) - int(first) + 1:,} files; give at most {MAX_RANGE:,}")
         numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
         return [file for number in numbers for file in _list_remote(url[: match.start()] + number + url[match.end() :])]
-    fs, path = _file_system(url)
+    fs, path = file_system(url)
 
     def entries() -> dict[str, Any]:
         if any(character in path for character in "*?["):
@@ -265,10 +237,12 @@ def _list_local(pattern: str) -> list[File]:
 def local_file(path: Path) -> File:
     """Returns the `File` of a local path."""
     try:
-        stat = path.stat()
+        status = path.stat()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    return File(str(path), stat.st_size, str(stat.st_mtime_ns))
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path}: cannot be read: not a regular file")
+    return File(str(path), status.st_size, str(status.st_mtime_ns))
 
 
 def _version(info: Mapping[str, Any]) -> str:

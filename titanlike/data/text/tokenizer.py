@@ -15,6 +15,7 @@ from titanlike.config import UserError
 from titanlike.config.load import nearest
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text.files import import_optional
+from titanlike.utils.regular_file import read_regular
 
 # Splits text before the byte-pair merges, as Llama 3 and OpenAI's cl100k do.
 SPLIT_PATTERN = (
@@ -75,6 +76,11 @@ class Tokenizer:
         """Encodes a text. Names of special tokens in it are encoded as plain text."""
         return self.codec.encode(text)
 
+    def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
+        """Encodes a text in which names of special tokens are these tokens. Returns the tokens and the characters before the end
+        of each."""
+        return self.codec.encode_with_special(text)
+
     def opening(self, text: str) -> list[int]:
         """Encodes the start of a document, which has at least one token."""
         begin = [] if self.bos is None else [self.bos]
@@ -133,6 +139,14 @@ class _TiktokenCodec:
     def encode(self, text: str) -> TokenIDs:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
+    def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
+        tokens = self.encoding.encode(text, allowed_special="all")
+        sizes = [len(token) for token in self.encoding.decode_tokens_bytes(tokens)]
+        # A token that ends within a character ends after it.
+        characters = np.cumsum([len(character.encode()) for character in text])
+        ends = np.searchsorted(characters, np.cumsum(sizes), side="left") + 1
+        return np.array(tokens, np.uint32), ends.astype(np.int64)
+
     def decode(self, tokens: Sequence[int]) -> str:
         return self.encoding.decode(tokens)
 
@@ -151,11 +165,10 @@ class _HuggingFaceCodec:
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
         self.special = {token.content: number for number, token in added.items() if token.special}
-        self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
-        config = path.with_name("tokenizer_config.json")
-        tokens = json.loads(config.read_text()) if config.is_file() else {}
-        named = (tokens.get(f"{role}_token") for role in ("eos", "bos"))
-        self.eos, self.bos = ((token.get("content") if isinstance(token, dict) else token) or "" for token in named)
+        self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not self.vocab_size:
+            raise UserError(f"{path}: the vocabulary is empty; give a tokenizer that has tokens")
+        self.eos, self.bos = _names_of_special_tokens(path.with_name("tokenizer_config.json"))
         self.identity = self.tokenizer.to_str().encode()
 
     def encode(self, text: str) -> TokenIDs:
@@ -163,8 +176,33 @@ class _HuggingFaceCodec:
         [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
+    def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
+        self.tokenizer.encode_special_tokens = False
+        try:
+            encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self.tokenizer.encode_special_tokens = True
+        return np.array(encoding.ids, np.uint32), np.array([end for _, end in encoding.offsets], np.int64)
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _names_of_special_tokens(config: Path) -> list[str]:
+    """Returns the names of EOS and BOS in a `tokenizer_config.json`: empty if it does not exist or does not name them."""
+    if not config.exists():
+        return ["", ""]
+    try:
+        values = json.loads(read_regular(config))
+        named = [values.get(f"{role}_token") for role in ("eos", "bos")]
+        names = ["" if t is None else t["content"] if isinstance(t, dict) else t for t in named]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("eos_token and bos_token must be texts")
+    except OSError as error:
+        raise UserError(f"{config}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{config}: not a tokenizer_config.json ({error}); repair or delete it") from None
+    return names
 
 
 def build_tokenizer(section: Section, model_vocab_size: int | None = None) -> Tokenizer:

@@ -1,0 +1,127 @@
+"""Checkpoint locations that are full, read-only or unreachable when a run resumes, and names that are taken by something else."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.training import tiny, train_on_rank
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.utils import atomic_io
+
+pytestmark = pytest.mark.usefixtures("alone")
+LOCAL_FILES: Any = fsspec.get_filesystem_class("file")
+
+
+def recipe(folder: Path, **checkpoint: Any) -> PretrainRecipe:
+    return tiny(
+        folder, "run", training=dict(steps=4), schedule=dict(warmup_steps=1), validation=dict(interval=0),
+        checkpoint=dict(interval=2, **checkpoint),
+    )  # fmt: skip
+
+
+def directory(path: Path) -> None:
+    if path.exists():
+        path.unlink()
+    path.mkdir()
+
+
+def link(path: Path) -> None:
+    path.symlink_to("/nowhere")
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "occupy"),
+    [
+        ("step-00000004.partial", Path.touch),
+        ("step-00000002.partial", link),
+        ("step-00000002.removed.partial", Path.touch),
+        ("step-00000004.archived", Path.touch),
+        ("step-00000004.archived", link),
+        ("step-00000009.partial", pipe),
+    ],
+)
+def test_a_name_that_something_else_has(tmp_path: Path, name: str, occupy: Callable[[Path], None]) -> None:
+    """A run that resumes from step 2 archives step 4, and saves it again."""
+    train_on_rank(recipe(tmp_path))
+    occupy(tmp_path / "run/checkpoints" / name)
+    train_on_rank(recipe(tmp_path, resume_from=2))
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert names == {"latest", "step-00000002", "step-00000004", "step-00000004.archived"}
+
+
+@pytest.mark.parametrize("name", ["latest", "latest.partial"])
+def test_latest_cannot_be_written(tmp_path: Path, name: str) -> None:
+    train_on_rank(recipe(tmp_path))
+    directory(tmp_path / "run/checkpoints" / name)
+    with pytest.raises(UserError, match=r"run/checkpoints cannot be used: .*Is a directory: .*latest"):
+        train_on_rank(recipe(tmp_path))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_location_that_is_full_or_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    train_on_rank(recipe(tmp_path, dir=str(tmp_path / "shared")))
+    opened = Path.open
+
+    def refuse(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if "w" in mode and path.is_relative_to(tmp_path / "shared"):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(atomic_io.Path, "open", refuse)
+    with pytest.raises(UserError, match=rf"checkpoint.dir: .*shared/run cannot be used: .*{os.strerror(number)}"):
+        train_on_rank(recipe(tmp_path, dir=str(tmp_path / "shared")))
+
+
+@pytest.mark.parametrize("method", ["glob", "cat_file", "get_file", "pipe_file"])
+def test_a_store_that_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """No checkpoint is taken for corrupt, and none is archived."""
+    options = dict(dir=f"file://{tmp_path}/shared")
+    train_on_rank(recipe(tmp_path, **options))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(LOCAL_FILES, method, refuse)
+    with pytest.raises(UserError, match=r"shared/run.* cannot be (used|downloaded): .*Connection refused"):
+        train_on_rank(recipe(tmp_path, **options))
+    assert not list((tmp_path / "shared/run").rglob("*.archived"))
+
+
+def test_files_that_are_not_regular_are_corrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Opening a named pipe would wait for a writer."""
+    train_on_rank(recipe(tmp_path))
+    for name in ("manifest.json", "state.json", "rank-00000.safetensors"):
+        last = tmp_path / "run/checkpoints/step-00000004"
+        pipe(last / name)
+        train_on_rank(recipe(tmp_path))
+        output = capsys.readouterr()
+        assert f"step-00000004/{name} cannot be read: Not a regular file; falling back to" in output.err
+        assert "resumed at step 2" in output.out
+        shutil.rmtree(last.with_name("step-00000004.archived"))
+
+
+def test_a_pipe_in_the_run_directory(tmp_path: Path) -> None:
+    train_on_rank(recipe(tmp_path))
+    pipe(tmp_path / "run/metrics.jsonl")
+    with pytest.raises(UserError, match=r"cannot write to .*run: .*Not a regular file: .*metrics.jsonl"):
+        train_on_rank(recipe(tmp_path))
+
+
+def test_unreachable_store_after_ctrl_c(tmp_path: Path) -> None:
+    from titanlike.run.run_dir import RunDirectory
+
+    (tmp_path / "run").touch()
+    assert RunDirectory(recipe(tmp_path, dir=str(tmp_path / "run"))).shutdown_message() == (
+        f"stopped; {tmp_path}/run/run cannot be read: [Errno 20] Not a directory: '{tmp_path}/run/run'"
+    )

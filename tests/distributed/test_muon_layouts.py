@@ -1,0 +1,170 @@
+"""Muon under every kind of layout: the update of sharded matrices is that of whole ones, bit for bit; a run resumes; the traffic is
+that of the planner."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.test_checkpoint import drop_last
+from tests.distributed.test_traffic import count, planned
+from tests.parity import CASES, Case
+from tests.pool import Pool
+from tests.training import MODELS, assert_same, build, full_tensor, tiny, train
+from titanlike.checkpoint.loader import shard_range_of
+from titanlike.config import PretrainRecipe
+from titanlike.config.optimizer import OptimizerGroup
+from titanlike.config.sections import Parallelism
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.schedule import set_learning_rate
+from titanlike.planning.job import Job
+from titanlike.utils.dtensor import local_tensor
+
+Ranks = Callable[[int], Pool]
+MUON: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
+# Matrices that the ranks do not divide: the last shards are shorter, or empty.
+ODD = dataclasses.replace(MODELS["llama"], num_layers=4, dim=60, num_heads=2, num_kv_heads=2, ffn_dim=92)
+MODEL = dataclasses.replace(MODELS["llama"], num_layers=4)
+
+
+def gradient(name: str, parameter: Tensor, step: int) -> Tensor:
+    """Returns this rank's shard of a gradient that depends on the name and the step."""
+    generator = torch.Generator().manual_seed(hash_of(name) + step)
+    full = torch.randn(parameter.shape, generator=generator)
+    shard = torch.zeros_like(parameter)
+    where = shard_range_of(parameter)
+    slices = tuple(slice(start, start + size) for start, size in zip(where.offset, where.shape, strict=True))
+    local_tensor(shard).copy_(full[slices])
+    return shard
+
+
+def hash_of(name: str) -> int:
+    return sum(ord(character) * 31**index for index, character in enumerate(name)) % 10**9
+
+
+def update(recipe: PretrainRecipe) -> dict[str, Tensor]:
+    """Returns the weights after three updates with given gradients, all-gathered, of the blocks of this rank."""
+    model, _ = build(recipe)
+    optimizer = build_optimizer(model, recipe.optimizer)
+    for step in range(3):
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient(name, parameter, step)
+        set_learning_rate(optimizer, 0.01 * (step + 1))
+        optimizer.step()
+    return {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
+
+
+def recipe_of(folder: Path, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
+    parallelism = Parallelism(**({"shard": 1} | layout))
+    sections["optimizer"] = MUON | sections.get("optimizer", {})
+    return tiny(folder, "run", **({"model": MODEL} | sections), parallelism=parallelism)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": dict(shard=2),
+    "DDP": dict(replicate=2),
+    "HSDP": dict(replicate=2, shard=2),
+    "TP": dict(tensor=2),
+    "CP": dict(context=2),
+    "TP x FSDP": dict(tensor=2, shard=2),
+    "PP zbv x FSDP": dict(pipeline=2, pipeline_schedule="zbv", shard=2),
+    "PP 1f1b x TP": dict(pipeline=2, tensor=2),
+    "FSDP of 3": dict(shard=3),
+    "TP x HSDP": dict(tensor=2, replicate=2, shard=2),
+    "PP 1f1b x TP x FSDP": dict(pipeline=2, tensor=2, shard=2),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if len(layout) > 2 and "pipeline_schedule" not in layout else [])
+        for name, layout in LAYOUTS.items()
+    ],
+)
+def test_updates_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    recipe = recipe_of(tmp_path, LAYOUTS[name], model=ODD if name in ("FSDP of 3", "FSDP") else MODEL)
+    one = dataclasses.replace(recipe, parallelism=Parallelism(shard=1))
+    (expected,) = ranks(1).run(update, one)
+    results = ranks(world_size(recipe)).run(update, recipe)
+    found: dict[str, Tensor] = {}
+    for result in results:
+        found |= result
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected)  # AdamW's kernel rounds the ends of odd shards otherwise
+    matrices = [key for key, value in expected.items() if key.startswith("layers") and value.dim() == 2]
+    assert len(matrices) == 28
+    assert not [key for key in matrices if not torch.equal(found[key], expected[key])]
+
+
+def world_size(recipe: PretrainRecipe) -> int:
+    size = 1
+    for number in recipe.parallelism.dimensions().values():
+        size *= number
+    return size
+
+
+TRAFFIC: dict[str, dict[str, Any]] = {
+    **{name: LAYOUTS[name] for name in ("FSDP", "DDP", "HSDP", "TP", "TP x FSDP", "PP zbv x FSDP", "TP x HSDP")},
+    "CP x FSDP": dict(context=2, shard=2),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("HSDP", "TP x FSDP") else pytest.mark.slow) for name in TRAFFIC]
+)
+def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    recipe = recipe_of(tmp_path, TRAFFIC[name], optimizer=dict(muon_dtype="float32"))
+    job = Job(recipe, world_size(recipe))
+    results = ranks(job.num_gpus).run(count, recipe)
+    assert any(kind == "all-to-all" for kind, _ in results[0][0]) == (name != "DDP")
+    for pipeline_rank in range(job.layout.pipeline):
+        expected = planned(job, pipeline_rank)
+        of_stage = [found for found, rank in results if rank == pipeline_rank]
+        assert of_stage[0] == expected  # the first rank owns a matrix in every round
+        for found in of_stage:
+            assert {key: calls for key, (calls, _) in found.items()} == {
+                key: calls for key, (calls, _) in expected.items()
+            }
+            assert all(size <= expected[key][1] for key, (_, size) in found.items())
+
+
+def parity_tier(case: Case) -> list[pytest.MarkDecorator]:
+    """The default tests have two layouts, the slow ones every sixth, and `-m every` all."""
+    if case.name in ("TP x FSDP", "PP zbv x FSDP"):
+        return []
+    return [pytest.mark.slow if CASES.index(case) % 6 == 0 else pytest.mark.every]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=parity_tier(case)) for case in CASES])
+def test_training_matches_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    model = dataclasses.replace(MODEL, dropout=case.dropout)
+    one, several = (
+        tiny(
+            tmp_path, name, model=model, parallelism=Parallelism(**layout), optimizer=MUON,
+            training=dict(steps=2, local_batch_size=size), **sections,
+        )
+        for name, layout, size, sections in (("one", {}, 8, {}), ("several", case.layout, case.local_batch_size, case.sections))
+    )  # fmt: skip
+    assert_same(train(ranks(case.processes), several), train(ranks(1), one), weights=1e-3)
+
+
+@pytest.mark.parametrize("name", ["HSDP", pytest.param("TP x FSDP", marks=pytest.mark.slow)])
+def test_a_resumed_run_is_bit_identical_and_changes_its_layout(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = dict(training=dict(steps=4, local_batch_size=2), checkpoint=dict(interval=2))
+    recipe = recipe_of(tmp_path, LAYOUTS[name], **options)
+    expected = train(ranks(4), recipe)
+    momentum = [key for key in expected.state["optimizer"] if key.endswith(".momentum_buffer")]
+    assert len(momentum) == 28 and not [key for key in expected.state["optimizer"] if "wq.weight.exp_avg" in key]
+    drop_last(tmp_path / "run")
+    again = train(ranks(4), recipe)
+    assert again.losses == expected.losses
+    for kind, tensors in expected.state.items():
+        assert not [key for key, value in tensors.items() if not torch.equal(value, again.state[kind][key])]
+    drop_last(tmp_path / "run")
+    other = dataclasses.replace(recipe, parallelism=Parallelism(pipeline=2, shard=2))
+    assert_same(train(ranks(4), other), expected, weights=1e-3)

@@ -1,0 +1,114 @@
+"""The order of point-to-point operations of the pipeline schedules, which must not deadlock with NCCL."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import nccl
+from tests.pool import Pool
+from tests.training import mesh_of
+from titanlike.config.layout import SCHEDULES
+from titanlike.parallelisms.pipeline import Pipeline
+
+Ranks = Callable[[int], Pool]
+DIM, VOCAB, LENGTH = 4, 8, 2
+
+
+class Model(nn.Module):
+    """The smallest model that a pipeline can split, with a tied head."""
+
+    first_stage_modules = ("tok_embeddings",)
+    last_stage_modules = ("output",)
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.tok_embeddings: Any = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(DIM, DIM) for i in range(num_blocks)})
+        self.output: Any = nn.Linear(DIM, VOCAB, bias=False)
+        self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = h + layer(h).relu()
+        if self.output is None:
+            return h
+        logits: Tensor = self.output(h)
+        return logits if labels is None else logits.sum()
+
+
+class Batch:
+    """A micro-batch."""
+
+    def __init__(self) -> None:
+        self.inputs = {"tokens": torch.zeros(1, LENGTH, dtype=torch.long)}
+        self.labels = self.inputs["tokens"]
+
+
+def _operations(cases: list[tuple[str, int, list[int]]]) -> list[dict[str, list[nccl.Batch]]]:
+    """Returns what this rank issues for each schedule, number of stages per rank and numbers of micro-batches: in a training step,
+    in validation and in a forward pass for generation."""
+    mesh = mesh_of("cpu", pipeline=torch.distributed.get_world_size()).pipeline
+    found = []
+    for schedule, stages_per_rank, counts in cases:
+        num_stages = stages_per_rank * mesh.size()
+        model = Pipeline(Model(num_stages), mesh, schedule=schedule, split=[1] * num_stages, dtype=torch.float32)
+        operations = {}
+        for count in counts:
+            batches = [Batch() for _ in range(count)]
+            with nccl.recorded() as operations[f"{schedule}, {stages_per_rank} stages, step of {count}"]:
+                model.forward_backward(batches, lambda loss: loss)
+            with nccl.recorded() as operations[f"{schedule}, {stages_per_rank} stages, validation of {count}"]:
+                model.evaluate(batches)
+        with nccl.recorded() as operations[f"{schedule}, {stages_per_rank} stages, generation"]:
+            model(tokens=batches[0].inputs["tokens"])
+        found.append(operations)
+    return found
+
+
+def _cases(num_ranks: int) -> list[tuple[str, int, list[int]]]:
+    cases = []
+    for name, schedule in SCHEDULES.items():
+        for stages in [schedule.stages_per_rank] if schedule.fixed else [2, 3]:
+            fewest = num_ranks * (stages if name == "dualpipev" else 1)
+            few = [1, 3] if name in ("gpipe", "zbv") else []
+            cases.append((name, stages, [*few, fewest, 2 * fewest, 3 * fewest]))
+    return cases
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_no_schedule_deadlocks_with_nccl(ranks: Ranks, num_ranks: int) -> None:
+    by_rank = ranks(num_ranks).run(_operations, _cases(num_ranks))
+    for (_, _, counts), *of_case in zip(_cases(num_ranks), *by_rank, strict=True):
+        for name in of_case[0]:
+            operations = [of_rank[name] for of_rank in of_case]
+            assert all(operations), name
+            assert nccl.blocked(operations) == {}, name
+        first = f"step of {counts[0]}"
+        for of_rank in of_case:
+            connected = {transfer for name in of_rank if name.endswith(first) for transfer in of_rank[name][0]}
+            used = {transfer for batches in of_rank.values() for batch in batches for transfer in batch}
+            assert connected == used  # before the schedule starts, in both directions, by one batch
+
+
+def test_an_order_that_blocks_is_found(ranks: Ranks) -> None:
+    """Two ranks that exchange by a send before a receive each: in order, this blocks for ever; as a batch, it does not."""
+    exchange = [[(nccl.Transfer(sends, 1 - rank),) for sends in (True, False)] for rank in range(2)]
+    assert nccl.blocked(exchange) == {0: "send to 1", 1: "send to 0"}
+    assert nccl.blocked([[(*first, *second)] for first, second in exchange]) == {}
+    assert nccl.blocked([exchange[0], exchange[1][::-1]]) == {}
+    # One receive is issued after the send that follows it in a real schedule.
+    operations = [of_rank[0] for of_rank in ranks(2).run(_operations, [("interleaved_1f1b", 2, [2])])]
+    step = [of_rank["interleaved_1f1b, 2 stages, step of 2"] for of_rank in operations]
+    assert nccl.blocked(step) == {}
+    changes = 0
+    for rank in range(2):
+        for index, (first, second) in enumerate(zip(step[rank], step[rank][1:], strict=False)):
+            if first != second and len(first) == len(second) == 1:
+                changed = [list(batches) for batches in step]
+                changed[rank][index : index + 2] = second, first
+                changes += bool(nccl.blocked(changed))
+    assert changes

@@ -1,0 +1,90 @@
+"""The memory of a simulated step against that which torch's profiler sees in a real one."""
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from recipes import pretrain
+from tests.pool import Pool
+from tests.training import build, tiny
+from titanlike.config import PretrainRecipe
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.data.loader import Batch
+from titanlike.optim.clipping import clip_gradients, gradient_norms
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.planning.job import Job
+from titanlike.planning.simulate import simulate
+from titanlike.planning.storage_tracker import StorageTracker
+
+Ranks = Callable[[int], Pool]
+
+MARKER = 12345  # bytes, a size that no other tensor has
+LLAMA = LlamaConfig(dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=384, vocab_size=2048)
+GPT = GPTConfig(dim=128, num_layers=6, num_heads=4, vocab_size=2048)
+
+CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
+    "one process": (dict(), {}),
+    "one process, GPT": (dict(), dict(model=GPT)),
+    "FSDP": (dict(shard=2), {}),
+    "FSDP, selective": (dict(shard=2), dict(activation_checkpoint=dict(mode="selective"))),
+    "FSDP, full": (dict(shard=2), dict(activation_checkpoint=dict(mode="full"))),
+    "HSDP": (dict(replicate=2, shard=2), {}),
+    "TP x FSDP": (dict(tensor=2, shard=2), {}),
+    "CP x FSDP": (dict(context=2, shard=2), {}),
+    "PP x FSDP": (dict(pipeline=2, shard=2), {}),
+    "FSDP, float8": (
+        dict(shard=2),
+        dict(float8=dict(scaling="tensorwise", skip_small=False, emulate=True, all_gather=True)),
+    ),
+}
+QUICK = ("one process", "FSDP, selective")
+
+
+def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
+    """Returns the peak of the bytes in use in the second step: those of the operators' results, and those that torch's CPU
+    allocator has given out according to its profiler."""
+    job = Job(recipe, torch.distributed.get_world_size())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, StorageTracker() as tracker:
+        model, mesh = build(recipe)
+        optimizer = build_optimizer(model, recipe.optimizer)
+        length = recipe.training.seq_len // job.layout.context
+        tokens = torch.zeros(job.sequences, length, dtype=torch.long)
+        batch = Batch({"tokens": tokens, "position_ids": tokens.clone()}, tokens)
+        for step in range(2):
+            if step == 1:
+                marker, begin = torch.empty(MARKER, dtype=torch.uint8), tracker.now
+            pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
+            clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    del marker
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    allocated = list(itertools.accumulate(changes))[changes.index(MARKER) :]
+    seen = [(a.begin, a.size) for a in tracker.allocations] + [(a.end, -a.size) for a in tracker.allocations if a.end]
+    in_use = itertools.accumulate(sorted(seen), lambda total, change: (change[0], total[1] + change[1]))
+    return max(total for time, total in in_use if time > begin), max(allocated)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
+)
+def test_simulated_memory_is_that_of_a_real_step(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    layout, sections = CASES[case]
+    training = dict(compute_dtype="float32", seq_len=256, local_batch_size=2, global_batch_size=16, loss_chunk=128)
+    recipe = tiny(
+        tmp_path, "run", parallelism={"shard": 1} | layout, **{"model": LLAMA, "training": training} | sections
+    )
+    num_ranks = math.prod(size for size in layout.values() if isinstance(size, int))
+    job = Job(recipe, num_ranks)
+    found = ranks(num_ranks).run(_peaks_of_a_step, recipe)
+    for rank in range(job.layout.pipeline):
+        # Both can miss that memory is freed: the profiler by threads of gloo, the tracker while torch keeps a Python object.
+        in_use, allocated = (pytest.approx(peak, rel=0.02) for peak in found[rank * num_ranks // job.layout.pipeline])
+        assert simulate(job, rank, "cpu").allocated in (in_use, allocated), f"pipeline rank {rank}"

@@ -1,0 +1,196 @@
+"""The calls and bytes of every collective of a step, by kind and mesh axis: those that the planner computes are those counted."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes import pretrain
+from tests.parity import CASES
+from tests.parity import Case as ParityCase
+from tests.pool import Pool
+from tests.training import MODELS, Traffic, build, tiny
+from titanlike.config import PretrainRecipe
+from titanlike.config.sections import Parallelism
+from titanlike.data.loader import Batch
+from titanlike.optim.clipping import clip_gradients, gradient_norms
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.parallelisms.context import context_position_ids
+from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.planning.job import Job
+from titanlike.planning.traffic import traffic
+
+Ranks = Callable[[int], Pool]
+Totals = dict[tuple[str, str], tuple[int, int]]  # (kind, mesh axis) -> (calls, bytes) in a step
+
+
+def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
+    """Returns the traffic of a step after an evaluation and a step, and this rank's pipeline rank."""
+    if recipe.compile.mode != "none":
+        torch._dynamo.reset()
+    model, mesh = build(recipe)
+    job = Job(recipe, torch.distributed.get_world_size())
+    optimizer = build_optimizer(model, recipe.optimizer)
+    length = recipe.training.seq_len
+    position_ids = context_position_ids(length, mesh.context)
+    tokens = torch.zeros(job.sequences, length, dtype=torch.long)[:, position_ids]
+    inputs = {"tokens": tokens, "position_ids": position_ids.expand(job.sequences, -1)}
+    if recipe.model.dropout:
+        inputs["dropout_bits"] = torch.zeros_like(tokens)
+    if recipe.data.document_masks:
+        inputs["document_ids"] = torch.zeros_like(tokens)
+    batch = Batch(inputs, tokens)
+    counter = Traffic(mesh)
+    with torch.no_grad():
+        _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
+    for context in (nullcontext(), counter):
+        with context:
+            pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
+            clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return counter.total, mesh.pipeline.get_local_rank()
+
+
+def planned(job: Job, rank: int) -> Totals:
+    """Returns what the planner computes, summed over purposes."""
+    calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for collective in traffic(job, rank):
+        calls[collective.kind, collective.axis] += collective.calls
+        size[collective.kind, collective.axis] += collective.bytes
+    return {key: (calls[key], size[key]) for key in calls}
+
+
+def assert_planned(ranks: Ranks, folder: Path, model: Any, layout: dict[str, Any], **sections: Any) -> None:
+    """Asserts that the traffic of each rank is what the planner computes."""
+    parallelism = Parallelism(**({"shard": 1} | layout))
+    sections["training"] = dict(compute_dtype="bfloat16", seq_len=32) | sections.get("training", {})
+    recipe = tiny(folder, "run", model=model, parallelism=parallelism, **sections)
+    world_size = math.prod(parallelism.dimensions().values())
+    job = Job(recipe, world_size)
+    for rank, (found, pipeline_rank) in enumerate(ranks(world_size).run(count, recipe)):
+        assert found == planned(job, pipeline_rank), f"rank {rank}"
+
+
+QUICK = ("FSDP", "DDP", "HSDP", "TP x FSDP", "PP zbv x FSDP", "PP 1f1b x CP")
+
+
+def tier(case: ParityCase, model: str) -> list[pytest.MarkDecorator]:
+    """Returns the marks of a case of the parity table: a third of them are slow tests, and the models alternate."""
+    index = CASES.index(case)
+    is_turn = index % 2 == list(MODELS).index(model)
+    if is_turn and case.name in QUICK:
+        return []
+    return [pytest.mark.slow if is_turn and index % 3 == 0 and "compile" not in case.sections else pytest.mark.every]
+
+
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [
+        pytest.param(case, model, id=f"{case.name}-{model}", marks=tier(case, model))
+        for case in CASES
+        for model in MODELS
+    ],
+)
+def test_layouts_of_the_parity_table(ranks: Ranks, tmp_path: Path, case: ParityCase, model: str) -> None:
+    config = replace(MODELS[model], num_layers=4, dropout=case.dropout)
+    sections = dict(case.sections, training=dict(local_batch_size=case.local_batch_size))
+    assert_planned(ranks, tmp_path, config, case.layout, **sections)
+
+
+LLAMA, GPT = (replace(MODELS[name], num_layers=4) for name in ("llama", "gpt"))
+TIED = replace(LLAMA, tied_head=True)
+ODD = replace(
+    LLAMA, dim=60, num_heads=2, num_kv_heads=2, ffn_dim=92, vocab_size=322
+)  # three ranks divide none of these
+FSDP, TP, CP, PP, ZBV = dict(shard=2), dict(tensor=2), dict(context=2), dict(pipeline=2), dict(pipeline_schedule="zbv")
+ALWAYS, LAST = dict(reshard_after_forward="always"), dict(gradient_sync="last_microbatch")
+FULL, SELECTIVE, EVERY_N = ({"activation_checkpoint": dict(mode=mode)} for mode in ("full", "selective", "every_n"))
+
+
+def training(**values: Any) -> dict[str, Any]:
+    return {"training": values}
+
+
+def float8(scaling: str = "tensorwise", **values: Any) -> dict[str, Any]:
+    return {"float8": dict(scaling=scaling, skip_small=False, emulate=True, **values)}
+
+
+def lora(*layers: str) -> dict[str, Any]:
+    return {"lora": dict(rank=4, layers=layers)}
+
+
+TWO = training(local_batch_size=2)
+GATHER = float8(all_gather=True)
+MASKS = {"data": dict(document_masks=True)}
+
+# Name: layout, model, other sections. Those whose name starts with * run with `-m every` only.
+OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+    "FSDP, always resharded": (FSDP | ALWAYS, LLAMA, {}),
+    "*FSDP, never resharded": (FSDP | dict(reshard_after_forward="never"), LLAMA, {}),
+    "FSDP, last micro-batch": (FSDP | LAST, LLAMA, {}),
+    "*HSDP, last micro-batch": (FSDP | LAST | dict(replicate=2), LLAMA, {}),
+    "*FSDP, reduction in bfloat16": (FSDP, LLAMA, training(reduce_dtype="bfloat16")),
+    "*FSDP, one unit": (FSDP, LLAMA, {"compile": dict(mode="model", backend="aot_eager")}),
+    "*FSDP, tied": (FSDP, TIED, {}),
+    "*FSDP, tied, always resharded": (FSDP | ALWAYS, TIED, {}),
+    "*TP x FSDP, tied": (FSDP | TP, TIED, {}),
+    "PP 1f1b x FSDP, tied": (FSDP | PP, TIED, TWO),
+    "*PP zbv x FSDP, tied": (FSDP | PP | ZBV, TIED, TWO),
+    "*PP 1f1b x TP, tied": (TP | PP, TIED, TWO),
+    "PP 1f1b x FSDP, always resharded": (FSDP | PP | ALWAYS, LLAMA, training(local_batch_size=1)),
+    "*PP gpipe x FSDP, always resharded": (FSDP | PP | ALWAYS | dict(pipeline_schedule="gpipe"), LLAMA, TWO),
+    "PP interleaved x FSDP, 4 stages per rank": (
+        FSDP | PP | dict(pipeline_schedule="interleaved_1f1b", pipeline_stages=4),
+        replace(LLAMA, num_layers=8),
+        TWO,
+    ),
+    "TP, full checkpointing": (TP, LLAMA, FULL),
+    "*CP x TP, every second block recomputed": (CP | TP, LLAMA, EVERY_N),
+    "TP, chunked loss": (TP, LLAMA, training(loss_chunk=20)),
+    "*CP, document masks": (CP, LLAMA, MASKS),
+    "*PP 1f1b x CP, document masks": (CP | PP, LLAMA, TWO | MASKS),
+    "FSDP, uneven": (dict(shard=3), ODD, training(global_batch_size=12)),
+    "*FSDP, uneven, float8 all-gather": (dict(shard=3), ODD, GATHER | training(global_batch_size=12)),
+    "*HSDP, uneven": (dict(shard=3, replicate=2), ODD, training(global_batch_size=12)),
+    "FSDP, float8 all-gather": (FSDP, LLAMA, GATHER),
+    "*TP, float8": (TP, LLAMA, float8()),
+    "*TP, float8, gpt": (TP, GPT, float8()),
+    "*TP, float8 rowwise": (TP, LLAMA, float8("rowwise")),
+    "*TP, float8 without wk": (TP, LLAMA, float8(skip=("wk",))),
+    "*TP, float8 without w2 and block 0": (TP, LLAMA, float8(skip=("w2", "layers.0"))),
+    "*TP, float8 with the head": (TP, LLAMA, float8(head=True)),
+    "*TP, float8, full checkpointing": (TP, LLAMA, float8() | FULL),
+    "*TP, float8, selective checkpointing": (TP, LLAMA, float8() | SELECTIVE),
+    "*TP x FSDP, float8": (TP | FSDP, LLAMA, float8()),
+    "TP x FSDP, float8 all-gather": (TP | FSDP, LLAMA, GATHER),
+    "*TP x HSDP, float8 all-gather": (TP | FSDP | dict(replicate=2), LLAMA, GATHER),
+    "*TP, float8 all-gather": (TP, LLAMA, GATHER),
+    "*CP, float8": (CP, LLAMA, float8()),
+    "*CP x TP, float8": (CP | TP, LLAMA, float8()),
+    "*PP 1f1b x TP x FSDP, float8": (PP | TP | FSDP, LLAMA, float8() | TWO),
+    "*PP zbv x TP x FSDP, float8": (PP | TP | FSDP | ZBV, LLAMA, float8() | TWO),
+    "*PP zbv x FSDP, float8 all-gather": (PP | FSDP | ZBV, LLAMA, GATHER | TWO),
+    "*FSDP, LoRA": (FSDP, LLAMA, lora()),
+    "*FSDP, LoRA in the last block": (FSDP, LLAMA, lora("layers.3")),
+    "*TP x FSDP, LoRA": (TP | FSDP, LLAMA, lora()),
+    "*TP, LoRA of feed-forward layers": (TP, LLAMA, lora("feed_forward")),
+    "TP, LoRA, gpt": (TP, GPT, lora("wq", "w2")),
+    "*CP, LoRA": (CP, LLAMA, lora("wq", "layers.1.attention.wk")),
+    "*PP 1f1b x TP, LoRA, tied": (PP | TP, TIED, lora() | TWO),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.every if name.startswith("*") else pytest.mark.slow) for name in OTHERS],
+)
+def test_other_recipes(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    layout, model, sections = OTHERS[name]
+    assert_planned(ranks, tmp_path, model, layout, **sections)

@@ -1,0 +1,388 @@
+"""Damaged checkpoint, run and data folders: each either works with the right result, or is refused with one sentence.
+
+The damage is random, with a seed in each test. It is applied to copies of valid folders, in this process.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from tests.distributed.test_saving import small_model
+from tests.launching import ROOT
+from tests.training import tiny
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint.store import manifest_hash
+from titanlike.config import UserError
+from titanlike.config.sections import Checkpoint, Data
+from titanlike.config.sections import Tokenizer as Section
+from titanlike.data.packed_dataset import PackedDataset
+from titanlike.data.sources import open_sources
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.token_shards import Manifest, Shards, ShardWriter
+from titanlike.run import run_dir
+from titanlike.run.resume import check_resume
+from titanlike.run.run_dir import RunDirectory, recipe_as_json
+
+SECONDS = 10  # for one case, on a busy machine
+JUNK: list[Any] = [
+    None, True, -1, 0, 3, 2**70, 1.5, 1e308, "", "9", "\0", "ü" * 300, [], {}, [[]], {"a": 1}, "../../etc/passwd", "nan", [None],
+]  # fmt: skip
+
+
+class Hang(BaseException):
+    """Not an Exception, which the code may convert."""
+
+
+@contextmanager
+def within_limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang(f"not done within {SECONDS} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def refused_or(function: Callable[[], Any]) -> Any:
+    """Returns the result of a function, or the message of its UserError, which must be one readable sentence."""
+    with within_limit():
+        try:
+            return function()
+        except UserError as error:
+            message = str(error)
+    assert message and "\n" not in message and len(message) < 2000, message
+    assert not any(name in message for name in ("Traceback", "object at 0x", "errors.pydantic.dev"))
+    return message
+
+
+@pytest.fixture(autouse=True)
+def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out fsync and git, which take most of the time and have no part in what is tested."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(run_dir, "_git", lambda *_: None)
+
+
+# Damage to files.
+
+
+def replace_by_folder(path: Path, random: random.Random) -> None:
+    remove(path)
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path, random: random.Random) -> None:
+    remove(path)
+    os.mkfifo(path)
+
+
+def replace_by_link(path: Path, random: random.Random) -> None:
+    remove(path)
+    path.symlink_to(random.choice(["/nowhere", "/dev/null", path.name, "/", str(path.parent)]))
+
+
+def empty(path: Path, random: random.Random) -> None:
+    remove(path)
+    path.touch()
+
+
+def remove(path: Path, _: Any = None) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def cut(path: Path, random: random.Random) -> None:
+    if path.is_file() and path.stat().st_size:
+        os.truncate(path, random.randrange(path.stat().st_size))
+
+
+def extend(path: Path, random: random.Random) -> None:
+    if path.is_file():
+        with path.open("ab") as file:
+            file.write(random.randbytes(random.choice([1, 8, 16, 1000])))
+
+
+def flip(path: Path, random: random.Random) -> None:
+    content = bytearray(path.read_bytes() if path.is_file() else b"")
+    for _ in range(random.choice([1, 1, 5])):
+        if content:
+            content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    remove(path)
+    path.write_bytes(content)
+
+
+def noise(path: Path, random: random.Random) -> None:
+    size = path.stat().st_size if path.is_file() else 100
+    remove(path)
+    path.write_bytes(random.choice([b"\xff", b"\0", b"[", b'{"a":', random.randbytes(1)]) * min(size, 200_000))
+
+
+def change_json(path: Path, random: random.Random) -> None:
+    """Replaces, removes or adds a value somewhere in a JSON file, or nests it deeply."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        noise(path, random)
+        return
+    if random.random() < 0.1:
+        deep = "[" * 100_000
+        path.write_text(random.choice([deep, f'{{"format": {deep}']))
+        return
+    parent, key = None, None
+    value = values
+    while isinstance(value, dict | list) and value and (parent is None or random.random() < 0.8):
+        key = random.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        parent, value = value, value[key]
+    if parent is None:
+        values = random.choice(JUNK)
+    elif random.random() < 0.2:
+        del parent[key]
+    elif random.random() < 0.1 and isinstance(parent, dict):
+        parent["planted"] = 1
+    else:
+        parent[key] = random.choice(JUNK)
+    if "sha256" in values if isinstance(values, dict) else False:  # a forged manifest of a checkpoint
+        content = {name: each for name, each in values.items() if name != "sha256"}
+        values["sha256"] = manifest_hash(content)
+    path.write_text(json.dumps(values))
+
+
+DAMAGES = [replace_by_folder, replace_by_pipe, replace_by_link, empty, remove, cut, extend, flip, flip, noise]
+
+
+def damage(folder: Path, random: random.Random) -> str:
+    """Damages one or two entries below a folder. Returns what was done."""
+    done = []
+    for _ in range(random.choice([1, 1, 1, 2])):
+        entries = sorted(path for path in folder.rglob("*") if path.exists())
+        if not entries:
+            break
+        path = random.choice(entries)
+        choices = DAMAGES + [change_json] * 10 * (path.suffix == ".json")
+        change = random.choice([one for one in choices if path.is_file() or one in DAMAGES[:5]])
+        change(path, random)
+        done.append(f"{change.__name__} {path.relative_to(folder)}")
+    return ", ".join(done)
+
+
+def copy_of(folder: Path, copy: Path) -> Path:
+    if copy.exists():
+        shutil.rmtree(copy)
+    shutil.copytree(folder, copy, symlinks=True)
+    return copy
+
+
+# Checkpoints.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with checkpoints of steps 1, 2 and 3, in which all weights equal the step."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    folder: Path = tmp_path_factory.mktemp("saved")
+    try:
+        recipe = tiny(folder, "run", training=dict(steps=5))
+        run = RunDirectory(recipe)
+        run.path.mkdir()
+        (run.path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        with CheckpointManager(str(folder / "shared"), Checkpoint(mode="sync", keep=9), owner=run.path) as checkpoints:
+            model, optimizer = small_model()
+            checkpoints.archive_after(0)
+            for step in (1, 2, 3):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(step)
+                metadata = CheckpointMetadata(step, recipe_as_json(recipe), "data", {"shard": 1}, {"device": "cpu"})
+                checkpoints.save(model, optimizer, metadata)
+    finally:
+        torch.distributed.destroy_process_group()
+    return folder
+
+
+def resume(folder: Path) -> int:
+    """Resumes as a recipe does, and saves the next step. Returns the step from which it resumed."""
+    recipe = tiny(folder, "run", training=dict(steps=5))
+    model, optimizer = small_model()
+    options = Checkpoint(mode="sync", keep=9, max_failures=1)
+    with CheckpointManager(str(folder / "shared"), options, owner=folder / "run") as checkpoints:
+        found = checkpoints.find()
+        if found:
+            check_resume(found, CheckpointMetadata(0, found.recipe, "data", {"shard": 1}, {"device": "cpu"}), recipe)
+            checkpoints.load(model, optimizer, found)
+            assert all((parameter == found.step).all() for parameter in model.parameters())
+        step = found.step if found else 0
+        checkpoints.archive_after(step)
+        RunDirectory(recipe).open(torch.device("cpu"), resumed_step=step)
+        metadata = CheckpointMetadata(step + 1, {}, "data", {"shard": 1}, {"device": "cpu"})
+        checkpoints.save(model, optimizer, metadata, wait=True)
+        assert checkpoints.newest().is_dir()
+        assert checkpoints.store.steps()[-1] == step + 1
+    return step
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_damaged_checkpoint_folders(saved: Path, tmp_path: Path, alone: None, part: int) -> None:
+    random_ = random.Random(part)
+    outcomes: list[Any] = []
+    for number in range(110):
+        folder = copy_of(saved, tmp_path / "copy")
+        (folder / "shared/owner.json").write_text(
+            (folder / "shared/owner.json").read_text().replace(str(saved), str(folder))
+        )
+        where = random_.choice(["shared", "shared", "shared/step-00000003", "shared/step-00000003", "."])
+        done = damage(folder / where, random_)
+        try:
+            outcomes.append(refused_or(lambda folder=folder: resume(folder)))  # type: ignore[misc]
+        except BaseException as error:
+            raise AssertionError(f"case {number} of part {part}: {done}") from error
+    steps = [outcome for outcome in outcomes if isinstance(outcome, int)]
+    assert {2, 3} <= set(steps) <= {0, 1, 2, 3}
+    assert 20 < len(steps) < 110
+
+
+def test_damaged_checkpoints_are_not_read_as_other_values(saved: Path, tmp_path: Path) -> None:
+    """Without a manifest, damage to values is not noticed; all others are."""
+    random_ = random.Random(7)
+    for number in range(60):
+        step = copy_of(saved / "shared/step-00000003", tmp_path / "copy")
+        done = damage(step, random_)
+
+        def read(step: Path = step) -> Any:
+            tensors = read_whole(step)
+            return {name: tuple(value.shape) for name, value in tensors["model"].items()}
+
+        try:
+            found = refused_or(read)
+        except BaseException as error:
+            raise AssertionError(f"case {number}: {done}") from error
+        assert isinstance(found, str) or "flip" in done or found == {"weight": (4, 4), "bias": (4,)}, done
+
+
+# Data.
+
+
+def write_shards(folder: Path) -> None:
+    folder.mkdir()
+    splits = {}
+    for split, count in (("train", 3), ("validation", 1)):
+        shards = []
+        for number in range(count):
+            writer = ShardWriter(folder, f"{split}-{number:05d}", np.uint16)
+            for document in range(20):
+                writer.add(np.append(np.arange(30, dtype=np.uint16) + document, np.uint16(256)), document % 5)
+            shards.append(writer.close())
+        splits[split] = shards
+    tokenizer = build_tokenizer(Section())
+    recorded = {"fingerprint": tokenizer.fingerprint, "encoding": "bytes", "special": "eos"}
+    Manifest("uint16", recorded, splits, {"files": ["a"]}).write(folder)
+
+
+def read_all(data: Data, vocab: int = 320) -> tuple[str, int]:
+    """Reads two epochs of the data as a run does. Returns the fingerprint and the sum of all tokens."""
+    tokenizer = build_tokenizer(Section(), vocab)
+    opened = open_sources(data, tokenizer, seq_len=16, global_batch_size=4, seed=0, validate=True)
+    fingerprint = opened.training.fingerprint
+    total = 0
+    for source in (opened.training, opened.validation):
+        assert source
+        source.describe(9)
+        for step in range(1, 30):
+            batch = source.read(step, range(4))
+            assert batch.tokens.shape == (4, 17) and batch.tokens.min() >= 0 and batch.tokens.max() < vocab
+            total += int(batch.tokens.sum())
+    return fingerprint, total
+
+
+def test_damaged_token_shards(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards")
+    random_ = random.Random(3)
+    copy = tmp_path / "copy"
+    data = Data(source="shards", path=str(copy))
+    copy_of(tmp_path / "shards", copy)
+    expected = read_all(data)
+    read = refused = 0
+    for number in range(180):
+        copy_of(tmp_path / "shards", copy)
+        done = damage(copy, random_)
+        try:
+            found = refused_or(lambda: read_all(data))
+        except BaseException as error:
+            raise AssertionError(f"case {number}: {done}") from error
+        if isinstance(found, str):
+            refused += 1
+            continue
+        read += 1
+        # The same tokens, or data that a resume distinguishes; the fingerprint covers all of so small training data.
+        assert found == expected or found[0] != expected[0] or "validation" in done, done
+    assert read > 3 and refused > 80
+
+
+def test_a_shard_that_is_damaged_while_it_is_read(tmp_path: Path) -> None:
+    random_ = random.Random(4)
+    write_shards(tmp_path / "shards")
+    for number in range(40):
+        folder = copy_of(tmp_path / "shards", tmp_path / "copy")
+        shards = Shards(str(folder), vocab_size=320)
+        dataset = PackedDataset(shards, 16)
+        dataset.read(np.arange(3))
+        name = random_.choice(sorted(path.name for path in folder.glob("train-*")))
+        change = random_.choice([cut, empty, noise, extend, flip])
+        change(folder / name, random_)
+
+        def read(dataset: PackedDataset = dataset) -> int:
+            return len(dataset.read(np.arange(dataset.num_sequences))[0])
+
+        try:
+            found = refused_or(read)
+        except BaseException as error:
+            raise AssertionError(f"case {number}: {change.__name__} {name}") from error
+        assert isinstance(found, str) or found == dataset.num_sequences
+
+
+def test_damaged_tokenizer_files(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([(ROOT / "README.md").read_text()], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
+    random_ = random.Random(5)
+    worked = 0
+    for number in range(100):
+        copy = copy_of(folder, tmp_path / "copy")
+        done = damage(copy, random_)
+
+        def encode(copy: Path = copy) -> bool:
+            built = build_tokenizer(Section(encoding=str(copy / "tokenizer.json")), 320)
+            tokens, _ = built.document("some text", "a prompt")
+            return int(tokens.max()) < built.vocab_size and isinstance(built.decode(tokens.tolist()), str)
+
+        try:
+            found = refused_or(encode)
+        except BaseException as error:
+            raise AssertionError(f"case {number}: {done}") from error
+        worked += found is True
+        assert isinstance(found, str) or found, done
+    assert 10 < worked < 100

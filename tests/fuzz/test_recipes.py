@@ -1,0 +1,538 @@
+"""Random recipes, command lines and environments: each is accepted, or refused in sentences with exit code 2 within two seconds.
+
+A case is a function of the seed and its number. To try others:
+
+    python -m tests.fuzz.test_recipes SEED NUMBER_OF_CASES
+"""
+
+import io
+import json
+import math
+import random
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import launch as sagemaker_launch
+import pytest
+from options import build_parser as sagemaker_options
+
+from tests.forkserver import ROOT
+from tests.fuzz.command_line import Outcome, run, train
+from titanlike.cli import main as titanlike_main
+from titanlike.config import PretrainRecipe, UserError, load, to_toml
+from titanlike.config.load import RENAMED
+from titanlike.config.schema import Key, describe
+from titanlike.distributed.environment import fail, launch_config, rank_info, rank_variables_from_slurm
+from titanlike.run.start import Arguments
+
+SEED = 0
+CHUNK = 50  # cases of one test
+KEYS = describe(PretrainRecipe)
+NAMES = sorted({key.name for key in KEYS})
+DEBUG = ROOT / "train_configs/debug.toml"
+RECIPES = sorted((ROOT / "train_configs").rglob("*.toml"))
+# Keys whose strings name something that has to exist.
+PATHS = ("recipe", "data.path", "data.validation_path", "tokenizer.encoding", "compile.backend")
+HUGE = "9" * 5000
+TRAILING = ("\ndim = 3", " # comment", "\n[x]", ",", ", 1", "]")  # after a value on the command line
+ODD_TEXT = (
+    "", " ", "\t", "\n", "a\nb", "x" * 300, "y" * 70_000, "é", "\u0301", "²", "٣", "\u2028", "\u202e", "\x7f", "\x1b[2J",
+    "..", "/", "~", "-", "--", "=", "'", '"', "\\", "{}", "[]", "null", "None", "nan", "debug (1)", "a/" * 600, "$HOME", "*", "🤖",
+)  # fmt: skip
+ODD_LITERALS = (
+    "nan", "inf", "-inf", "1e308", "-1e308", "1e400", "5e-324", "-0.0", "0", "-1", "1", "2", "3.0", "true", "false", "'1'", "''",
+    str(2**31), str(2**32), str(2**63), str(2**64), str(-(2**63)), str(10**15), str(10**30), HUGE, "0x" + "f" * 5000, "1e5",
+    "2024-01-01", "12:30:00", "2024-01-01T00:00:00Z", "{}", "{a = 1}", "[]", "[1]", "['a']", "[[]]", "[1, 'a']", "[nan]", "[0]",
+    "[" * 400 + "]" * 400, "{a = " * 400 + "1" + "}" * 400, '"\\u0000"', '"a\\nb"', "'''\na\n'''", "[1e308, 1e308]", '["\\u0000"]',
+)  # fmt: skip
+
+
+def valid(key: Key, rng: random.Random) -> str:
+    """Returns a TOML value of the key's type and range, which other keys may contradict."""
+    if key.choices:
+        return f'"{rng.choice(key.choices)}"'
+    if key.type == "boolean":
+        return rng.choice(("true", "false"))
+    if key.type.startswith("integer"):
+        return str(rng.choice((key.default, 1, 2, 8, 64, 1024, 10**6)))
+    if key.type.startswith("number"):
+        return repr(rng.choice((key.default, 0.5, 0.125, 1e-3, 0.1)))
+    return (
+        json.dumps(key.default)
+        if key.name in PATHS or not key.is_string
+        else _quoted(rng.choice(("", "a", "ü", "\\", '"', " 'x' ")))
+    )
+
+
+def nonsense(key: Key, rng: random.Random) -> str:
+    """Returns a TOML value that the key can never have."""
+    values = ["{a = 1}", "{}", "2024-01-01", "[" * 400 + "]" * 400, "[[1]]", HUGE]
+    integer, number = key.type.startswith("integer"), key.type.startswith("number")
+    if key.is_string:
+        values += ["3", "1.5", "true", "[]", '["a"]', '"\\u0000"', "nan"]
+        values += ['"no such choice"', '""', '"\\n"'] if key.choices else []
+    elif integer:
+        values += ['"3"', "3.0", "true", "nan", "inf", "[3]", "1e400", str(2**64), str(10**30), "0x" + "f" * 5000]
+        values += ["-7"] if ">=" in key.type else []
+    elif number:
+        values += ['"3"', "true", "nan", "-inf", "inf", "[3.0]", "1e400", "1e308", "-1.5"]
+        values += ["0", "0.0"] if "> 0" in key.type else []
+        values += ["1.5"] if re.search(r"<=? 1(\.0)?\b(?!\d)", key.type) else []
+    elif key.type == "boolean":
+        values += ["1", "0", '"true"', "nan", "[]"]
+    elif key.type.startswith("list"):
+        values += ["3", "nan", "true", "[true]", "[{}]", "[nan]", "[2024-01-01]"]
+        values += ["['a']", "[1e308]", "[-1]"] if "strings" not in key.type else ["[1]", '["\\u0000"]']
+    return rng.choice(values)
+
+
+def plausible(key: Key, rng: random.Random) -> str:
+    """Returns a TOML value of the key's type, of any size."""
+    if key.choices:
+        return f'"{rng.choice(key.choices)}"'
+    if key.is_string:
+        return _quoted(rng.choice(ODD_TEXT) + rng.choice(ODD_TEXT))
+    if key.type == "boolean":
+        return rng.choice(("true", "false"))
+    if key.type.startswith("integer"):
+        return str(
+            rng.choice((rng.randint(-2, 9), rng.randint(0, 4096), 10 ** rng.randint(0, 20), 2 ** rng.randint(0, 70)))
+        )
+    if key.type.startswith("number"):
+        return repr(rng.choice((rng.random(), 10.0 ** rng.randint(-320, 308), float(rng.randint(-2, 9)))))
+    if "integers" in key.type:
+        return repr([rng.randint(-1, 9) for _ in range(rng.choice((0, 1, 2, 4, 1000)))])
+    if "strings" in key.type:
+        return f"[{', '.join(_quoted(rng.choice(ODD_TEXT)) for _ in range(rng.randint(0, 3)))}]"
+    return repr([10.0 ** rng.randint(-320, 308) for _ in range(rng.randint(0, 3))])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def misspelled(name: str, rng: random.Random) -> str:
+    """Returns the name of a key with a typing error."""
+    section, _, leaf = name.rpartition(".")
+    position = rng.randrange(len(leaf))
+    wrong = rng.choice(
+        (leaf[:position] + leaf[position + 1 :], leaf[:position] + "z" + leaf[position:], leaf[::-1], leaf.upper())
+    )
+    found = f"{section}.{wrong}" if section else wrong
+    return found if wrong and found not in (*NAMES, "extends") and "." in found else f"{section or 'run'}.no_such_key"
+
+
+def write_recipe(folder: Path, *lines: str, name: str = "recipe.toml", base: Path | None = None) -> Path:
+    """Writes a recipe of dotted keys that extends a shipped one."""
+    extends = [f"extends = {_quoted(str(base))}"] if base else []
+    (folder / name).write_text("\n".join([*extends, *lines, ""]))
+    return folder / name
+
+
+def assert_round_trip(argv: Sequence[str], folder: Path) -> None:
+    """The resolved recipe of a command line is accepted, and is the same recipe."""
+    arguments = Arguments(argv)
+    recipe = load(PretrainRecipe, arguments.recipe, arguments.overrides)
+    resolved = folder / "resolved.toml"
+    resolved.write_text(to_toml(recipe), encoding="utf-8")
+    assert load(PretrainRecipe, resolved) == recipe
+
+
+# Recipe files.
+
+
+def values_case(rng: random.Random, folder: Path) -> None:
+    """A shipped recipe with values that are nonsense, plausible or odd."""
+    lines, refused = [], False
+    every = ("valid", "nonsense", "plausible", "odd", "unknown")
+    count, kinds = rng.choice(((1, every), (1, ("nonsense",)), (3, ("valid",)), (5, every)))
+    base, check = (DEBUG, "check") if count < 5 else (rng.choice([*RECIPES, None]), rng.choice(("check", "preflight")))
+    for name in rng.sample(NAMES, count):
+        key = rng.choice([key for key in KEYS if key.name == name])
+        kind = rng.choice(kinds)
+        if kind == "unknown":
+            lines.append(f"{misspelled(name, rng)} = 3")
+        else:
+            makers = {"valid": valid, "nonsense": nonsense, "plausible": plausible}
+            value = makers.get(kind, lambda *_: rng.choice(ODD_LITERALS))(key, rng)
+            lines.append(f"{name} = {value}")
+        refused |= kind in ("nonsense", "unknown")
+    path = write_recipe(folder, *lines, base=base)
+    argv = [str(path), f"--{check}={rng.choice((1, 2, 8, 64, 1000))}"]
+    outcome = train(argv, folder)
+    assert not (refused and outcome.accepted), f"accepted: {lines}"
+    if outcome.accepted:
+        assert_round_trip(argv, folder)
+
+
+def text_case(rng: random.Random, folder: Path) -> None:
+    """The text of a shipped recipe with random damage."""
+    recipe = rng.choice(RECIPES)
+    data = recipe.read_bytes().replace(b'extends = "', f'extends = "{recipe.parent}/'.encode())
+    for _ in range(rng.choice((1, 1, 3, 20))):
+        start = rng.randrange(len(data) + 1)
+        stop = min(start + rng.choice((0, 0, 1, 10, 100)), len(data))
+        odd = rng.choice(ODD_TEXT).encode()
+        middle = rng.choice((b"", odd, odd, data[start:stop] * 2, bytes([rng.randrange(256)]), b"\0", b"\n[x]\n"))
+        data = data[:start] + middle + data[stop:]
+    (folder / "recipe.toml").write_bytes(data)
+    argv = ["recipe.toml", f"--check={rng.choice((1, 8, 16))}"]
+    if train(argv, folder).accepted:
+        assert_round_trip([str(folder / "recipe.toml"), *argv[1:]], folder)
+
+
+def structure_case(rng: random.Random, folder: Path) -> None:
+    """Recipes whose structure no program expects."""
+    (folder / "folder.toml").mkdir()
+    (folder / "loop.toml").symlink_to("loop.toml")
+    (folder / "self.toml").symlink_to("recipe.toml")
+    write_recipe(folder, "training.steps = 3", name="other.toml")
+    deep = ".".join("a" * 1000)
+    extends = [
+        "2024-01-01", '"a\\u0000b"', '"loop.toml"', '"self.toml"', '"recipe.toml"', '"folder.toml"', "3", "[]", "{}", "nan",
+        '""', '"."', '"/dev/zero"', f'"{"x" * 300}"', f'"{"x/" * 3000}"', '"a\\nb.toml"', "true", '"other.tom"', "12:00:00",
+    ]  # fmt: skip
+    text = rng.choice(
+        [
+            *(f"extends = {value}" for value in rng.sample(extends, 4)),
+            *(f"{key} = {value}" for key in ("recipe", "run", "model", "model.name", "model.size", "training")
+              for value in rng.sample(ODD_LITERALS, 2) if value not in ("{}", "'1'")),
+            'recipe = "\\u0000"', f'recipe = "{"x" * 300}"', 'recipe = ".."', 'recipe = ""', "recipe = {}", "recipe.x = 3",
+            f"{deep} = 1", f"training.{deep} = 1", f"[{deep}]", f"[training.{deep}]", f"[[{deep}]]", "[[training]]",
+            f"training.steps = {HUGE}", f"x = {'[' * 100_000}", f"{'x' * 100_000} = 1", '"" = 1', '"a.b" = 1', '"a\\nb" = 1',
+            '[""]\n"" = 1', '["\\u001b[2J"]\nx = 1', '[training]\n"\\u2028" = 1', "[training]\n[training]", "\0", "training", "[",
+            "'training.steps' = 3", '"model.dim" = 3', '[model."dim"]', "extends.x = 1", "[extends]", "[[extends]]",
+        ]
+    )  # fmt: skip
+    write_recipe(folder, text)
+    outcome = train(["recipe.toml", "--check=1"], folder)
+    assert not outcome.accepted, f"accepted: {text[:200]}"
+
+
+def file_name_case(rng: random.Random, folder: Path) -> None:
+    """Recipes in files and folders of any name, and paths that are no recipes. The name of the run is derived from them."""
+    name = rng.choice(ODD_TEXT).replace("/", "_")[:200] + rng.choice(ODD_TEXT).replace("/", "_")[:40]
+    name = rng.choice(
+        (f"{name}.toml", f".{name}.toml", f"debug {name}.toml", "debug (1).toml", ".toml", f"{'ü' * 120}.toml")
+    )
+    inside = folder / rng.choice(("run", "my run", ".hidden", "a\nb", "ü", "(1)"))
+    inside.mkdir()
+    write_recipe(inside, "run.name = 'given'" if rng.random() < 0.3 else "", name=name, base=RECIPES[0])
+    if rng.random() < 0.4:
+        (inside / "environment.json").write_text("{}")  # a run directory
+    argv = [str((inside if rng.random() < 0.8 else Path(inside.name)) / name), "--check=1"]
+    if rng.random() < 0.3:
+        argv[0] = rng.choice(
+            ("", "/", "/dev/zero", "x" * 300, "x/" * 3000, "a\nb", str(inside), "no.toml", "\udcff.toml", "a\udc80")
+        )
+    train(argv, folder)
+
+
+# Command lines.
+
+
+def override_case(rng: random.Random, folder: Path) -> None:
+    """Values on the command line, which are text for some keys and TOML for others."""
+    argv, names, refused = list[str](), set[str](), False
+    # One mistake in a valid recipe, or any number.
+    every = ("valid", "nonsense", "plausible", "odd", "unknown", "trailing")
+    count, kinds = rng.choice(((1, every), (1, ("trailing",)), (3, ("valid",)), (5, every)))
+    recipe, check = (DEBUG, "check") if count < 5 else (rng.choice(RECIPES), rng.choice(("check", "preflight")))
+    for _ in range(count):
+        key = rng.choice(KEYS)
+        kind = rng.choice(kinds)
+        text = rng.choice(ODD_TEXT)
+        if kind == "nonsense" and not key.is_string:
+            text = nonsense(key, rng)
+        elif kind == "nonsense" and key.choices:
+            text = rng.choice(("no such choice", "", "'", "0"))
+        elif kind in ("valid", "plausible") and not key.is_string:
+            text = {"valid": valid, "plausible": plausible}[kind](key, rng)
+        elif kind == "valid":
+            text = str(json.loads(valid(key, rng)))
+        elif kind == "trailing" and not key.is_string:
+            text = valid(key, rng) + rng.choice(TRAILING)
+        elif kind == "unknown":
+            text = "3"
+        else:
+            kind = "odd"
+        name = misspelled(key.name, rng) if kind == "unknown" else key.name
+        if name in names:  # the last value of a key counts
+            continue
+        names.add(name)
+        argv += (
+            [f"--{name}", text] if text and not text.startswith("--") and rng.random() < 0.5 else [f"--{name}={text}"]
+        )
+        refused |= kind in ("nonsense", "unknown", "trailing")
+    argv = [str(recipe), *argv, f"--{check}={rng.choice((1, 2, 8))}"]
+    outcome = train(argv, folder)
+    assert not (refused and outcome.accepted), f"accepted: {argv}"
+    if outcome.accepted:
+        assert_round_trip(argv, folder)
+
+
+def words_case(rng: random.Random, folder: Path) -> None:
+    """Command lines of words in any order: options, halves of options, values, paths."""
+    numbers = ("1", "8", "0", "-1", "²", "٣", "1.0", "1e3", " 8", "1_0", "", HUGE, str(10**12), "nan", "true", "\udcff")
+    words = [
+        "--check", "--preflight", "--resolved", "--help", "-h", "-", "--", "---", "-x", "--=", "--=3", "=", "--\udcff=3",
+        "--\udcff", "--check=8", "--training", "--steps=3", "--training.step=3", "--training.steps", "--Training.steps=3",
+        "--training.steps.x=3", "--training.steps=3", "--a.b.c=3", f"--{'a.' * 1000}b=3", "--.=3", "--..=3", "--.steps=3",
+        "--training.=3", "--recipe=nope", "--recipe=", "--recipe=..", "--run.name=\udcff", "--extends=x", "--model=3", "--model={}",
+        "recipe.toml", str(RECIPES[0]), "a b", "--trainingsteps=3",
+        *(f"--check={text}" for text in numbers), *(f"--preflight={text}" for text in numbers),
+        *(f"--{old}=1" for old in RENAMED), "--instances=3", f"--{'x' * 100_000}=1", f"--training.steps={HUGE}", "\n", "--\n=3",
+    ]  # fmt: skip
+    argv = [rng.choice(words) if rng.random() < 0.8 else rng.choice(numbers) for _ in range(rng.randint(1, 4))]
+    if not {"--help", "-h", "--resolved"} & set(argv):
+        argv.append("--check=1")
+    outcome = train(argv, folder)
+    wrong = {
+        "-x",
+        "--=3",
+        "--\udcff=3",
+        "--steps=3",
+        "--training.step=3",
+        "--.=3",
+        "--a.b.c=3",
+        "--check=²",
+        "--check=-1",
+    }
+    if wrong & set(argv) and not {"--help", "-h"} & set(argv):
+        assert not outcome.accepted, f"accepted: {argv}"
+
+
+def titanlike_case(rng: random.Random, folder: Path) -> None:
+    """Command lines of `titanlike` that end before anything is started."""
+    number = rng.choice(("²", "0", "-1", "1.5", "", HUGE, "nan", "\udcff"))
+    words = rng.choice(
+        [
+            ["verify", str(RECIPES[0]), "--layout", f"tensor={number}"],
+            ["verify", str(RECIPES[0]), "--layout", rng.choice(("tensor", "=", "tensr=2", "tensor=2=2", "tensor=99999", "²=2"))],
+            ["verify", str(RECIPES[0]), "--layout", "tensor=2", f"--steps={number}"],
+            ["verify", rng.choice(("nope.toml", "/", "x" * 300)), "--layout", "tensor=2"],
+            ["data", "inspect", str(RECIPES[0]), f"--{rng.choice(('step', 'rank', 'ranks', 'sequences'))}={number}"],
+            ["data", "inspect", rng.choice(("nope.toml", "x" * 300 + ".toml", "no folder", "x" * 300)), "--step=1"],
+            ["data", "prepare", "none.txt", "--out", "x", "--tokenizer", "bytes", f"--workers={number}"],
+            ["data", "train-tokenizer", "none.txt", "--out", "x", f"--vocab-size={number}"],
+            ["schema", "--markdwn"], ["export"], ["verfy"], [], [rng.choice(ODD_TEXT)[:99]], ["data"], ["data", "prepar"],
+            ["schema", f"--x={number}"], ["export", "a", "b", "--dtype", number[:9]], ["export", "a", "b", "--step", number[:9]],
+            ["import", number[:9]],
+        ]
+    )  # fmt: skip
+    if "--rank=0" in words:  # valid
+        words[-1] = "--rank=-1"
+    outcome = _argparse_program(titanlike_main.main, words, folder)
+    assert not outcome.accepted, f"accepted: {words}"
+
+
+def sagemaker_case(rng: random.Random, folder: Path) -> None:
+    """Options of a SageMaker job that is not submitted."""
+    options = [option for action in sagemaker_options()._actions for option in action.option_strings]
+    numbers = (
+        "--instances",
+        "--max-hours",
+        "--wait-hours",
+        "--volume-gb",
+        "--keep-alive",
+        "--retries",
+        "--price",
+        "--processes",
+    )
+    texts = (
+        "",
+        "²",
+        "0",
+        "-1",
+        "1",
+        "1e400",
+        "nan",
+        "inf",
+        HUGE[:50],
+        "\udcff",
+        "a\nb",
+        "x" * 300,
+        "a=b",
+        "=",
+        "s3://a",
+        "fsx://a",
+    )
+    words = [str(DEBUG), "--dry-run", "--region=us-east-1"]
+    words += [f"{rng.choice(options)}={rng.choice(texts)}" for _ in range(rng.choice((0, 1, 1, 2)))]
+    invalid = ("", "²", "-1", "1e400", "nan", "inf", "\udcff", "x" * 300, "a=b")
+    refused = any(word.partition("=")[0] in numbers and word.partition("=")[2] in invalid for word in words)
+    outcome = _argparse_program(sagemaker_launch.main, words, folder)
+    assert not (refused and outcome.accepted), f"accepted: {words}"
+
+
+def _argparse_program(program: Callable[[], object], words: Sequence[str], folder: Path) -> Outcome:
+    def without_usage() -> None:
+        try:
+            program()
+        except SystemExit:
+            # argparse prints the usage before its error.
+            assert isinstance(sys.stderr, io.StringIO)
+            lines = sys.stderr.getvalue().splitlines()
+            if lines and lines[0].startswith("usage: "):
+                sys.stderr.seek(0)
+                sys.stderr.truncate()
+                print("error:" + " ".join(lines).rpartition("error:")[2], file=sys.stderr)
+            raise
+
+    return run(without_usage, words, folder, {})
+
+
+# Environments.
+
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "NPROC", "NNODES", "NODE_RANK", "MAX_RESTARTS", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS",
+    "SLURM_NNODES", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+TEXTS = (
+    "",
+    " ",
+    "0",
+    "1",
+    "2",
+    "4",
+    "8",
+    "-1",
+    "1.0",
+    "two",
+    "²",
+    "٣",
+    "1_0",
+    " 3 ",
+    "+3",
+    "99999",
+    "65536",
+    str(10**15),
+    HUGE,
+    "a\nb",
+    "\udcff",
+)
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[007-008]",
+}  # fmt: skip
+NODES = {
+    "NPROC": "2",
+    "NNODES": "2",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "MAX_RESTARTS": "1",
+}
+
+
+def environment_case(rng: random.Random, folder: Path) -> None:
+    """The variables of torchrun, Slurm and `./run_train.sh`, of which some are missing, wrong or of another launcher."""
+    environ = {"CUDA_VISIBLE_DEVICES": ""}
+    for variables in rng.sample((TORCHRUN, SRUN, NODES), rng.choice((1, 1, 2))):
+        environ |= variables
+    for name in rng.sample(list(environ), rng.choice((0, 1, 1, 2, 5))):
+        environ.pop(name, None)
+    for name in rng.sample(VARIABLES, rng.choice((0, 1, 1, 2, 5))):
+        environ[name] = (
+            rng.choice(("", "[", "gpu[", "gpu[007-009,12],cpu1", ",", "a" * 300))
+            if name == "SLURM_JOB_NODELIST"
+            else rng.choice(TEXTS)
+        )
+    try:
+        ranks = rank_info(environ)
+        if not ranks.started_by_launcher and (slurm := rank_variables_from_slurm(environ)) is not None:
+            environ |= slurm
+            ranks = rank_info(environ)
+            assert ranks.started_by_launcher
+        if ranks.started_by_launcher:
+            assert 0 <= ranks.rank < ranks.world_size <= 10**6
+            assert 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
+            assert ranks.restart_count >= 0
+            assert ranks.max_restarts >= 0
+            assert 1 <= int(environ["MASTER_PORT"]) <= 65535
+            return
+        config = launch_config(environ)
+        assert 0 <= config.node_rank < config.num_nodes
+        assert config.processes_per_node >= 1
+        assert config.world_size <= 10**6
+        assert 1 <= config.master_port <= 65535
+        assert 0 <= config.max_restarts <= 10**6
+        assert config.num_nodes == 1 or config.master_address
+    except UserError as error:
+        mistake = error  # outlives this block
+        run(lambda: fail(mistake), [], folder, {})
+
+
+def start_environment_case(rng: random.Random, folder: Path) -> None:
+    """The same variables for a whole program."""
+    variables = {name: value for name, value in TORCHRUN.items() if rng.random() < 0.8}
+    for name in rng.sample(list(TORCHRUN), rng.choice((0, 1, 2))):
+        # Host names with a label that is too long are refused without a look-up.
+        variables[name] = (
+            rng.choice(TEXTS) if name != "MASTER_ADDR" else rng.choice(("", "x" * 300, "::1", "x" * 70 + ".y"))
+        )
+    variables["LOCAL_RANK"] = rng.choice(("0", ""))  # other local ranks wait before they print
+    train([str(RECIPES[0]), "--check=1"], folder, variables)
+
+
+Case = Callable[[random.Random, Path], None]
+CASES: dict[Case, int] = {
+    values_case: 400, text_case: 200, structure_case: 150, file_name_case: 100, override_case: 250, words_case: 200,
+    titanlike_case: 50, sagemaker_case: 50, environment_case: 350, start_environment_case: 50,
+}  # fmt: skip
+
+
+def run_case(case: Case, seed: int, number: int, folder: Path) -> None:
+    own = folder / f"{case.__name__}-{number}"
+    own.mkdir()
+    case(random.Random(f"{case.__name__} {seed} {number}"), own)
+
+
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [(case, first) for case, count in CASES.items() for first in range(0, count, CHUNK)],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_random_cases_are_accepted_or_refused_in_a_sentence(case: Case, first: int, tmp_path: Path) -> None:
+    for number in range(first, first + CHUNK):
+        try:
+            run_case(case, SEED, number, tmp_path)
+        except Exception as error:
+            raise AssertionError(f"python -m tests.fuzz.test_recipes {SEED} {case.__name__}:{number}") from error
+
+
+def main(seed: int, which: str) -> None:
+    """Runs cases of another seed and prints those that fail."""
+    name, _, number = which.rpartition(":")
+    total = sum(CASES.values())
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for case, count in CASES.items():
+            numbers = [int(number)] if name else range(math.ceil(int(number) * count / total))
+            for index in numbers if name in ("", case.__name__) else []:
+                try:
+                    run_case(case, seed, index, Path(folder))
+                except Exception:  # noqa: BLE001  the next case is independent
+                    failed += 1
+                    print(
+                        f"\n{case.__name__}:{index}\n{ascii(traceback.format_exc()[-1500:]).replace(chr(92) + 'n', chr(10))}",
+                        flush=True,
+                    )
+    print(f"{failed} failed")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

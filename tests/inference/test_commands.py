@@ -1,0 +1,189 @@
+"""`titanlike generate` and `titanlike evaluate`."""
+
+import dataclasses
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.interop.models import LLAMA, export_model, model_of
+from titanlike.cli import main as program
+from titanlike.distributed import environment
+
+CONFIG = dataclasses.replace(LLAMA, vocab_size=320, max_seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    (path / "piqa.jsonl").write_text(json.dumps(dict(goal="a", sol1="b", sol2="cd", label=0)) + "\n")
+    (path / "text.txt").write_text("some text to evaluate, naïve " * 5)
+    (path / "prompts.txt").write_text("one\n\ntwo\n")
+    export_model(model_of(CONFIG), CONFIG, path / "hf")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Restores the handler of Ctrl-C that programs set."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: object, text: str = "") -> None:
+    """Runs a command in this process."""
+    for name in environment.JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NPROC", "1")
+    monkeypatch.setattr(sys, "argv", ["titanlike", *map(str, arguments)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+    program.main()
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Returns the error message of a command."""
+    with pytest.raises(SystemExit) as stopped:
+        command(monkeypatch, *arguments)
+    assert stopped.value.code == 2
+    found = capsys.readouterr()
+    assert not found.out
+    lines = found.err.splitlines()
+    assert len(lines) == 1 or lines[0].startswith("usage:")
+    return lines[-1]
+
+
+def test_prompts_from_arguments_a_file_and_standard_input(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--tokens", 12, "--seed", 5)
+    command(
+        monkeypatch,
+        "generate",
+        folder / "hf",
+        "--prompt",
+        "zero",
+        "--prompts",
+        folder / "prompts.txt",
+        *options,
+        "--json",
+    )
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["zero", "one", "two"]
+    assert len({line["text"] for line in lines}) == 3
+    command(monkeypatch, "generate", folder / "hf", *options, text="zero\n")
+    assert capsys.readouterr().out == f"zero{lines[0]['text']}\n"
+    command(monkeypatch, "generate", folder / "hf", "--prompts", "-", *options, "--batch-size", 1, text="zero\none\n")
+    assert capsys.readouterr().out.startswith(f"[1 of 2]\nzero{lines[0]['text']}\n\n[2 of 2]\none{lines[1]['text']}\n")
+
+
+def test_figures_as_text_and_as_json(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = ("--task", folder / "piqa.jsonl", "--format", "piqa", "--data", folder / "text.txt", "--seq-len", 32)
+    command(monkeypatch, "evaluate", folder / "hf", *what)
+    text = capsys.readouterr().out
+    command(monkeypatch, "evaluate", folder / "hf", *what, "--json")
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert results.keys() == {"piqa", "text"}
+    assert results["text"]["bytes"] == (folder / "text.txt").stat().st_size
+    assert f"text: loss {results['text']['loss']:.4f}  perplexity" in text
+    assert f"piqa: acc {results['piqa']['acc']:.4f}  acc_norm" in text
+
+
+def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parity is tested in the pool; this is the start of the processes."""
+    started: list[Any] = []
+    monkeypatch.setattr("titanlike.cli.torchrun.torchrun", lambda *arguments: started.append(arguments) or 0)
+    for arguments in (
+        ["generate", str(folder / "hf"), "--prompt", "a"],
+        ["evaluate", "hf", "--data", str(folder / "text.txt")],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            monkeypatch.setenv("NPROC", "2")
+            monkeypatch.setattr(sys, "argv", ["titanlike", *arguments])
+            program.main()
+        assert stopped.value.code == 0
+        config, words, _ = started.pop()
+        assert config.world_size == 2
+        assert words == ["-m", "titanlike.cli.main", *arguments]
+
+
+@pytest.mark.slow
+def test_processes_print_once(folder: Path) -> None:
+    base = [sys.executable, "-m", "titanlike.cli.main"]
+    generate = [*base, "generate", str(folder / "hf"), "--prompt", "zero", "--tokens", "12", "--seed", "5"]
+    evaluate = [*base, "evaluate", str(folder / "hf"), "--data", str(folder / "text.txt"), "--seq-len", "32", "--json"]
+    for words in (generate, evaluate):
+        outputs = [
+            subprocess.run(
+                words,
+                env=environment.child_environment({"NPROC": n}),
+                stdin=subprocess.DEVNULL,
+                check=True,
+                capture_output=True,
+            ).stdout
+            for n in ("1", "2")
+        ]
+        if words is generate:
+            assert outputs[0] == outputs[1]
+        else:
+            one, two = (json.loads(output)["results"]["text"] for output in outputs)
+            assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_mistakes_are_reported_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "empty").mkdir()
+    task = folder / "piqa.jsonl"
+    for arguments, message in (
+        (
+            ("generate", folder / "hf", "--prompt", "x" * 64),
+            "prompt 1 has 64 tokens, but the context of the model is 64 tokens",
+        ),
+        (("generate", folder / "empty", "--prompt", "a"), "contains no checkpoint and no config.json"),
+        (("generate", folder / "hf", "--prompt", "a", "--stop", ""), "--stop: the text is empty"),
+        (("generate", folder / "hf", "--prompt", "a", "--top-p", "2"), "expected a number from 1e-09 to 1, got '2'"),
+        (("generate", folder / "hf", "--prompts", folder / "none"), "none cannot be read: No such file"),
+        (("generate", folder / "hf", "--prompt", "a", "--step", "3"), "which has no steps; omit --step"),
+        (("evaluate", folder / "hf"), "there is nothing to evaluate; give --data, or --task and --format"),
+        (
+            ("evaluate", folder / "hf", "--task", task),
+            "--format has 0 formats for the 1 files of --task; give one each",
+        ),
+        (("evaluate", folder / "hf", "--task", task, "--format", "hella"), "invalid choice: 'hella'"),
+        (("evaluate", folder / "hf", "--task", task, "--format", "arc"), "piqa.jsonl, line 1: no field 'choices'"),
+        (("evaluate", folder / "hf", "--data", "nowhere"), "--data: 'nowhere' does not exist"),
+        (("evaluate", folder / "empty", "--data", task), "contains no checkpoint and no config.json"),
+        (
+            ("evaluate", folder / "hf", "--data", task, "--seq-len", 65),
+            "--seq-len 65 is longer than the context of the model, 64",
+        ),
+        (
+            ("evaluate", folder / "hf", "--data", folder / "text.txt", "--tensor", 3),
+            "--tensor = 3 does not divide the 1 processes",
+        ),
+    ):
+        assert message in refusal(monkeypatch, capsys, *arguments), arguments
+
+
+def test_the_harness_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'titanlike[eval]'" in refusal(monkeypatch, capsys, "lm_eval", "--help")
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; sys.argv = ['titanlike', sys.argv[1], '--help']; from titanlike.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules"
+    for name in ("generate", "evaluate"):
+        subprocess.run([sys.executable, "-c", code, name], check=True, stdout=subprocess.DEVNULL)

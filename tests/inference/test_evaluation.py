@@ -1,0 +1,260 @@
+"""Evaluation: tasks against plain references, loss and bits per byte, layouts, training, and files that are refused."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.interop.models import LLAMA, MemoryWeights, model_of
+from tests.pool import Pool
+from tests.training import mesh_of, tiny, train, train_on_rank
+from titanlike.checkpoint import read_whole
+from titanlike.config import UserError
+from titanlike.config.sections import Data, Evaluation, Parallelism, Sample, TaskFormat, Training
+from titanlike.config.sections import Tokenizer as TokenizerSection
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.inference.evaluator import Evaluator
+from titanlike.inference.load import load_for_evaluation
+from titanlike.inference.scoring import Scorer, encode_pair
+from titanlike.inference.tasks import FORMATS, Item, Task, read_task
+from titanlike.inference.validation import evaluation_problems, missing_files
+from titanlike.models import build_model
+from titanlike.parallelisms.mesh import build_mesh
+
+Ranks = Callable[[int], Pool]
+CPU = torch.device("cpu")
+CONFIG = dataclasses.replace(LLAMA, vocab_size=320, num_layers=4, max_seq_len=96)
+ITEMS: dict[str, list[dict[str, Any]]] = {
+    "hellaswag": [
+        dict(activity_label="Cooking", ctx_a="A cook  waits [sic].", ctx_b="the pan",
+             endings=["is hot [title] Serve", "flies", "sings a song"], label="2"),
+        dict(activity_label="A", ctx_a="b", ctx_b="c", endings=["d", "e"], label=0),
+    ],
+    "arc": [dict(question="What is 1 + 1?", choices=dict(text=["two", "thrée", "a"], label=["A", "B", "C"]), answerKey="B")],
+    "piqa": [dict(goal="Open a jar", sol1="turn the lid", sol2="break it", label=1)] * 5,
+    "lambada": [dict(text="one two three"), dict(text="a very long text " * 20 + "end")],
+}  # fmt: skip
+TEXTS = ["first document", "zweites mit Ümläuten 漢字", "x" * 150, "the last one"]
+
+
+def write_files(folder: Path) -> Evaluation:
+    folder.mkdir(exist_ok=True)
+    for format, items in ITEMS.items():
+        (folder / f"{format}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    tasks = tuple(str(folder / f"{format}.jsonl") for format in ITEMS)
+    return Evaluation(tasks=tasks, formats=tuple(ITEMS), data=(str(folder / "text.jsonl"),))  # type: ignore[arg-type]
+
+
+def evaluator_of(section: Evaluation, *, batch_size: int = 3, data: Data | None = None) -> Evaluator:
+    tokenizer = build_tokenizer(TokenizerSection())
+    training = Training(seq_len=50, local_batch_size=batch_size)
+    return Evaluator(section, Sample(), data or Data(), training, CONFIG, tokenizer, 0)
+
+
+def test_items_are_those_of_the_harness(tmp_path: Path) -> None:
+    """The harness itself is compared in tests/harness."""
+    write_files(tmp_path)
+    hellaswag = read_task(str(tmp_path / "hellaswag.jsonl"), "hellaswag")
+    assert hellaswag.items[0] == Item(
+        "Cooking: A cook waits . The pan", (" is hot. Serve", " flies", " sings a song"), (13, 5, 12), 2
+    )
+    [arc] = read_task(str(tmp_path / "arc.jsonl"), "arc").items
+    assert arc == Item("Question: What is 1 + 1?\nAnswer:", (" two", " thrée", " a"), (3, 5, 1), 1)
+    assert (
+        read_task(str(tmp_path / "piqa.jsonl"), "piqa", limit=2).items
+        == [Item("Question: Open a jar\nAnswer:", (" turn the lid", " break it"), (12, 8), 1)] * 2
+    )
+    assert read_task(str(tmp_path / "lambada.jsonl"), "lambada").items[0] == Item("one two", (" three",))
+    assert tuple(FORMATS) == get_args(TaskFormat)
+
+
+def test_metrics_of_tasks() -> None:
+    items = [Item("", ("", ""), (2, 10), 0), Item("", ("", ""), (4, 4), 1)]
+    scores = [[(-2.0, False), (-5.0, False)], [(-3.0, True), (-2.0, False)]]
+    # The second continuation of the first item is less likely, but not per character.
+    assert Task("t", "piqa", items).scores(scores) == {"acc": 1.0, "acc_norm": 0.5}
+    lambada = [[(-1.0, True)], [(-3.0, False)]]
+    assert Task("t", "lambada", items).scores(lambada) == {"acc": 0.5, "perplexity": math.exp(2.0)}
+
+
+def test_a_pair_is_encoded_as_one_text() -> None:
+    tokenizer = build_tokenizer(TokenizerSection())
+    assert encode_pair(tokenizer, "ab  ", "c") == (list(b"ab"), list(b"  c"))
+    assert encode_pair(tokenizer, "", "c") == ([256], list(b"c"))
+
+
+def test_scores_equal_log_softmax(alone: None) -> None:
+    model, requests = (
+        model_of(CONFIG),
+        [([1, 2, 3], [4, 5]), ([7], [8]), (list(range(200)), [9, 10, 11]), ([1] * 40, [2] * 30)],
+    )
+    scorer = Scorer(model, build_mesh("cpu"), device=CPU, max_length=96, batch_size=3)
+    with torch.no_grad():
+        for (context, continuation), (value, is_greedy) in zip(requests, scorer(requests), strict=True):
+            row = torch.tensor([(context + continuation)[-97:]])
+            logits = model(row[:, :-1])[0, -len(continuation) :].log_softmax(-1)
+            assert value == pytest.approx(logits.gather(1, row[0, -len(continuation) :, None]).sum().item(), rel=1e-5)
+            assert not is_greedy
+        best = model(torch.tensor([[1, 2, 3]]))[0, -1].argmax().item()
+    [(_, is_greedy)] = scorer([([1, 2, 3], [int(best)])])
+    assert is_greedy
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_loss_and_bits_per_byte_equal_a_plain_sum(masks: bool, tmp_path: Path, alone: None) -> None:
+    section = dataclasses.replace(write_files(tmp_path), tasks=(), formats=())
+    model = model_of(CONFIG)
+    found = evaluator_of(section, data=Data(document_masks=masks)).evaluate(model, build_mesh("cpu"))["text"]
+    stream = [token for text in TEXTS for token in [*text.encode(), 256]]
+    total, count = 0.0, 0
+    for first in range(0, len(stream) - 1, 50):
+        window = stream[first : first + 51]
+        # With masks, each document of a sequence is a sequence of its own.
+        ends = [i + 1 for i, token in enumerate(window) if token == 256 and masks] + [len(window)]
+        for start, end in zip([0, *ends], ends, strict=False):
+            row = torch.tensor([window[start:end]])
+            if row.shape[1] > 1:
+                logits = model(row[:, :-1])[0]
+                total += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
+                count += row.shape[1] - 1
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert found["tokens"] == count and found["bytes"] == size
+    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+
+
+def test_limit_reads_the_first_items_and_sequences(tmp_path: Path, alone: None) -> None:
+    section = dataclasses.replace(write_files(tmp_path), limit=1)
+    evaluator = evaluator_of(section)
+    assert all(len(task.items) == 1 for task in evaluator.tasks.values())
+    found = evaluator.evaluate(model_of(CONFIG), build_mesh("cpu"))["text"]
+    assert found["tokens"] == 50
+    assert found["bytes"] == len("".join(TEXTS).encode()[:50]) - 1  # 51 tokens, of which two are separators
+
+
+def _evaluated(section: Evaluation, layout: Parallelism) -> dict[str, dict[str, float]]:
+    layout = layout.resolve(dist.get_world_size())
+    mesh = mesh_of("cpu", **layout.dimensions())
+    weights = MemoryWeights(model_of(CONFIG), CONFIG, TokenizerSection())
+    model = load_for_evaluation(weights, mesh, layout, CPU, "float32")
+    # Two data-parallel ranks have three and two sequences of text: they must still run the same number of batches.
+    return evaluator_of(section, batch_size=2).evaluate(model, mesh)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP-FSDP": dict(tensor=2),
+    "PP-TP": dict(pipeline=2, tensor=2),
+    "CP-FSDP": dict(context=2),
+    "FSDP": {},
+    "HSDP": dict(replicate=2),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [*list(LAYOUTS)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[3:])]
+)
+def test_layouts_do_not_change_the_figures(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    section = write_files(tmp_path)
+    [expected] = ranks(1).run(_evaluated, section, Parallelism())
+    assert set(expected) == {*ITEMS, "text"}
+    for found in ranks(4).run(_evaluated, section, Parallelism(**LAYOUTS[layout])):
+        for task, metrics in expected.items():
+            assert found[task] == pytest.approx(metrics, rel=1e-5), task
+
+
+SMALL: dict[str, Any] = dict(
+    training=dict(steps=4), checkpoint=dict(interval=2), model=CONFIG, sample=dict(tokens=5, interval=2, prompt="a")
+)
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    found = [{k: v for k, v in line.items() if not k.endswith("seconds")} for line in lines]
+    return [line for line in found if any(key.startswith(("evaluation/", "sample")) for key in line)]
+
+
+def test_evaluation_in_training_is_recorded_and_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    section = dataclasses.replace(write_files(tmp_path / "files"), interval=2)
+    plain = SMALL | dict(sample=Sample())
+    expected = train(ranks(2), tiny(tmp_path, "plain", **plain))
+    found = train(ranks(2), tiny(tmp_path, "evaluated", **SMALL, evaluation=section))
+    assert found.losses == expected.losses
+    for name, value in expected.state["model"].items():
+        assert torch.equal(found.state["model"][name], value), name
+    recorded = records(tmp_path, "evaluated")
+    assert [record["step"] for record in recorded] == [2, 4]
+    assert not records(tmp_path, "plain")
+    keys = {"step", "sample", "evaluation/piqa/acc", "evaluation/lambada/perplexity", "evaluation/text/bits_per_byte"}
+    assert keys <= recorded[0].keys()
+    assert recorded[0]["sample"].startswith("a")
+    # The metrics are those of the checkpoint of that step.
+    state = read_whole(tmp_path / "evaluated/checkpoints/step-00000004")["model"]
+    model = build_model(CONFIG)
+    model.load_state_dict(state)
+    values = ranks(1).run(_evaluate_state, section, state)[0]
+    for name, metrics in values.items():
+        for metric, value in metrics.items():
+            assert recorded[1][f"evaluation/{name}/{metric}"] == pytest.approx(value, rel=1e-5), (name, metric)
+
+
+def _evaluate_state(section: Evaluation, state: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    model = build_model(CONFIG)
+    model.load_state_dict(state)
+    evaluator = evaluator_of(section)
+    evaluator.training = Training(seq_len=32, local_batch_size=1)
+    return evaluator.evaluate(model, mesh_of("cpu"))
+
+
+def test_a_resumed_run_records_each_evaluation_once(ranks: Ranks, tmp_path: Path) -> None:
+    section = dataclasses.replace(write_files(tmp_path / "files"), interval=2)
+    recipe = tiny(tmp_path, "run", **SMALL, evaluation=section)
+    ranks(1).run(train_on_rank, dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, steps=3)))
+    # The key may change in a resume.
+    ranks(1).run(train_on_rank, dataclasses.replace(recipe, evaluation=dataclasses.replace(section, limit=1)))
+    assert [record["step"] for record in records(tmp_path, "run")] == [2, 3, 4]
+
+
+BAD_LINES = [
+    ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "label": 0}', "line 1: no field 'endings'"),
+    ("hellaswag", '{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d"], "label": "1"}', "label = '1' is not the"),
+    ("arc", '{"question": "a", "choices": {"text": ["b"], "label": ["A"]}, "answerKey": "C"}', "answerKey = 'C' is not one of"),
+    ("arc", '{"question": "a", "choices": [1], "answerKey": "C"}', "choices is not an object"),
+    ("piqa", '{"goal": "a", "sol1": 3, "sol2": "c", "label": 0}', "sol1 is not a text"),
+    ("lambada", '{"text": ""}', "text does not end in a word"),
+    ("lambada", "[1]", "not an object"),
+    ("lambada", "{", "not an item of the format lambada"),
+    ("lambada", "", "has no items"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "line", "message"), BAD_LINES)
+def test_a_file_that_is_not_a_task_is_refused(format: Any, line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "task.jsonl"
+    file.write_text(f"{line}\n")
+    with pytest.raises(UserError, match=message):
+        read_task(str(file), format)
+    [problem] = missing_files(Evaluation(tasks=(str(file),), formats=(format,)))
+    assert message in problem and str(file) in problem
+
+
+def test_contradictions_of_the_section_are_refused(tmp_path: Path) -> None:
+    assert evaluation_problems(Evaluation()) == []
+    one = Evaluation(tasks=("a.jsonl",), formats=("arc",), interval=1)
+    assert evaluation_problems(one) == []
+    for section, message in (
+        (dataclasses.replace(one, formats=()), "evaluation.formats has 0 formats for the 1 files"),
+        (dataclasses.replace(one, data=("other/a.txt",)), "2 files of evaluation have the name 'a'"),
+        (Evaluation(interval=5), "there is nothing to evaluate"),
+    ):
+        [problem] = evaluation_problems(section)
+        assert message in problem
+    missing = missing_files(dataclasses.replace(one, data=(str(tmp_path / "none.txt"),)))
+    assert len(missing) == 2 and "none.txt' does not exist" in missing[0] and "a.jsonl cannot be read" in missing[1]

@@ -1,0 +1,59 @@
+"""Models with weights of a trained model's size, and their Hugging Face folders."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.checkpoint.format import ShardRange
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, TransformerConfig
+from titanlike.config.sections import Tokenizer
+from titanlike.interop.export import export
+from titanlike.interop.weights import Weights
+from titanlike.models import build_model
+
+LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=112, vocab_size=301, max_seq_len=256)
+CONFIGS: dict[str, TransformerConfig] = {
+    "grouped-query": LLAMA,
+    "tied": dataclasses.replace(LLAMA, tied_head=True, norm_eps=1e-3),
+    "theta": dataclasses.replace(LLAMA, rope_theta=10000.0, num_kv_heads=8),
+    # The lengths are scaled down with the model: all three branches of the scaling take part.
+    "Llama 3.1": dataclasses.replace(LLAMA, rope_scaling=8.0, rope_original_seq_len=64),
+    "Llama 3.2": dataclasses.replace(LLAMA, rope_scaling=32.0, rope_original_seq_len=32, tied_head=True),
+    "GPT-2": GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=301, max_seq_len=256),
+}
+
+
+class MemoryWeights(Weights):
+    """The weights of a model in memory."""
+
+    def __init__(self, model: nn.Module, config: TransformerConfig, tokenizer: Tokenizer) -> None:
+        self.path, self.config, self.tokenizer = Path("memory"), config, tokenizer
+        self.parameters = dict(model.named_parameters())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.parameters[name].dtype
+
+    def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
+        slices = zip(shard_range.offset, shard_range.shape, strict=True)
+        target.copy_(self.parameters[name].data[tuple(slice(start, start + size) for start, size in slices)])
+
+
+def model_of(config: TransformerConfig, seed: int = 0) -> nn.Module:
+    """Returns a model whose weights are large enough that an error in any of them moves the logits."""
+    model = build_model(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.5 if "embeddings" in name else 2.0 / parameter.shape[-1] ** 0.5
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + 0.2 * values if name.endswith("norm.weight") else scale * values)
+    return model
+
+
+def export_model(model: nn.Module, config: TransformerConfig, folder: Path, **options: Any) -> Path:
+    """Exports a model with the byte tokenizer."""
+    export(MemoryWeights(model, config, Tokenizer()), folder, **options)
+    return folder

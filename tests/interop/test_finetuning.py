@@ -1,0 +1,247 @@
+"""Fine-tuning: the first loss is that of transformers, LoRA is the same under any layout, and exports hold its result."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.interop.models import CONFIGS, export_model, model_of
+from tests.launching import ROOT, SMALL, run
+from tests.pool import Pool
+from tests.training import assert_same, result, tiny, train, train_on_rank
+from titanlike.config import UserError
+from titanlike.config.sections import Data, Float8, Lora, Parallelism, Tokenizer
+from titanlike.data.sources import open_sources
+from titanlike.data.text.chat_template import build_chat_template
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.interop.adapter import export_adapter
+from titanlike.interop.export import export
+from titanlike.interop.weights import CheckpointWeights, load_weights, open_weights
+from titanlike.models import build_model
+from titanlike.models.lora import apply_lora
+from titanlike.run.preflight import check_recipe
+
+Ranks = Callable[[int], Pool]
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
+
+SEQ_LEN = 128
+LAYOUTS = {
+    "one process": (1, Parallelism()),
+    "TP-FSDP": (4, Parallelism(tensor=2)),
+    "PP": (2, Parallelism(pipeline=2)),
+}
+
+
+@pytest.fixture(scope="module", params=["grouped-query", "GPT-2"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model in a Hugging Face folder with a chat template, and a file of conversations beside it."""
+    folder = tmp_path_factory.mktemp("base")
+    config = dataclasses.replace(CONFIGS[request.param], vocab_size=304)
+    export_model(model_of(config), config, folder / "hf")
+    (folder / "hf/chat_template.jinja").write_text(build_chat_template("", build_tokenizer(Tokenizer())).source)
+    with (folder / "chats.jsonl").open("w") as file:
+        for first in range(40):
+            turns = [
+                ("user", f"{first}?"),
+                ("assistant", "é" * (first % 7)),
+                ("user", "more"),
+                ("assistant", "so" * first),
+            ]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages[: 2 + 2 * (first % 2)]}) + "\n")
+    return config, folder
+
+
+def recipe(folder: Path, name: str, base: tuple[Any, Path], **sections: Any) -> Any:
+    config, source = base
+    training = dict(steps=1, seq_len=SEQ_LEN, global_batch_size=8, local_batch_size=2)
+    sections["training"] = training | sections.get("training", {})
+    return tiny(
+        folder, name, model=config, data=Data(source="chat", path=str(source / "chats.jsonl"), holdout_every=0),
+        tokenizer=Tokenizer(encoding=str(source / "hf")), checkpoint=dict(initial=str(source / "hf")),
+        schedule=dict(warmup_steps=0), validation=dict(interval=0), **sections,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def loss_of_transformers(base: tuple[Any, Path]) -> float:
+    """Returns the loss of the first batch, which transformers computes for one conversation at a time."""
+    _, folder = base
+    section = recipe(folder, "reference", base)
+    tokenizer = build_tokenizer(section.tokenizer)
+    batch = open_sources(
+        section.data, tokenizer, seq_len=SEQ_LEN, global_batch_size=8, seed=0, validate=False
+    ).training.read(1, range(8))
+    reference = AutoTokenizer.from_pretrained(folder / "hf")
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    encoded = {}
+    for line in (folder / "chats.jsonl").read_text().splitlines():
+        found = reference.apply_chat_template(
+            json.loads(line)["messages"], return_assistant_tokens_mask=True, return_dict=True
+        )
+        encoded[tuple(found["input_ids"])] = found["assistant_masks"]
+    total, count, num_chats = 0.0, 0, 0
+    assert batch.document_ids is not None
+    for row, documents in zip(batch.tokens, batch.document_ids, strict=True):
+        for document in range(documents[-1] + 1):
+            ids = tuple(row[documents == document].tolist())
+            if ids not in encoded:
+                assert set(ids) == {tokenizer.eos}, "only padding is not a conversation"
+                continue
+            labels = torch.tensor(
+                [token if is_label else -100 for token, is_label in zip(ids, encoded[ids], strict=True)]
+            )
+            logits = model(torch.tensor([ids])).logits[0]
+            total += float(cross_entropy(logits[:-1], labels[1:], reduction="sum"))
+            count += int((labels[1:] != -100).sum())
+            num_chats += 1
+    assert num_chats > 8, "several conversations in a sequence"
+    return total / count
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_fine_tuning_starts_at_the_loss_of_transformers(ranks: Ranks, tmp_path: Path, base: Any, layout: str) -> None:
+    expected = loss_of_transformers(base)
+    world_size, parallelism = LAYOUTS[layout]
+    for lora in (Lora(), Lora(rank=4)):
+        found = train(ranks(world_size), recipe(tmp_path, f"rank{lora.rank}", base, parallelism=parallelism, lora=lora))
+        assert found.losses[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["TP-FSDP", pytest.param("PP", marks=pytest.mark.slow)])
+def test_lora_is_the_same_under_any_layout(ranks: Ranks, tmp_path: Path, base: Any, layout: str) -> None:
+    lora = Lora(rank=4, alpha=8.0)
+    sections: dict[str, Any] = dict(lora=lora, training=dict(steps=3), optimizer=dict(lr=1e-2, eps=1e-4))
+    single = recipe(tmp_path, "single", base, **sections)
+    expected = train(ranks(1), single)
+    world_size, parallelism = LAYOUTS[layout]
+    sharded = recipe(tmp_path, "sharded", base, parallelism=parallelism, **sections)
+    found = train(ranks(world_size), sharded)
+    assert_same(found, expected, weights=1e-3)  # the weights of the base are large, and so is the rounding
+    initial = dict(model_of(base[0]).named_parameters())
+    for name, value in found.state["model"].items():
+        if name in initial:
+            assert torch.equal(value, initial[name]), f"{name} is frozen"
+        else:
+            assert value.abs().max() > 1e-3, f"{name} is trained"
+    assert found.state["optimizer"] and not any("weight." in name for name in found.state["optimizer"])
+    # A resume on the other layout continues both runs alike.
+    one_more = dict(sections["training"], steps=4)
+    after = train(ranks(1), dataclasses.replace(sharded, parallelism=Parallelism(), training=recipe(
+        tmp_path, "", base, **{**sections, "training": one_more}).training))  # fmt: skip
+    ranks(1).run(train_on_rank, recipe(tmp_path, "single", base, **{**sections, "training": one_more}))
+    assert_same(after, result(single), weights=1e-3)
+
+
+def test_exports_hold_what_lora_has_learnt(ranks: Ranks, tmp_path: Path, base: Any) -> None:
+    config, folder = base
+    layers = ("attention.wo", "layers.1.feed_forward")
+    section = Lora(rank=4, alpha=8.0, layers=layers)
+    tuned = recipe(
+        tmp_path,
+        "run",
+        base,
+        lora=section,
+        training=dict(steps=3),
+        optimizer=dict(lr=3e-2),
+        parallelism=Parallelism(tensor=2),
+    )
+    train(ranks(2), tuned)
+    weights = open_weights(tmp_path / "run")
+    assert isinstance(weights, CheckpointWeights)
+    # Base and adapters, computed by the model.
+    model = build_model(config)
+    apply_lora(model, model.get_submodule("layers"), section)  # type: ignore[arg-type]
+    names = {name for name, _ in model.named_parameters() if name.endswith("lora_A")}
+    assert {f"{layer}.lora_A" for layer in weights.adapted_layers} == names
+    assert names < {f"layers.{index}.{name}.lora_A" for index in range(3) for name in config.block_matrices()}
+    state = result(tuned).state["model"]
+    model.load_state_dict(state)
+    tokens = torch.randint(0, 300, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens=tokens)
+        export(weights, tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        difference = (merged(tokens).logits - expected).abs().max() / expected.abs().max()
+        unchanged = AutoModelForCausalLM.from_pretrained(folder / "hf")(tokens).logits
+    assert difference < 1e-5
+    assert (unchanged - expected).abs().max() / expected.abs().max() > 1e-3
+    assert (tmp_path / "merged/chat_template.jinja").read_text() == (folder / "hf/chat_template.jinja").read_text()
+    # A run that starts from this one, merged too.
+    again = build_model(config)
+    load_weights(again, weights)
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens=tokens), expected, rtol=1e-4, atol=1e-4)
+
+    export_adapter(weights, tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (4, 8.0, str(folder / "hf"))
+    matrices = safetensors.torch.load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert len(matrices) == 2 * len(settings["target_modules"]) == 2 * len(names)
+    adapted = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    with torch.no_grad():
+        for name in settings["target_modules"]:
+            first, second = (matrices[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
+            product = 8.0 / 4 * second @ first
+            adapted.get_parameter(f"{name}.weight").add_(product.t() if settings["fan_in_fan_out"] else product)
+        assert (adapted(tokens).logits - expected).abs().max() / expected.abs().max() < 1e-5
+    with pytest.raises(UserError, match=r"adapter exists; choose another folder"):
+        export_adapter(weights, tmp_path / "adapter")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
+    """With a tiny model and few steps."""
+    keys = {key: value for key, value in SMALL.items() if key not in ("data.source", "training.seq_len")}
+    keys |= {"training.steps": "3", "training.seq_len": "64", "checkpoint.export": "float32"}
+    text = (ROOT / "docs/finetuning.md").read_text()
+    commands = [line.split() for line in text.splitlines() if line.startswith("./run_train.sh train_configs/")]
+    assert len(commands) == 3
+    for _, recipe, *options in commands:
+        named = dict(option.removeprefix("--").split("=", 1) for option in options)
+        done = run(tmp_path, str(ROOT / recipe), **{**keys, **named})
+        assert done.returncode == 0, done.stderr
+        assert ("starting from the weights of runs/base" in done.stdout) == (named["run.name"] != "base")
+        assert ("lora    rank 8" in done.stdout) == (named["run.name"] == "sums_lora")
+    reference = AutoTokenizer.from_pretrained(tmp_path / "runs/sums_lora/hf")
+    chat = [{"role": "user", "content": "What is 3 plus 4?"}]
+    assert reference.apply_chat_template(chat, tokenize=False) == "user\nWhat is 3 plus 4?<|endoftext|>"
+    assert export_adapter(open_weights(tmp_path / "runs/sums_lora"), tmp_path / "adapter") > 0
+
+
+def test_adapters_that_peft_does_not_have_are_refused(ranks: Ranks, tmp_path: Path, base: Any) -> None:
+    config, folder = base
+    with pytest.raises(UserError, match=r"has no LoRA adapters; omit --adapter"):
+        export_adapter(open_weights(folder / "hf"), tmp_path / "adapter")
+    if config.name == "gpt":
+        train(ranks(1), recipe(tmp_path, "run", base, lora=Lora(rank=2, layers=("wq",))))
+        with pytest.raises(UserError, match=r"attention.wq is a part of a larger matrix in GPT2LMHeadModel"):
+            export_adapter(open_weights(tmp_path / "run"), tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (dict(lora=Lora(layers=("wq",))), r"lora.layers = \['wq'\] has no effect with lora.rank = 0; set lora.rank"),
+        (dict(lora=Lora(rank=2, layers=("wx", "wq"))), r"^lora.layers: 'wx' matches no linear layer \(attention.wq, "),
+        (
+            dict(lora=Lora(rank=2, layers=("layers.0",)), parallelism=Parallelism(pipeline=2)),
+            r"lora.layers selects nothing in blocks \d to 2, which are stage 1 of the pipeline; select layers of all",
+        ),
+        (
+            dict(lora=Lora(rank=2), float8=Float8(scaling="tensorwise", emulate=True, skip_small=False)),
+            r"lora.rank = 2 and float8.scaling = 'tensorwise' are not supported together",
+        ),
+    ],
+)  # fmt: skip
+def test_lora_sections_that_are_refused(sections: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        check_recipe(tiny(tmp_path, "run", **sections), 2)

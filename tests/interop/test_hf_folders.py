@@ -1,0 +1,208 @@
+"""Damaged and unsupported folders, interrupted exports, and memory."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
+from titanlike.config import UserError
+from titanlike.interop import export as export_module
+from titanlike.interop.export import export
+from titanlike.interop.weights import open_weights
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_model(model_of(LLAMA), LLAMA, tmp_path_factory.mktemp("folder") / "hf", shard_size=100_000)
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    shutil.copytree(original, tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "config.json", **changes)
+
+
+def index(change: Callable[[dict[str, str]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        file = folder / "model.safetensors.index.json"
+        values = json.loads(file.read_text())
+        change(values["weight_map"])
+        file.write_text(json.dumps(values))
+
+    return apply
+
+
+def header(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[Path], None]:
+    """Edits the header of the first file of weights, whose size it keeps."""
+
+    def apply(folder: Path) -> None:
+        file = sorted(folder.glob("*.safetensors"))[0]
+        content = file.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        values = json.loads(content[8 : 8 + length])
+        change(values)
+        text = json.dumps(values, separators=(",", ":")).encode().ljust(length)
+        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+    return apply
+
+
+def truncate(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def shrink_header(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:20])
+
+
+EMBEDDING = "model.embed_tokens.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing file": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "lacks model-00002-of"),
+    "truncated file": (truncate, "exceeds its tensor or the file"),
+    "truncated header": (shrink_header, "the header is longer than the file"),
+    "lying offsets": (header(lambda h: h[EMBEDDING].update(data_offsets=[0, 8])), "exceeds its tensor or the file"),
+    "negative offsets": (header(lambda h: h[EMBEDDING].update(data_offsets=[-4, 0])), "non-negative"),
+    "other shape": (header(lambda h: h[EMBEDDING].update(shape=[64, 301])), "has shape (64, 301), but config.json"),
+    "unknown dtype": (header(lambda h: h[EMBEDDING].update(dtype="F4")), "is corrupt"),
+    "missing tensor": (header(lambda h: h.pop(EMBEDDING)), f"lacks {EMBEDDING}; it is not a llama model"),
+    "surplus tensor": (header(lambda h: h.update({"model.x": h.pop(EMBEDDING)})), f"lacks {EMBEDDING}"),
+    "another tensor": (header(lambda h: h.update({"model.x": dict(h[EMBEDDING])})), "also has model.x; it is not a llama"),
+    "path in the index": (index(lambda m: m.update(x="../secret.safetensors")), "is not the name of a file in the folder"),
+    "absolute path": (index(lambda m: m.update(x="/etc/passwd")), "is not the name of a file in the folder"),
+    "index of numbers": (index(lambda m: m.update(x=3)), "3 is not the name of a file"),  # type: ignore[arg-type]
+    "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "has no model.safetensors and no"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "does not contain an object"),
+    "architecture": (config(architectures=["MambaForCausalLM"]), "choose a model of GPT2LMHeadModel, LlamaForCausalLM"),
+    "no architecture": (config(architectures=None), "architectures = null is not supported"),
+    "RoPE type": (
+        config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, rope_theta=1e4),
+        "the RoPE type 'yarn' is not supported; only 'default' and 'llama3' are",
+    ),
+    "two thetas": (config(rope_theta=1e4), "rope_theta = 10000.0, but rope_parameters has rope_theta = 500000.0"),
+    "activation": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported; only 'silu' is"),
+    "biases": (config(attention_bias=True), "attention_bias = True is not supported"),
+    "head_dim": (config(head_dim=128), "head_dim = 128 is not supported; only 8 is"),
+    "quantized": (config(quantization_config={"bits": 4}), "the weights are quantized"),
+    "zero heads": (config(num_attention_heads=0), "config.json: "),
+    "text": (config(hidden_size="many"), "config.json: "),
+    "negative size": (config(vocab_size=-1), "vocab_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=list(DAMAGE))
+def test_damaged_and_unsupported_folders_are_refused(
+    folder: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(UserError) as error:
+        open_weights(folder)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_pickles_are_not_read(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle, which can run code"):
+        open_weights(folder)
+
+
+def test_names_without_the_prefix_of_the_head_and_computed_buffers_are_accepted(tmp_path: Path) -> None:
+    """As in the published folder of GPT-2."""
+    import safetensors.torch
+
+    config = CONFIGS["GPT-2"]
+    export_model(model_of(config), config, tmp_path / "hf")
+    [file] = (tmp_path / "hf").glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    tensors["h.0.attn.bias"] = tensors["wpe.weight"].clone()
+    safetensors.torch.save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    (tmp_path / "hf/model.safetensors.index.json").unlink()
+    weights = open_weights(tmp_path / "hf")
+    query = weights.full("layers.1.attention.wq.weight", (64, 64))
+    assert query.equal(tensors["h.1.attn.c_attn.weight"][:, :64].t())
+
+
+def test_an_export_appears_whole_or_not_at_all(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").write_text("mine")
+    with pytest.raises(UserError, match="exists; choose another folder"):
+        export(open_weights(folder), tmp_path / "kept")
+    assert (tmp_path / "kept/file").read_text() == "mine"
+
+    def full_disk(*args: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    for failure, message in ((full_disk, "cannot be written: No space left"), (KeyboardInterrupt, None)):
+        raised = failure if message else lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+        monkeypatch.setattr(export_module, "write_tensors", raised)
+        with pytest.raises(UserError if message else KeyboardInterrupt, match=message):
+            export(open_weights(folder), tmp_path / "out")
+        with pytest.raises(UserError if message else KeyboardInterrupt, match=message):
+            export(open_weights(folder), tmp_path / "kept", replace=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "kept"]
+        assert (tmp_path / "kept/file").read_text() == "mine"
+
+
+LARGE = """
+import resource, sys
+from pathlib import Path
+
+import torch
+
+from titanlike.checkpoint.format import ShardRange, write_tensors
+from titanlike.config.model_configs import LlamaConfig
+from titanlike.config.sections import Tokenizer
+from titanlike.interop.export import export
+from titanlike.interop.weights import Weights, open_weights, parameter_shapes
+
+config = LlamaConfig(dim=512, num_layers=40, num_heads=8, num_kv_heads=8, ffn_dim=2048, vocab_size=4096)
+
+
+class Random(Weights):
+    config, tokenizer, path = config, Tokenizer(), Path("random")
+    def dtype(self, name):
+        return torch.float32
+    def fill(self, name, target, shard_range):
+        target.normal_()
+
+
+source, out = map(Path, sys.argv[1:])
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + 250 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+size = export(Random(), source)
+assert size > 2.5 * 250 * 2**20, size
+assert export(open_weights(source), out, dtype="bfloat16") == size // 2
+try:
+    torch.empty(size, dtype=torch.uint8)
+except RuntimeError:
+    print("the model does not fit")
+"""
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_the_memory_is_exported_and_imported(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(LARGE)
+    command = [sys.executable, str(tmp_path / "large.py"), str(tmp_path / "source"), str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout == "the model does not fit\n", result.stderr

@@ -1,0 +1,115 @@
+"""Runs that start from weights, under any layout, and runs that end with an export."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.interop.models import CONFIGS, export_model, model_of
+from tests.pool import Pool
+from tests.training import tiny, train, train_on_rank
+from titanlike.config import UserError
+from titanlike.config.sections import Parallelism
+from titanlike.interop.weights import open_weights
+from titanlike.run.preflight import check_machine, check_recipe
+
+Ranks = Callable[[int], Pool]
+LAYOUTS = {
+    "TP-FSDP": (4, Parallelism(tensor=2)),
+    "PP": (2, Parallelism(pipeline=2)),
+    "FSDP": (2, Parallelism()),
+}
+
+
+def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
+    sections["checkpoint"] = {"initial": str(initial)} | sections.get("checkpoint", {})
+    # Weights change by less than rounding in one step at this learning rate.
+    return tiny(
+        folder, name, training=dict(steps=1), optimizer=dict(lr=1e-12), schedule=dict(warmup_steps=0),
+        validation=dict(interval=0), **sections,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("TP-FSDP", "Llama 3.2"),
+        ("PP", "GPT-2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("TP-FSDP", "GPT-2"), ("PP", "Llama 3.2"), ("FSDP", "Llama 3.2"), ("FSDP", "GPT-2"))
+        ),
+    ],
+)
+def test_a_run_starts_from_a_folder_under_any_layout(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
+    config = replace(CONFIGS[model], vocab_size=304)
+    expected = model_of(config)
+    export_model(expected, config, tmp_path / "hf")
+    world_size, parallelism = LAYOUTS[layout]
+    training = recipe_from(
+        tmp_path, tmp_path / "hf", "run", model=config, parallelism=parallelism, checkpoint=dict(export="float32")
+    )
+    check_recipe(training, world_size)
+    check_machine(training)
+    found = train(ranks(world_size), training)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found.state["model"][name], parameter.data, atol=1e-7, rtol=1e-7)
+    # The export at the end, and a second run from it, from the run and from the checkpoint.
+    for number, source in enumerate(("run/hf", "run", "run/checkpoints/step-00000001")):
+        weights = open_weights(tmp_path / source)
+        assert weights.config == config
+        again = recipe_from(tmp_path, tmp_path / source, f"again{number}", model=config, checkpoint=dict(export="none"))
+        if layout == "FSDP":
+            state = train(ranks(2), again).state["model"]
+            for name, value in found.state["model"].items():
+                torch.testing.assert_close(state[name], value, atol=1e-7, rtol=1e-7)
+
+
+def refusal(recipe: Any) -> str:
+    with pytest.raises(UserError) as error:
+        train_on_rank(recipe)
+    return str(error.value)
+
+
+def test_another_model_is_refused_before_the_start_and_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    config = CONFIGS["grouped-query"]
+    export_model(model_of(config), config, tmp_path / "hf")
+    changes = {"num_layers": 2, "rope_theta": 1e6, "max_seq_len": 128, "dropout": 0.1}
+    other = replace(config, **changes)
+    wrong = recipe_from(tmp_path, tmp_path / "hf", "run", model=other)
+    message = (
+        r"^checkpoint.initial = '.*/hf' has num_layers = 3, but model.num_layers = 2; `titanlike import` writes .*\n"
+        r"checkpoint.initial = '.*/hf' has rope_theta = 500000.0, but model.rope_theta = 1000000.0; .*$"
+    )
+    with pytest.raises(UserError, match=message):
+        check_machine(wrong)
+    assert all("has num_layers = 3" in error for error in ranks(2).run(refusal, wrong))
+    allowed = recipe_from(
+        tmp_path, tmp_path / "hf", "run", model=replace(config, rope_theta=1e6),
+        checkpoint=dict(allow_changed=("model.rope_theta",)),
+    )  # fmt: skip
+    check_machine(allowed)
+
+
+@pytest.mark.parametrize(
+    ("initial", "message"),
+    [("missing", "is not a folder; give a run"), ("s3://bucket/model", "is a URL; download the folder")],
+)
+def test_initial_weights_that_do_not_exist(tmp_path: Path, initial: str, message: str) -> None:
+    recipe = recipe_from(tmp_path, Path("x"), "run", checkpoint=dict(initial=initial))
+    with pytest.raises(UserError, match=message):
+        check_recipe(recipe, 1)
+        check_machine(recipe)
+
+
+def test_a_resume_does_not_read_the_initial_weights_again(ranks: Ranks, tmp_path: Path) -> None:
+    config = CONFIGS["grouped-query"]
+    export_model(model_of(config), config, tmp_path / "hf")
+    first = recipe_from(tmp_path, tmp_path / "hf", "run", model=config)
+    before = train(ranks(1), first).state["model"]
+    (tmp_path / "hf/config.json").unlink()
+    after = train(ranks(1), replace(first, training=replace(first.training, steps=2)))
+    assert after.state["model"].keys() == before.keys()

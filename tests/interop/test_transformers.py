@@ -1,0 +1,141 @@
+"""Exported folders as transformers reads them, and folders that transformers writes. `.ci/run` repeats this with transformers 4."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
+from titanlike.config.model_configs import TransformerConfig
+from titanlike.config.sections import Tokenizer
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.text.train_tokenizer import train
+from titanlike.interop.export import export
+from titanlike.interop.tokenizer_files import tokenizer_files
+from titanlike.interop.weights import load_weights, open_weights
+from titanlike.models import build_model
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
+NASTY = "Héllo  wörld\n\n\t 12345678 '' ''s I'LL don't 漢字 \U0001f600\u200d\U0001f525 \0 \ufeff e\u0301 \r\n a\u00a0b _x_  "
+
+
+def load(folder: Path) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def tokens_of(config: TransformerConfig) -> torch.Tensor:
+    return torch.randint(0, config.vocab_size, (2, config.max_seq_len), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def difference(model: Any, reference: Any, config: TransformerConfig) -> float:
+    """Returns the largest difference of any logit, relative to the largest logit."""
+    tokens = tokens_of(config)
+    logits = model(tokens=tokens)
+    return float((logits - reference(tokens).logits).abs().max() / logits.abs().max())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_logits_equal_those_of_transformers(config: TransformerConfig, tmp_path: Path) -> None:
+    model = model_of(config)
+    reference = load(export_model(model, config, tmp_path / "hf"))
+    assert difference(model, reference, config) < 1e-5
+    assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
+    # What transformers writes is read back to the bit.
+    reference.save_pretrained(tmp_path / "saved")
+    weights = open_weights(tmp_path / "saved")
+    assert weights.config == config
+    again = build_model(config)
+    load_weights(again, weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("wrong", ["theta", "scaling", "norm_eps", "permuted", "transposed"])
+def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
+    config = CONFIGS["Llama 3.1"]
+    model = model_of(config)
+    folder = export_model(model, config, tmp_path / "hf")
+    values = json.loads((folder / "config.json").read_text())
+    for rope in (values["rope_parameters"], values, values["rope_scaling"]):
+        if wrong == "theta":
+            rope["rope_theta"] = 10000.0
+        if wrong == "scaling" and "factor" in rope:
+            rope["factor"] = 4.0
+    values["rms_norm_eps"] = 1e-1 if wrong == "norm_eps" else values["rms_norm_eps"]
+    (folder / "config.json").write_text(json.dumps(values))
+    reference = load(folder)
+    with torch.no_grad():
+        projection = reference.model.layers[1].self_attn.q_proj.weight
+        if wrong == "permuted":  # to the pairs of channels that Meta's own checkpoints rotate
+            projection.copy_(projection.view(8, 2, 4, 64).transpose(1, 2).reshape(64, 64))
+        if wrong == "transposed":
+            projection.copy_(projection.t().clone())
+    assert difference(model, reference, config) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["tied", "GPT-2"])
+def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    export_model(model_of(config), config, tmp_path / "first", dtype="bfloat16")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "first", torch_dtype=torch.bfloat16)
+    reference.save_pretrained(tmp_path / "saved")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "saved" / file).write_bytes((tmp_path / "first" / file).read_bytes())
+    export(open_weights(tmp_path / "saved"), tmp_path / "again", shard_size=50_000)
+    index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "again").glob("*.safetensors"))
+    assert len(files) > 1 and set(index["weight_map"].values()) == {file.name for file in files}
+    again = {name: value for file in files for name, value in safetensors.torch.load_file(file).items()}
+    expected = safetensors.torch.load_file(tmp_path / "saved/model.safetensors")
+    assert again.keys() == expected.keys() == index["weight_map"].keys()
+    assert ("lm_head.weight" in again) is False
+    for key, value in expected.items():
+        assert value.dtype == again[key].dtype == torch.bfloat16
+        assert torch.equal(value.view(torch.int16), again[key].view(torch.int16)), key
+    load(tmp_path / "again")
+
+
+@pytest.fixture(scope="module")
+def rank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    text = folder / "text.txt"
+    text.write_text("".join(path.read_text() for path in sorted(Path(__file__).parents[1].glob("unit/test_[a-d]*.py"))))
+    train([str(text)], folder / "tokenizer.model", 600)
+    return folder / "tokenizer.model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "special"), [("bytes", "eos"), ("ranks", "eos"), ("ranks", "both"), ("json", "eos"), ("json", "both")]
+)
+def test_auto_tokenizer_gives_the_same_tokens(kind: str, special: str, rank_file: Path, tmp_path: Path) -> None:
+    encoding = {"bytes": "bytes", "ranks": str(rank_file)}.get(kind, "")
+    section = Tokenizer(encoding=encoding, special=special)  # type: ignore[arg-type]
+    if kind == "json":
+        first = build_tokenizer(Tokenizer(encoding=str(rank_file), special="both"))
+        (tmp_path / "first").mkdir()
+        for name, content in tokenizer_files(first, 256).items():
+            (tmp_path / "first" / name).write_bytes(content)
+        section = Tokenizer(encoding=str(tmp_path / "first"), special=special)  # type: ignore[arg-type]
+    ours = build_tokenizer(section)
+    (tmp_path / "hf").mkdir()
+    for name, content in tokenizer_files(ours, 256).items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    (tmp_path / "hf/config.json").write_text(json.dumps(LLAMA.to_hugging_face()))
+    reference = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    expected = ours.encode(NASTY).tolist()
+    assert reference(NASTY, add_special_tokens=False).input_ids == expected
+    assert reference.decode(expected) == NASTY
+    if kind != "json":
+        assert reference(NASTY).input_ids == ([ours.bos] if special == "both" else []) + expected
+    assert reference.eos_token_id == ours.eos

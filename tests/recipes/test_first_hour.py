@@ -1,0 +1,83 @@
+"""The first hour on a GPU, rehearsed on a CPU: every command runs, and a second call continues."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+ROOT = Path(__file__).parents[2]
+OURS = ("plain.", "titanlike.")  # rows that need no other project
+
+
+def first_hour(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments, "--rehearse", "--out", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_first_hour_runs_on_a_cpu(tmp_path: Path) -> None:
+    done = first_hour(tmp_path, "first-hour", "limits_1b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = json.loads((tmp_path / "parts.json").read_text())
+    assert list(states) == [*gpu.FIRST_HOUR, "limits_1b"]
+    for name in states:
+        if name == "tests":
+            continue
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        rows = [row for row in found.get("rows", {}) if row.startswith(OURS)]
+        for row in rows:
+            assert "failed" not in found["rows"][row], (name, row, found["rows"][row])
+            assert found["rows"][row].get("losses_match", True) or "float8" in name + row, (name, row)
+    assert all(result["ok"] for result in json.loads((tmp_path / "sanity.json").read_text()).values())
+    assert all(row["memory_gib"] > 0 for row in json.loads((tmp_path / "memory.json").read_text()).values())
+    profile = json.loads((tmp_path / "profile_1b.json").read_text())
+    assert any("mm" in kernel["name"] for kernel in profile["kernels"])
+    assert (tmp_path / "profile_1b.trace.json.gz").stat().st_size > 1000
+    again = first_hour(tmp_path, "first-hour")
+    assert again.stdout.splitlines() == [f"{name}: done before" for name in gpu.FIRST_HOUR]
+
+
+def test_a_part_that_fails_is_reported_and_repeated_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gpu, "PARTS", {"bad": gpu.Part("", "benchmarks.limits --model nope"), "good": gpu.Part("", "json.tool --help")}
+    )
+    monkeypatch.setattr(gpu, "argv_of", lambda name, *_, **__: gpu.shlex.split(gpu.PARTS[name].rehearsal))
+    order = []
+    original = gpu.run
+    monkeypatch.setattr(gpu, "run", lambda name, *rest, **named: order.append(name) or original(name, *rest, **named))
+    for expected in (["bad", "good"], ["bad", "good", "bad"]):
+        monkeypatch.setattr(sys, "argv", ["gpu", "bad", "good", "--rehearse", "--out", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        assert ended.value.code == 1
+        assert order == expected
+    states = json.loads((tmp_path / "parts.json").read_text())
+    assert {name: state["state"] for name, state in states.items()} == {"bad": "failed", "good": "ok"}
+
+
+def test_a_part_past_its_limit_is_stopped_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PARTS", {"slow": gpu.Part("", "", limit=5.0)})
+    (tmp_path / "endless.py").write_text(
+        "import pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "pathlib.Path('child').write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "argv_of", lambda *_, **__: ["endless"])
+    assert gpu.run("slow", tmp_path, rehearse=True, others=())["state"] == "stopped"
+    status, end = Path("/proc", (tmp_path / "child").read_text(), "stat"), time.monotonic() + 30
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end, "the process that the part started is alive"
+        time.sleep(0.05)
+
+
+def test_every_part_of_the_first_hour_has_a_command() -> None:
+    assert set(gpu.FIRST_HOUR) <= set(gpu.PARTS)

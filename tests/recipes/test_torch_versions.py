@@ -1,0 +1,31 @@
+"""The record of the tests with other versions of torch covers the supported range, and the documentation has its table."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.torch_versions import RECORD, ROOT, counts, release, table
+
+
+def test_the_torch_versions_are_those_of_the_record() -> None:
+    recorded = json.loads(RECORD.read_text())
+    (oldest, above) = re.findall(r'"torch>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text())[0]
+    first, *others, end = map(release, (oldest, *recorded, above))
+    assert first in others and (end[0], end[1] - 1) in others, (
+        "docs/torch_versions.json lacks the oldest or the newest version"
+    )
+    assert all(first <= version < end for version in others)
+    for version, result in recorded.items():
+        assert result["packages"]["torch"].startswith(f"{version}.")
+        assert result["failures"] == [] and result["passed"] > 1000
+    assert f"-->\n\n{table(recorded)}\n\n" in (ROOT / "docs/installing.md").read_text()
+
+
+def test_the_report_of_a_torch_version_counts_tests(tmp_path: Path) -> None:
+    # The teardown of the last test failed.
+    outcomes = [("b", ""), ("c", "<failure/>"), ("d", "<skipped/>"), ("e", ""), ("e", "<error/>")]
+    cases = "".join(f'<testcase classname="a" name="{name}">{outcome}</testcase>' for name, outcome in outcomes)
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert counts(tmp_path / "report.xml") == {
+        "passed": 1, "failed": 2, "skipped": 1, "failures": ["a::c", "a::e"]
+    }  # fmt: skip

@@ -1,0 +1,179 @@
+"""Chat data: packing, labels, epochs, validation, what is left out, and bad records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_packed_dataset import batches
+from titanlike.config import UserError
+from titanlike.config.sections import Data, Tokenizer
+from titanlike.data.chats import TokenizedChats, pack
+from titanlike.data.sources import Sources, open_sources
+from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.models.loss import IGNORE
+
+EOS = 256
+
+
+def write(file: Path, *records: Any) -> Path:
+    file.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
+    return file
+
+
+def sum_of(first: int, second: int) -> dict[str, str]:
+    return {"prompt": f"{first}+{second}", "completion": str(first + second)}
+
+
+def open_chats(path: Path, *, seq_len: int = 64, validate: bool = False, **keys: Any) -> Sources:
+    section = Data(source="chat", path=str(path), **({"holdout_every": 0} | keys))
+    return open_sources(
+        section, build_tokenizer(Tokenizer()), seq_len=seq_len, global_batch_size=8, seed=0, validate=validate
+    )
+
+
+def conversations_of(source: Any, steps: int) -> list[str]:
+    """Returns the conversations of some global batches, without padding."""
+    found = []
+    for step in range(1, steps + 1):
+        batch = source.read(step, range(8))
+        for row, documents in zip(batch.tokens, batch.document_ids, strict=True):
+            found += ["".join(map(chr, row[documents == document])) for document in range(documents[-1] + 1)]
+    return [text for text in found if text.strip(chr(EOS))]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 20), max_size=40))
+def test_every_item_is_in_one_bin_that_holds_it(lengths: list[int]) -> None:
+    bins = pack(np.array(lengths, np.int64), 20)
+    assert sorted(item for group in bins for item in group) == list(range(len(lengths)))
+    sizes = sorted(sum(lengths[item] for item in group) for group in bins)
+    assert not sizes or (sizes[-1] <= 20 and (len(sizes) == 1 or sizes[0] + sizes[1] > 20))
+
+
+def test_each_epoch_has_every_conversation_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", *(sum_of(a, b) for a in range(10) for b in range(10)))
+    source: Any = open_chats(path, seq_len=79).training
+    [dataset] = source.datasets
+    assert dataset.num_sequences < 40  # of three conversations each
+    found = conversations_of(source, steps=dataset.num_sequences)  # 8 epochs
+    assert len(set(found)) == 100
+    assert all(found.count(text) == 8 for text in set(found))
+
+
+def test_labels_are_the_assistants_tokens_within_each_conversation(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}, {"role": "user", "content": "d"}]
+    chats = [{"messages": [*turns, {"role": "assistant", "content": "e"}]}, {"prompt": "f", "output": "gh"}]
+    loader = batches(open_chats(write(tmp_path / "chats.jsonl", *chats), seq_len=90).training)
+    batch = loader.microbatches(1)[0]
+    first, second = "user\na#assistant\nbc#user\nd#assistant\ne#", "user\nf#assistant\ngh#"
+    tokens, labels = batch.inputs["tokens"][0].tolist(), batch.labels[0].tolist()
+    text = "".join("#" if token == EOS else chr(token) for token in tokens)
+    assert text == (first + second).ljust(90, "#")
+    expected = ["_"] * 91
+    for start in (text.index("bc#"), text.index("e#"), text.index("gh#")):
+        for index in range(start, text.index("#", start) + 1):
+            expected[index] = text[index]
+    shown = ["_" if label == IGNORE else "#" if label == EOS else chr(label) for label in labels]
+    assert shown == expected[1:]
+    lengths = [len(first), len(second), 90 - len(first + second)]
+    assert batch.inputs["document_ids"][0].tolist() == [0] * lengths[0] + [1] * lengths[1] + [2] * lengths[2]
+    assert batch.inputs["position_ids"][0].tolist() == [index for length in lengths for index in range(length)]
+
+
+def test_any_step_is_read_without_those_before_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", *(sum_of(a, b) for a in range(10) for b in range(10)))
+    first: Any
+    again: Any
+    first, again = open_chats(path).training, open_chats(path).training
+    for step in range(1, 20):
+        expected = first.read(step, range(8))
+    found = again.read(19, range(4, 8))
+    np.testing.assert_array_equal(found.tokens, expected.tokens[4:])
+    np.testing.assert_array_equal(found.loss_mask, expected.loss_mask[4:])
+    assert first.position() is None and first.fingerprint == again.fingerprint
+
+
+def test_validation_has_conversations_that_training_does_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", *(sum_of(a, b) for a in range(10) for b in range(10)))
+    sources: Any = open_chats(path, validate=True, holdout_every=5)
+    trained, held_out = (set(conversations_of(source, 20)) for source in (sources.training, sources.validation))
+    assert (len(trained), len(held_out)) == (80, 20)
+    assert trained.isdisjoint(held_out)
+    other = write(tmp_path / "other.jsonl", sum_of(77, 77))
+    sources = open_chats(path, validate=True, validation_path=str(other))
+    assert set(conversations_of(sources.validation, 1)) == {f"user\n77+77{chr(EOS)}assistant\n154{chr(EOS)}"}
+    with pytest.raises(UserError, match=r"no conversation for validation: 1 in all, one in 50 held out; reduce"):
+        open_chats(other, validate=True, holdout_every=50)
+
+
+def test_long_conversations_are_truncated_or_skipped_and_counted(tmp_path: Path) -> None:
+    long = {"prompt": "a", "completion": "b" * 100}
+    useless = {"prompt": "a" * 100, "completion": "b"}
+    path = write(tmp_path / "chats.jsonl", sum_of(1, 1), long, useless)
+    source: Any = open_chats(path, seq_len=30).training
+    assert source.describe(1) == (
+        "2 conversations, 52 tokens (16 of the assistant) in 2 sequences, 84% full, 1 truncated to 31 tokens, "
+        "1 skipped as too long, read 4 times"
+    )
+    assert f"user\na{chr(EOS)}assistant\n" + "b" * 14 in conversations_of(source, 1)
+    skipping = open_chats(path, seq_len=30, long_chats="skip").training
+    assert "1 conversation," in skipping.describe(1) and "2 skipped as too long" in skipping.describe(1)
+    with pytest.raises(UserError, match=r"no conversation for training: 3 in all, 3 longer than training.seq_len = 8$"):
+        open_chats(path, seq_len=8, long_chats="skip")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"messages": [{"role": "boss", "content": "a"}]},
+            r'chats.jsonl, line 2: messages.0.role = "boss"; use one of',
+        ),
+        ({"messages": {}}, r"chats.jsonl, line 2: messages is not a list: \{\}"),
+        ("[1]", r"chats.jsonl, line 2: a list, not an object"),
+        ("{", r"chats.jsonl, line 2: not JSON: "),
+        (
+            {"prompt": "refuse", "completion": ""},
+            r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$",
+        ),
+    ],
+)
+def test_a_bad_record_is_named_or_skipped(record: Any, message: str, tmp_path: Path, capsys: Any) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if messages[0].content == 'refuse' %}{{ raise_exception('not this one') }}{% endif %}"
+        "{{ messages[0].content }}{% generation %}{{ messages[1].content }}<|endoftext|>{% endgeneration %}"
+    )
+    path = write(tmp_path / "chats.jsonl", sum_of(1, 1), record, sum_of(2, 2))
+    with pytest.raises(UserError, match=message):
+        open_chats(path, chat_template=str(template))
+    source: Any = open_chats(path, chat_template=str(template), bad_records="skip").training
+    assert "2 conversations" in source.describe(1) and "1 skipped as bad" in source.describe(1)
+    assert "warning: skipped" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"not a file of records; its name must end with .jsonl, .json"):
+        open_chats(template)
+
+
+def test_the_cache_is_read_and_replaced_if_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "chats.jsonl", sum_of(1, 1))
+    cache = str(tmp_path / "cache")
+    expected = open_chats(path, cache=cache).training.fingerprint
+    [file] = (tmp_path / "cache/chats").glob("*.npz")
+    file.write_bytes(file.read_bytes()[:-40])
+    assert TokenizedChats.load(file) is None
+    assert open_chats(path, cache=cache).training.fingerprint == expected
+    written = file.stat().st_mtime_ns
+    assert open_chats(path, cache=cache).training.fingerprint == expected
+    assert file.stat().st_mtime_ns == written
+
+
+def test_generated_conversations_need_no_file() -> None:
+    section = Data(source="synthetic_chat", holdout_every=20)
+    tokenizer = build_tokenizer(Tokenizer())
+    sources = open_sources(section, tokenizer, seq_len=128, global_batch_size=8, seed=0, validate=True)
+    assert sources.training.describe(1).startswith("950 conversations") and sources.validation

@@ -1,0 +1,220 @@
+"""Document masks: one per batch; block masks equal dense ones, and their memory does not grow with the square of the length."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.training import GPT_, LLAMA
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.models import blocks, build_model
+from titanlike.models.document_mask import (
+    BLOCK_SIZE,
+    DocumentMask,
+    block_mask_attention,
+    document_block_mask,
+    document_causal_mask,
+)
+from titanlike.models.init import initialize
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanlike.parallelisms.compile import apply_compile
+
+
+def documents(length: int, mean: int, batch: int = 2, seed: int = 0) -> Tensor:
+    """Returns ids (B, T) of documents of random lengths."""
+    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 1 / mean
+    return starts.cumsum(1)
+
+
+def zigzag(length: int, ranks: int, rank: int) -> Tensor:
+    chunks = torch.arange(length).chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
+
+
+def to_dense(mask: BlockMask, batch: int) -> tuple[Tensor, int, int]:
+    """Returns the pairs of tokens that attention with a block mask computes, and the numbers of its partial and full blocks."""
+    queries, keys = mask.seq_lengths
+    found, kinds = torch.zeros(batch, 1, queries, keys, dtype=torch.bool), []
+    indices = torch.arange(batch)[:, None, None], None, torch.arange(queries)[:, None], torch.arange(keys)
+    elements = mask.mask_mod(*indices)  # type: ignore[arg-type]
+    for kind in ("kv", "full_kv"):
+        counts, order = getattr(mask, f"{kind}_num_blocks"), getattr(mask, f"{kind}_indices")
+        kinds.append(int(counts.sum()))
+        for b in range(batch):
+            for row in range(counts.shape[2]):
+                for column in order[b, 0, row, : counts[b, 0, row]].tolist():
+                    rows, columns = (slice(n * BLOCK_SIZE, (n + 1) * BLOCK_SIZE) for n in (row, column))
+                    assert not found[b, 0, rows, columns].any()
+                    found[b, 0, rows, columns] = elements[b, rows, columns] if kind == "kv" else True
+    return found, kinds[0], kinds[1]
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """FlexAttention in eager mode, without its compiler."""
+    monkeypatch.setattr("titanlike.models.document_mask.compiled_flex_attention", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
+    yield monkeypatch
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mean", [3, 100, 600, 10**9])
+@pytest.mark.parametrize("length", [32, 640, 1000])
+def test_a_block_mask_equals_the_dense_mask(length: int, mean: int) -> None:
+    ids, positions = documents(length, mean), torch.arange(length)
+    arguments = positions, positions, ids, ids
+    found, partial, full = to_dense(document_block_mask(*arguments), len(ids))
+    expected = document_causal_mask(*arguments)
+    assert torch.equal(found, expected)
+    # No block is computed in vain, and the mask is evaluated in those only that need it.
+    size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
+    blocks = (
+        F.pad(expected, (0, size - length, 0, size - length))
+        .unflatten(3, (-1, BLOCK_SIZE))
+        .unflatten(2, (-1, BLOCK_SIZE))
+    )
+    assert partial + full == blocks.any(5).any(3).sum()
+    if length % BLOCK_SIZE == 0:
+        assert full == blocks.all(5).all(3).sum()
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(1024, 2), (1536, 4), (48, 2)])
+def test_a_block_mask_equals_the_dense_mask_under_context_parallelism(length: int, ranks: int) -> None:
+    ids = documents(length, 300)
+    for rank in range(ranks):
+        local = zigzag(length, ranks, rank)
+        arguments = local, torch.arange(length), ids[:, local], ids
+        assert torch.equal(to_dense(document_block_mask(*arguments), len(ids))[0], document_causal_mask(*arguments))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_flex_attention_equals_dense_attention(flex_on_cpu: pytest.MonkeyPatch, kv_heads: int, ranks: int) -> None:
+    length = 320
+    ids = documents(length, 60)
+    q, k, v = (torch.randn(2, heads, length, 16) for heads in (4, kv_heads, kv_heads))
+    for rank in range(ranks):
+        local = zigzag(length, ranks, rank) if ranks > 1 else torch.arange(length)
+        arguments = local, torch.arange(length), ids[:, local], ids
+        found = block_mask_attention(q[:, :, local], k, v, document_block_mask(*arguments))
+        dense = document_causal_mask(*arguments)
+        expected = F.scaled_dot_product_attention(q[:, :, local], k, v, attn_mask=dense, enable_gqa=True)
+        torch.testing.assert_close(found, expected)
+
+
+def model_of(config: LlamaConfig | GPTConfig, flex: bool | None = None) -> nn.Module:
+    with torch.device("meta"):
+        model = build_model(config)
+    initialize(model, torch.device("cpu"), seed=0)
+    model.get_submodule("document_mask").flex = flex
+    return model
+
+
+def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
+    tokens = torch.arange(ids.numel()).reshape(ids.shape) * 7 % 320
+    loss = model(tokens, document_ids=ids, labels=tokens) / ids.numel()
+    return loss, *torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # FlexAttention warns in eager mode, torch.compile when it traces an autograd.Function
+@pytest.mark.parametrize(("config", "mode", "checkpoint"), [
+    (LLAMA, "none", "full"), (GPT_, "block", "none"), (LLAMA, "block", "full"), (LLAMA, "block", "selective"),
+    (GPT_, "model", "none"),
+])  # fmt: skip
+def test_a_model_has_the_same_gradients_with_block_masks(
+    flex_on_cpu: pytest.MonkeyPatch, config: LlamaConfig | GPTConfig, mode: Any, checkpoint: Any
+) -> None:
+    """Each batch has other documents, which must not recompile."""
+    flex_on_cpu.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+    backend: Any = CompileCounterWithBackend("aot_eager")
+    model, dense = model_of(config, flex=True), model_of(config)
+    apply_activation_checkpoint(blocks(model), mode=checkpoint, preserve_rng_state=False)
+    apply_compile(model, blocks(model), mode=mode, backend=backend)
+    for seed in range(3):
+        ids = documents(200, 50, seed=seed)
+        torch.testing.assert_close(loss_and_gradients(model, ids), loss_and_gradients(dense, ids), rtol=1e-4, atol=1e-6)
+        assert backend.frame_count == (mode != "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpoint", "recomputed"), [("selective", 0), ("full", 1)])
+def test_selective_checkpointing_saves_the_output_of_flex_attention(
+    flex_on_cpu: pytest.MonkeyPatch, checkpoint: Any, recomputed: int
+) -> None:
+    graphs: dict[str, list[str]] = {}
+
+    def record(name: str) -> Any:
+        def compiler(graph: Any, inputs: Any) -> Any:
+            graphs[name] = [str(node.target) for node in graph.graph.nodes]
+            return make_boxed_func(graph)
+
+        return compiler
+
+    backend: Any = aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
+    model = model_of(LLAMA, flex=True)
+    apply_activation_checkpoint(blocks(model), mode=checkpoint, preserve_rng_state=False)
+    apply_compile(model, blocks(model), mode="block", backend=backend)
+    loss_and_gradients(model, documents(200, 50))
+    assert graphs["forward"].count("flex_attention") == 1
+    assert graphs["backward"].count("flex_attention") == recomputed
+    assert graphs["backward"].count("flex_attention_backward") == 1
+
+
+class Tensors(TorchDispatchMode):
+    """Records the sizes of the results of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        return out
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT_], ids=["llama", "gpt"])
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_a_dense_mask_is_made_once_for_all_layers_and_recomputations(
+    config: LlamaConfig | GPTConfig, checkpoint: Any
+) -> None:
+    """Two tensors of its size: equal documents, and the mask."""
+    model, ids = model_of(config), documents(48, 10)
+    apply_activation_checkpoint(blocks(model), mode=checkpoint, preserve_rng_state=False)
+    with Tensors() as tensors:
+        loss_and_gradients(model, ids)
+    assert sum(x.dtype == torch.bool and x.shape == (2, 1, 48, 48) for x in tensors.made) == 2
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_no_tensor_grows_with_the_square_of_the_length(length: int) -> None:
+    """A block mask has one element for each pair of blocks: at 16,384 tokens as many as tokens."""
+    ids = documents(length, 500, batch=1)
+    module = DocumentMask()
+    module.flex = True
+    with Tensors() as tensors:
+        mask = module(ids)
+    assert max(x.numel() for x in tensors.made) <= length + 2 * length // BLOCK_SIZE
+    kept = sum(x.nbytes for x in mask.as_tuple() if isinstance(x, Tensor))
+    blocks = length // BLOCK_SIZE
+    assert kept == 16 * blocks * (
+        blocks + 1
+    )  # bytes: indices and counts, by query and by key, of partial and of full blocks
+
+
+def test_without_documents_there_is_no_mask() -> None:
+    assert DocumentMask()(None) is None

@@ -1,0 +1,154 @@
+"""Muon in one process, parameter groups of a recipe, and what is refused."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from titanlike.config import PretrainRecipe, UserError, load, to_toml
+from titanlike.config.model_configs import LlamaConfig
+from titanlike.config.optimizer import Optimizer, OptimizerGroup
+from titanlike.config.sections import Lora
+from titanlike.models import build_model
+from titanlike.optim.muon import Muon, orthogonalize
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.schedule import set_learning_rate
+from titanlike.planning.job import Job
+from titanlike.planning.memory import memory
+from titanlike.run.preflight import check_recipe
+
+MODEL = LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=48, vocab_size=320)
+MUON = OptimizerGroup(pattern="layers", optimizer="muon")
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="added in torch 2.9")
+@pytest.mark.parametrize(("scaling", "name"), [("rms", "match_rms_adamw"), ("spectral", "original")])
+def test_updates_are_those_of_torch(scaling: str, name: str) -> None:
+    torch.manual_seed(0)
+    shapes = [(24, 40), (40, 24), (16, 16)]
+    found, expected = ([nn.Parameter(torch.full(shape, 0.5)) for shape in shapes] for _ in range(2))
+    optimizer = Muon(found, lr=0.02, weight_decay=0.1, lr_scaling=scaling, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    reference = torch.optim.Muon(expected, lr=0.02, weight_decay=0.1, adjust_lr_fn=name)
+    for _ in range(3):
+        for one, other in zip(found, expected, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        optimizer.step()
+        reference.step()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((32, 64), (64, 32)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+        assert values.min() > 0.5 and values.max() < 1.5
+    assert not orthogonalize(torch.zeros(4, 8)).any()
+
+
+def names_of(model: nn.Module, parameters: list[torch.Tensor]) -> set[str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)] for parameter in parameters}
+
+
+def test_groups_of_parameters() -> None:
+    model = build_model(MODEL)
+    groups = (
+        OptimizerGroup(pattern="wk", lr_scale=0.5, weight_decay=0.0),
+        OptimizerGroup(pattern="*", optimizer="muon", lr_scale=2.0),
+        OptimizerGroup(pattern="tok_embeddings", weight_decay=0.3),
+    )
+    optimizer = build_optimizer(model, Optimizer(weight_decay=0.1, groups=groups))
+    set_learning_rate(optimizer, 0.1)
+    found = [(names_of(model, group["params"]), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    block = ("attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    norms = {f"layers.{index}.{name}_norm.weight" for index in (0, 1) for name in ("attention", "ffn")}
+    assert found == [
+        ({"output.weight"}, 0.1, 0.1),
+        (norms | {"norm.weight"}, 0.1, 0.0),
+        ({"tok_embeddings.weight"}, 0.1, 0.3),
+        ({f"layers.{index}.attention.wk.weight" for index in (0, 1)}, 0.05, 0.0),
+        ({f"layers.{index}.{name}.weight" for index in (0, 1) for name in block}, 0.2, 0.1),
+    ]
+
+
+def test_the_state_can_be_saved_and_loaded_by_torch() -> None:
+    models = [build_model(MODEL) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    section = Optimizer(groups=(MUON,))
+    first, second = (build_optimizer(model, section) for model in models)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+    step(models[0], first, 0)
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for model, optimizer in zip(models, (first, second), strict=True):
+        step(model, optimizer, 1)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_in_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text('[optimizer]\nlr = 0.1\n[[optimizer.groups]]\npattern = "layers"\noptimizer = "muon"\n')
+    recipe = load(PretrainRecipe, file)
+    assert recipe.optimizer.groups == (MUON,)
+    file.write_text(to_toml(recipe))
+    assert load(PretrainRecipe, file) == recipe
+    override = {"optimizer.groups": '[{pattern = "wq", lr_scale = 2.0}]'}
+    assert load(PretrainRecipe, file, override).optimizer.groups == (OptimizerGroup(pattern="wq", lr_scale=2.0),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('patern = "x"', r'optimizer.groups.patern = "x": unknown key; did you mean optimizer.groups.pattern\?'),
+        ('optimizer = "mun"', r'optimizer.groups.optimizer = "mun" is not valid; did you mean "muon"\?'),
+        ("lr_scale = 0.0", "optimizer.groups.lr_scale = 0.0 must be a number > 0"),
+        ('weight_decay = "a"', 'optimizer.groups.weight_decay = "a" must be a number >= 0'),
+    ],
+)
+def test_mistakes_in_a_group(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(f"[[optimizer.groups]]\n{text}\n")
+    with pytest.raises(UserError, match=message):
+        load(PretrainRecipe, file)
+    file.write_text("[optimizer]\ngroups = [3]\n")
+    with pytest.raises(
+        UserError, match=r"optimizer.groups = 3 is not a table; write \[\[optimizer.groups\]\] and its keys"
+    ):
+        load(PretrainRecipe, file)
+
+
+def test_what_preflight_refuses() -> None:
+    def check(*groups: OptimizerGroup, **changes: object) -> None:
+        base = PretrainRecipe(model=MODEL, optimizer=Optimizer(groups=groups))
+        check_recipe(dataclasses.replace(base, **changes), 1)  # type: ignore[arg-type]
+
+    check(MUON, OptimizerGroup(pattern="layers", lr_scale=2.0))  # the second applies to the norms of the blocks
+    with pytest.raises(UserError, match="no parameter is left for pattern = 'layer' with optimizer = 'muon'"):
+        check(OptimizerGroup(pattern="layer", optimizer="muon"))
+    with pytest.raises(UserError, match="no parameter is left for pattern = 'output' with optimizer = 'muon'"):
+        check(OptimizerGroup(pattern="output", optimizer="muon"))
+    with pytest.raises(UserError, match="no parameter is left for pattern = 'wq'"):
+        check(MUON, OptimizerGroup(pattern="wq"))
+    with pytest.raises(UserError, match=r"optimizer = 'muon' does not support lora.rank = 4"):
+        check(MUON, lora=Lora(rank=4))
+
+
+def test_the_plan_counts_one_moment() -> None:
+    recipe = PretrainRecipe(model=MODEL, optimizer=Optimizer(groups=(MUON,)))
+    adamw = dataclasses.replace(recipe, optimizer=Optimizer())
+    found, expected = (memory(Job(each, 1)).peak.usage.optimizer for each in (recipe, adamw))
+    model = build_model(MODEL)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if name.startswith("layers") and p.dim() == 2)
+    assert expected - found == 4 * matrices

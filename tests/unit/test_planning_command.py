@@ -1,0 +1,163 @@
+"""`titanlike plan` and `--check`: output for people and programs, and one sentence for each mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from titanlike.cli import main as cli
+from titanlike.planning import comparison, report
+from titanlike.planning.advice import advice, checkpointing_modes
+from titanlike.planning.figure import draw_memory, draw_scaling
+from titanlike.planning.hardware import load_hardware
+from titanlike.planning.job import Job
+from titanlike.planning.plan import make_plan
+from titanlike.planning.scaling import scaling
+from titanlike.run.preflight import check_recipe
+from titanlike.run.programs import load_known
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
+H100 = load_hardware("h100")
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs the command in this process. Returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["titanlike", "plan", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(monkeypatch, RECIPE, "--gpus", "64", "--quick") == 0
+    output = capsys.readouterr().out
+    for text in (
+        "llama 3-8B: 8.03 billion parameters", "64 x H100 SXM 80 GB: 8 nodes", "optimizer states", "peak, reserved", "none  ",
+        "selective (recipe)", "reduce-scatter", "MFU", "limits this layout with",
+    ):  # fmt: skip
+        assert text in output
+    assert max(map(len, output.splitlines())) <= 80 and "\x1b" not in output
+
+
+def test_json_and_exit_code_of_a_recipe_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--gpus=8", "--quick", "--json", "--training.local_batch_size=16", "--activation_checkpoint.mode=none"]
+    assert plan(monkeypatch, RECIPE, *arguments) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert values["fits"] is False and values["peak_reserved_bytes"] > values["available_bytes"]
+    assert values["advice"].startswith("It does not fit by ") and values["advice_changes"]
+
+
+def test_scaling_and_search_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert plan(monkeypatch, RECIPE, "--gpus=8,64,100", "--quick", "--json") == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["num_gpus"] for point in points] == [8, 64, 100] and "problem" in points[2]
+    best = tmp_path / "best.toml"
+    fixed = [f"--parallelism.{name}=1" for name in ("pipeline", "context", "replicate")]
+    assert plan(monkeypatch, RECIPE, "--gpus=8", "--quick", "--json", "--search", "--write", str(best), *fixed) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["best"][0]["fits"] and values["candidates"] > len(values["best"])
+    check_recipe(load_known(best, {}), 8)
+    assert load_known(best, {}).training.global_batch_size == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((RECIPE,), "--gpus is missing"),
+        (("--gpus=8",), "give the recipe to plan"),
+        ((RECIPE, "--gpus=0"), "--gpus 0: '0' is not a number of GPUs; give 1 to 1,000,000"),
+        ((RECIPE, "--gpus=-8"), "--gpus -8: '-8' is not a number of GPUs"),
+        ((RECIPE, "--gpus=99999999999"), "is not a number of GPUs"),
+        ((RECIPE, "--gpus=8,,64"), "'' is not a number of GPUs"),
+        ((RECIPE, "--gpus=8", "--hardware=h10"), "--hardware h10 is unknown; did you mean h100?"),
+        ((RECIPE, "--gpus=100"), "training.global_batch_size = 128 does not divide over 100 data-parallel ranks"),
+        ((RECIPE, "--gpus=12", "--parallelism.tensor=8"), "parallelism.tensor = 8 does not divide the 12 processes"),
+        (("missing.toml", "--gpus=8"), "missing.toml: recipe not found"),
+        ((RECIPE, "--gpus=8", "--training.step=3"), "training.step = 3: unknown key; did you mean training.steps?"),
+        ((RECIPE, "--gpus=8", "--serach"), "--serach: unknown option; did you mean --search?"),
+        ((RECIPE, "--gpus=8", "--write=best.toml"), "--write needs --search"),
+        ((RECIPE, "--gpus=8,16", "--search"), "--search takes one number of GPUs"),
+        ((RECIPE, "--gpus=8", "--figure=plan.pdf"), "give the name of a .png file"),
+        ((RECIPE, "--gpus=8", "--search", f"--write={RECIPE}"), "exists and was not written by --search"),
+        ((str(ROOT / "train_configs/llama3_405b.toml"), "--gpus=8", "--search", "--quick",
+          "--parallelism.tensor=8", "--parallelism.pipeline=1"), "fits on 8 x H100 SXM 80 GB"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert plan(monkeypatch, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("error: ") and message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("bf16_tflops = -1.0", "bf16_tflops = -1.0"), ("", "bf16_tflops is missing")],
+)
+def test_hardware_files_with_a_wrong_peak(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, message: str
+) -> None:
+    shipped = (ROOT / "titanlike/planning/hardware_files/h100.toml").read_text().splitlines()
+    lines = [line if text.startswith("bf16_tflops") else text for text in shipped]
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(lines))
+    assert plan(monkeypatch, RECIPE, "--gpus=8", f"--hardware={file}") == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def rendered(width: int, printer: object, *arguments: object) -> list[str]:
+    console = Console(width=width, highlight=False, markup=False, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    printer(*arguments, console)  # type: ignore[operator]
+    console.file.close()
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_tables_fit_the_terminal(width: int) -> None:
+    recipe = load_known(ROOT / "train_configs/llama3_405b.toml", {})
+    found = make_plan(Job(recipe, 512), H100)
+    lines = rendered(
+        width, report.print_plan, found, advice(found, check_recipe), checkpointing_modes(found, check_recipe), found
+    )
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    points = scaling(load_known(Path(RECIPE), {}), [8, 64, 128], H100, check_recipe, "strong")
+    lines = rendered(width, lambda console: comparison.print_scaling(points, "strong", H100, console))
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    bars = [line.count("█") for line in lines]
+    assert sum(bar > 0 for bar in bars) == 3
+
+
+def test_figures(tmp_path: Path) -> None:
+    recipe = load_known(Path(RECIPE), {})
+    plans = [make_plan(Job(recipe, count), H100) for count in (8, 64)]
+    draw_memory(plans[0], tmp_path / "memory.png")
+    draw_scaling(plans, tmp_path / "scaling.png")
+    for name in ("memory", "scaling"):
+        content = (tmp_path / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) > 10_000
+
+
+def test_check_prints_the_plan_without_torch() -> None:
+    code = (
+        "import sys\nfrom titanlike.config import PretrainRecipe\nfrom titanlike.run.start import start\n"
+        "try:\n    start(PretrainRecipe, sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, RECIPE, "--check", "64", "--hardware", "h200"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    valid, planned = done.stdout.splitlines()
+    assert done.returncode == 0 and "valid for 64 processes" in valid
+    assert planned.startswith("on 64 x H200") and "GiB per GPU" in planned and "hours" in planned

@@ -1,0 +1,300 @@
+"""The time model of the planner: operators against closed formulas, and how time follows from hardware, layout and recipe."""
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import planner_validation
+from benchmarks.published import ROWS
+from titanlike.config import PretrainRecipe
+from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
+from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
+from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
+from titanlike.planning.job import Job
+from titanlike.planning.kernels import Kernels
+from titanlike.planning.links import Links
+from titanlike.planning.operators import Counts, Matmul, Passes, Program, Work
+from titanlike.planning.traffic import Collective, traffic
+
+LLAMA_8B = LlamaConfig(**{"size": "3.1-8B", **LlamaConfig.sizes["3.1-8B"]})
+LLAMA_70B = LlamaConfig(**{"size": "3.1-70B", **LlamaConfig.sizes["3.1-70B"]})
+H100 = load_hardware("h100")
+RESULTS = Path(planner_validation.__file__).parent / "results" / "planner_validation.json"
+TENSORWISE = Float8(scaling="tensorwise", all_gather=True)
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": {},
+    "HSDP": dict(replicate=4),
+    "TP": dict(tensor=8),
+    "CP": dict(context=4),
+    "PP": dict(pipeline=4),
+    "TP x CP x PP x HSDP": dict(tensor=2, context=2, pipeline=2, replicate=2),
+}
+
+
+def job(num_gpus: int = 32, sequences: int = 1, microbatches: int = 4, seq_len: int = 8192, **sections: Any) -> Job:
+    layout = Parallelism(**sections.pop("layout", {}))
+    sizes = layout.resolve(num_gpus)
+    batch = sequences * microbatches * sizes.replicate * sizes.shard
+    training = Training(seq_len=seq_len, local_batch_size=sequences, global_batch_size=batch)
+    values = dict(model=LLAMA_8B, training=replace(training, **sections.pop("training", {})), parallelism=layout)
+    return Job(PretrainRecipe(**values | sections), num_gpus)
+
+
+def predict(job: Job, hardware: Hardware = H100, program: Program | None = None) -> StepTime:
+    return step_time(job, hardware, [traffic(job, rank) for rank in range(job.layout.pipeline)], program)
+
+
+def flops(*works: Work) -> float:
+    return sum(matmul.flops for work in works for matmul in work.matmuls)
+
+
+def passes(counts: Counts) -> list[Passes]:
+    """The work of all blocks and of both ends."""
+    blocks = [counts.block(counts.float8_layers(index)) for index in range(counts.job.recipe.model.num_layers)]
+    return [*blocks, counts.embedding(), counts.loss()]
+
+
+@pytest.mark.parametrize(
+    "model", [LLAMA_8B, GPTConfig(**{"size": "1.3B", **GPTConfig.sizes["1.3B"], "vocab_size": 50304})]
+)
+@pytest.mark.parametrize("layout", [{}, dict(tensor=2), dict(context=4)])
+def test_flops_are_those_of_the_model(model: Any, layout: dict[str, int]) -> None:
+    plan = job(8, sequences=2, seq_len=2048, model=model, layout=layout)
+    modules = passes(Counts(plan))
+    found = sum(flops(each.forward, each.backward_input, each.backward_weight) for each in modules)
+    tokens_of_ranks = plan.tokens / plan.layout.tensor
+    assert found == pytest.approx(6 * model.num_matmul_parameters() * tokens_of_ranks)
+    # Of the full matrix, which `flops_per_token` counts, a causal kernel computes half; it recomputes one matmul of five backward.
+    attention = [each.forward.attention_forward for each in modules]
+    assert sum(attention) == pytest.approx(4 * model.num_layers * model.dim * 2048 / 2 * tokens_of_ranks)
+    backward = [each.backward_input.attention_backward for each in modules]
+    assert sum(backward) == pytest.approx(2.5 * sum(attention))
+
+
+def test_recomputed_operators() -> None:
+    def block(mode: str, **options: Any) -> Passes:
+        plan = job(8, activation_checkpoint=ActivationCheckpoint(mode=mode, **options))  # type: ignore[arg-type]
+        return Counts(plan).block(frozenset())
+
+    sizes = {name: 2 * 8192 * outputs * inputs for name, (outputs, inputs) in LLAMA_8B.block_matrices().items()}
+    assert block("none").recomputation == Work()
+    selective, full = block("selective").recomputation, block("full").recomputation
+    assert flops(selective) == sizes["attention.wk"] + sizes["attention.wo"] + sizes["feed_forward.w3"]
+    assert selective.attention_forward == 0
+    assert flops(full) == sum(sizes.values()) - sizes["feed_forward.w2"]
+    assert full.attention_forward == block("full").forward.attention_forward > 0
+    gpt = GPTConfig(**{"size": "1.3B", **GPTConfig.sizes["1.3B"]})
+    checkpointing = ActivationCheckpoint(mode="selective")
+    recomputed = Counts(job(1, model=gpt, seq_len=1024, activation_checkpoint=checkpointing)).block(frozenset())
+    assert (
+        flops(recomputed.recomputation) == 2 * 1024 * 2 * 2048**2
+    )  # of wk and wo; not of w2, the last and second of its pair
+    assert flops(block("every_n", every_n=4).recomputation) == pytest.approx(flops(full) / 4)
+    assert flops(block("memory_budget", memory_budget=0.25).recomputation) == pytest.approx(flops(full) * 0.75)
+
+
+def test_lora_computes_no_gradients_of_frozen_weights() -> None:
+    full, lora = (Counts(job(8, lora=Lora(rank=rank))).block(frozenset()) for rank in (0, 16))
+    assert flops(lora.backward_weight) < flops(full.backward_weight) / 50
+    assert flops(full.forward) < flops(lora.forward) < flops(full.forward) * 1.02
+    assert predict(job(8, lora=Lora(rank=16))).seconds < predict(job(8)).seconds * 0.8
+
+
+def test_twice_the_tokens_take_twice_the_time_in_matmuls() -> None:
+    short, long = (predict(job(8, sequences=number)).parts for number in (2, 4))
+    assert long["matmul"] == pytest.approx(2 * short["matmul"], rel=0.01)
+    assert long["elementwise"] == pytest.approx(2 * short["elementwise"], rel=0.01)
+    assert long["optimizer"] == short["optimizer"]
+    longer_sequences = predict(job(8, sequences=1, seq_len=16384)).parts
+    reference = predict(job(8, sequences=2, seq_len=8192)).parts
+    assert 1.9 < longer_sequences["attention"] / reference["attention"] < 2.0
+
+
+@pytest.mark.parametrize("hardware", hardware_names())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_add_up_and_no_time_is_negative(hardware: str, layout: str) -> None:
+    found = predict(job(layout=LAYOUTS[layout]), load_hardware(hardware))
+    assert sum(found.parts.values()) == found.seconds
+    assert all(seconds > 0 and math.isfinite(seconds) for seconds in (*found.parts.values(), *found.hidden.values()))
+    expected = {"FSDP": "shard", "HSDP": "replicate", "TP": "tensor", "CP": "context"}.get(layout)
+    assert ("pipeline bubble" in found.parts) == ("PP" in layout)
+    assert expected is None or f"exposed {expected}" in found.parts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_better_hardware_never_makes_a_step_slower(layout: str) -> None:
+    plan = job(layout=LAYOUTS[layout], float8=TENSORWISE)
+    base = predict(plan).seconds
+    for field in fields(Hardware):
+        value = getattr(H100, field.name)
+        if "tflops" in field.name or "gb_per_second" in field.name or "efficiency" in field.name:
+            assert predict(plan, replace(H100, **{field.name: value * 1.5})).seconds <= base, field.name
+        elif field.name.endswith(("_us", "half_size", "half_length")):
+            assert predict(plan, replace(H100, **{field.name: value * 2})).seconds >= base, field.name
+    assert predict(plan, replace(H100, efficiency=0.5, float8_efficiency=0.5)).seconds > 1.3 * base
+
+
+def test_hidden_and_exposed_communication_is_all_communication() -> None:
+    plan = job(layout=dict(replicate=4))
+    for factor in (1.0, 0.2, 0.01):
+        hardware = replace(H100, network_gb_per_second=50 * factor)
+        found, links = predict(plan, hardware), Links(plan, hardware)
+        for axis in ("shard", "replicate"):
+            expected = sum(links.seconds(each) for each in traffic(plan) if each.axis == axis)
+            assert found.parts[f"exposed {axis}"] + found.hidden.get(axis, 0.0) == pytest.approx(expected)
+        assert found.parts["overlap slowdown"] == pytest.approx(OVERLAP_SLOWDOWN * sum(found.hidden.values()))
+        computation = sum(
+            found.parts[name] for name in ("matmul", "attention", "elementwise", "recomputation") if name in found.parts
+        )
+        assert found.hidden["replicate"] < computation / 4  # behind the last of four backward passes
+        assert (found.parts["exposed replicate"] > 0.1 * found.seconds) == (factor == 0.01)
+
+
+def test_communication_does_not_hide_behind_the_same_computation_twice() -> None:
+    slow = replace(H100, network_gb_per_second=0.5)
+    found = predict(job(), slow)
+    computation = sum(found.parts[name] for name in ("matmul", "attention", "elementwise"))
+    assert found.hidden["shard"] == pytest.approx(computation, rel=0.02)
+    assert found.parts["exposed shard"] > 3 * computation
+
+
+def test_bandwidth_of_groups_across_nodes() -> None:
+    def seconds(collective: Collective, **layout: int) -> float:
+        return Links(job(64, layout=layout), H100).seconds(collective)
+
+    size = 10**9
+    gather = Collective("all-gather", "shard", "weights", 1, size)
+    node, network = 450e9 * H100.node_fraction, 50e9 * H100.network_fraction
+    latency, hop = H100.node_latency_us * 1e-6, H100.network_latency_us * 1e-6
+    # All 8 links of a node: as fast as the links within it allow.
+    assert seconds(gather) == pytest.approx(latency + 7 * hop + size * 63 / 64 / min(node, 8 * network))
+    # One rank of a group on each node, whose seven neighbours use the other links.
+    assert seconds(gather, tensor=8) == pytest.approx(latency + 7 * hop + size * 7 / 8 / network)
+    assert seconds(gather, replicate=8) == pytest.approx(latency + size * 7 / 8 / node)
+    tensor = Collective("all-reduce", "tensor", "activations", 3, size)
+    assert seconds(tensor, tensor=4) == pytest.approx(3 * latency + 2 * size * 3 / 4 / node)
+    # Context-parallel ranks shard weights, too, but exchange keys and values among themselves.
+    keys = Collective("all-gather", "context", "keys and values", 1, size)
+    assert seconds(keys, context=4, tensor=2) == pytest.approx(latency + size * 3 / 4 / node)
+    assert seconds(gather, context=4, tensor=2) == pytest.approx(latency + 7 * hop + size * 31 / 32 / (4 * network))
+    # Neighbouring stages are on different nodes if a stage fills one.
+    send = Collective("send", "pipeline", "activations", 1, size)
+    assert seconds(send, pipeline=8) == pytest.approx(latency + size / network, rel=1e-3)
+    assert seconds(send, pipeline=64) == pytest.approx(latency + size / node)
+
+
+def test_small_matmuls_are_slower_and_none_is_faster_than_memory() -> None:
+    kernels = Kernels(Counts(job(8)), H100)
+
+    def rate(*sizes: int) -> float:
+        matmul = Matmul(*sizes)
+        return matmul.flops / kernels.seconds(Work((matmul,)))["matmul"] / 1e12 / H100.efficiency
+
+    largest = H100.bf16_tflops * H100.gemm_fraction
+    assert 0.9 * largest < rate(16384, 16384, 16384) < largest
+    assert rate(8192, 4096, 1024) < rate(8192, 4096, 4096) < rate(8192, 8192, 8192)
+    assert rate(8192, 128, 4096) < 0.5 * largest
+    moved = 2 * (8192 * 8192 + 2 * 8192 * 16)
+    assert rate(8192, 16, 8192) == pytest.approx(
+        2 * 8192 * 8192 * 16 / moved * H100.memory_gb_per_second * H100.memory_fraction / 1e3
+    )
+
+
+def test_float8_helps_large_matrices_in_compiled_code() -> None:
+    def gain(**sections: Any) -> float:
+        return predict(job(8, **sections)).seconds / predict(job(8, **sections, float8=TENSORWISE)).seconds
+
+    assert 1.15 < gain() < 1.5
+    assert gain() < gain(model=LLAMA_70B) < 1.7
+    assert gain(compile=Compile(mode="none")) < gain() - 0.1
+    tensorwise, rowwise = (predict(job(8, float8=Float8(scaling=scaling))) for scaling in ("tensorwise", "rowwise"))
+    assert predict(job(8, float8=TENSORWISE)).seconds < tensorwise.seconds < rowwise.seconds < predict(job(8)).seconds
+    assert rowwise.parts["matmul"] > tensorwise.parts["matmul"] * 1.2
+
+
+def test_settings_that_change_the_time() -> None:
+    base = predict(job(8))
+    assert base.seconds < predict(job(8, compile=Compile(mode="none"))).seconds
+    assert base.seconds < predict(job(8, training=dict(attention="flash"))).seconds
+    assert base.seconds * 5 < predict(job(8, training=dict(compute_dtype="float32"))).seconds
+    medium = dict(compute_dtype="float32", matmul_precision="high")
+    assert (
+        predict(job(8, training=medium)).seconds < predict(job(8, training=dict(compute_dtype="float32"))).seconds / 3
+    )
+    low = predict(job(8, optimizer=Optimizer(state_dtype="8bit"))).parts["optimizer"]
+    assert low / base.parts["optimizer"] == pytest.approx(28 / 40)
+    assert predict(job(8, layout=dict(cpu_offload=True))).parts["optimizer"] > 20 * base.parts["optimizer"]
+    asynchronous = predict(job(8, layout=dict(tensor=8, async_tensor_parallel=True)))
+    tensor = predict(job(8, layout=dict(tensor=8)))
+    assert asynchronous.seconds + asynchronous.hidden["tensor"] == pytest.approx(tensor.seconds)
+    assert 0.4 < asynchronous.parts["exposed tensor"] / tensor.parts["exposed tensor"] < 0.6
+
+
+def test_small_eager_models_wait_for_the_host() -> None:
+    small = GPTConfig(**{"size": "124M", **GPTConfig.sizes["124M"]})
+    eager, compiled = (
+        predict(job(1, seq_len=256, model=small, compile=Compile(mode=mode))).parts for mode in ("none", "block")
+    )
+    assert eager["kernel launches"] > 2 * compiled["kernel launches"]
+    assert eager["kernel launches"] > eager["matmul"]
+
+
+def test_better_schedules_have_smaller_bubbles() -> None:
+    def bubble(schedule: str) -> float:
+        return predict(
+            job(32, microbatches=8, layout=dict(pipeline=4, pipeline_schedule=schedule))
+        ).parts["pipeline bubble"]  # fmt: skip
+
+    assert bubble("1f1b") > bubble("interleaved_1f1b") > bubble("zbv") > 0
+    # The bubble of equal stages is (ranks - 1) / micro-batches of the computation; the LM head makes the last rank slower.
+    few, many = (predict(job(32, microbatches=number, layout=dict(pipeline=4))) for number in (8, 32))
+    computation = sum(few.parts[name] for name in ("matmul", "attention", "elementwise"))
+    assert few.parts["pipeline bubble"] / computation == pytest.approx(3 / 8, rel=0.25)
+    assert many.parts["pipeline bubble"] == pytest.approx(few.parts["pipeline bubble"], rel=0.1)
+
+
+def test_predictions_of_published_measurements_are_recorded() -> None:
+    """The results in the repository are those of the current model, and the shipped efficiencies are the fitted ones."""
+    recorded = json.loads(RESULTS.read_text())
+    by_name = {row["name"]: row for row in recorded["rows"]}
+    assert len(by_name) == len(ROWS)
+    for row in ROWS:
+        if row.layout.get("pipeline_schedule") is None and row.gpus <= 128:
+            efficiency = recorded["efficiencies"].get(" ".join(row.group)) or planner_validation.shipped(row)
+            predicted = planner_validation.tokens_per_second(row, efficiency)
+            assert by_name[row.name]["predicted"] == pytest.approx(predicted, rel=2e-3), row.name
+            assert abs(by_name[row.name]["error"]) < 0.15 or row.note, "an error without a reason"
+    for name in hardware_names():
+        hardware = load_hardware(name)
+        for key, value in (("bfloat16", hardware.efficiency), ("float8", hardware.float8_efficiency)):
+            fitted = recorded["efficiencies"].get(f"{name} {key}")
+            assert fitted is None or value == pytest.approx(fitted, abs=0.006), (name, key)
+
+
+def test_fitting_finds_the_efficiency() -> None:
+    row = next(row for row in ROWS if row.hardware == "a100")
+    measured = replace(row, tokens_per_second=planner_validation.tokens_per_second(row, 0.8))
+    assert planner_validation.fit([measured]) == {("a100", "bfloat16"): pytest.approx(0.8, rel=1e-3)}
+
+
+def test_the_halves_of_the_published_measurements() -> None:
+    rows = [
+        replace(ROWS[0], hardware=name, tokens_per_second=speed) for name, speed in zip("aaabb", range(5), strict=True)
+    ]
+    rows[1] = replace(rows[1], listed=False)
+    assert planner_validation.uses(rows) == ["fit", "judge", "judge", "fit", "judge"]
+    found = planner_validation.distribution([0.1, -0.3, 0.02], goal=0.15)
+    assert (found["median"], found["largest"], found["within_goal"]) == (0.1, 0.3, 2)
+
+
+def test_the_documentation_has_the_recorded_validation() -> None:
+    tables = planner_validation.markdown(json.loads(RESULTS.read_text()))
+    docs = RESULTS.parents[2] / "docs"
+    assert tables in (docs / "planner_validation.md").read_text()
+    assert tables.partition("\n\n")[0] in (docs / "planning.md").read_text()

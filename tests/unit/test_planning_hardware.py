@@ -1,0 +1,96 @@
+"""Shipped hardware files, and the errors of a user's own."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import tomli
+
+from titanlike.config import UserError
+from titanlike.planning.hardware import FILES, Hardware, hardware_names, load_hardware
+
+MINIMAL = """
+memory_gib = 80
+bf16_tflops = 100.0
+float32_tflops = 10
+memory_gb_per_second = 2000
+gpus_per_node = 8
+node_gb_per_second = 300
+network_gb_per_second = 25
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_hardware_of_the_documentation_is_shipped() -> None:
+    assert set(hardware_names()) >= {"h100", "h100_96gb", "h200", "b200", "a100", "a100_40gb", "mi300x", "l40s"}
+    patterns = tomli.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert patterns["package-data"] == {"titanlike.planning": [f"{FILES.name}/*.toml"]}
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_shipped_files(name: str) -> None:
+    hardware = load_hardware(name)
+    assert load_hardware(str(FILES / f"{name}.toml")) == hardware
+    assert hardware.float32_tflops < hardware.tf32_tflops < hardware.bf16_tflops
+    assert not hardware.float8_tflops or 1.9 < hardware.float8_tflops / hardware.bf16_tflops < 2.1
+    assert hardware.network_gb_per_second < hardware.node_gb_per_second < hardware.memory_gb_per_second
+    assert hardware.attention_backward < hardware.attention_forward < hardware.gemm_fraction
+    assert hardware.gpu_watts > 0
+
+
+def test_a_file_with_the_required_keys(tmp_path: Path) -> None:
+    hardware = load_hardware(write(tmp_path, MINIMAL))
+    assert (hardware.name, hardware.bf16_tflops, hardware.float8_tflops) == ("mine", 100.0, 0.0)
+    required = {field.name for field in dataclasses.fields(Hardware) if field.default is dataclasses.MISSING}
+    assert required == {"name", *tomli.loads(MINIMAL)}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h10", "--hardware h10 is unknown; did you mean h100? use a100, a100_40gb, b200, h100, "),
+        ("tpu", "--hardware tpu is unknown; use a100, "),
+        ("none/such.toml", "--hardware none/such.toml cannot be read: No such file or directory"),
+    ],
+)
+def test_unknown_hardware(name: str, message: str) -> None:
+    with pytest.raises(UserError, match="^" + re.escape(message)):
+        load_hardware(name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("bf16_tflops = 100.0", "", "bf16_tflops is missing; add it, as in hardware_files/h100.toml"),
+        ("100.0", "-1.0", "bf16_tflops = -1.0 is not valid: input should be greater than 0"),
+        ("100.0", "0", "bf16_tflops = 0 is not valid: input should be greater than 0"),
+        ("100.0", "nan", "bf16_tflops = NaN is not valid: input should be a finite number"),
+        ("100.0", "inf", "bf16_tflops = Infinity is not valid: input should be a finite number"),
+        ("100.0", '"fast"', 'bf16_tflops = "fast" is not valid: input should be a valid number'),
+        (
+            "gpus_per_node = 8",
+            "gpus_per_node = 0.5",
+            "gpus_per_node = 0.5 is not valid: input should be a valid integer",
+        ),
+        ("bf16_tflops", "bf16_tflop", "bf16_tflop is an unknown key; did you mean bf16_tflops?"),
+    ],
+)
+def test_invalid_files(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = write(tmp_path, MINIMAL.replace(old, new))
+    with pytest.raises(UserError) as caught:
+        load_hardware(path)
+    assert f"hardware file {path}: {message}" in str(caught.value).splitlines()[-1 if "unknown" in message else 0]
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    path = write(tmp_path, "bf16_tflops =")
+    with pytest.raises(UserError, match=rf"^--hardware {re.escape(path)} is not valid TOML: Invalid value \(at "):
+        load_hardware(path)
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        load_hardware(str(tmp_path.rename(tmp_path.with_suffix(".toml"))))

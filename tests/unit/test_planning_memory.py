@@ -1,0 +1,156 @@
+"""Memory from formulas against that of simulated steps."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from titanlike.config import PretrainRecipe
+from titanlike.config.load import load
+from titanlike.models import blocks, build_model
+from titanlike.models.llama import rotary_angles
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanlike.parallelisms.compile import apply_compile
+from titanlike.planning.activations import block_activations
+from titanlike.planning.job import Job
+from titanlike.planning.memory import memory
+from titanlike.planning.simulate import can_simulate, simulate
+
+RECIPES = Path(__file__).parents[2] / "train_configs"
+
+
+def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
+    """Returns a shipped recipe with changes, by default without compilation."""
+    recipe = load(PretrainRecipe, RECIPES / f"{name}.toml")
+    sections = {"compile": dict(mode="none")} | sections
+    changes: dict[str, Any] = {key: replace(getattr(recipe, key), **values) for key, values in sections.items()}
+    return Job(replace(recipe, **changes), num_gpus)
+
+
+COMPILED = dict(mode="block")
+ONE = dict(local_batch_size=1, global_batch_size=64)
+PIPELINE = dict(pipeline=4, shard=2)
+CASES: dict[str, tuple[Job, int]] = {
+    "one GPU": (job("gpt2_124m", 1), 0),
+    "FSDP": (job("llama3_8b", 8, activation_checkpoint=dict(mode="none")), 0),
+    "FSDP, full": (job("llama3_8b", 8, activation_checkpoint=dict(mode="full")), 0),
+    "FSDP, tied head": (job("llama3_1b", 8), 0),
+    "FSDP, one micro-batch": (job("llama3_8b", 8, training=dict(local_batch_size=1, global_batch_size=8)), 0),
+    "TP x FSDP, selective": (job("llama3_8b", 8, parallelism=dict(tensor=2)), 0),
+    "CP x FSDP, full": (job("llama3_8b", 8, parallelism=dict(context=2), activation_checkpoint=dict(mode="full")), 0),
+    "PP x FSDP, first rank": (job("llama3_8b", 8, parallelism=PIPELINE, training=ONE), 0),
+    "PP x FSDP, second rank": (job("llama3_8b", 8, parallelism=PIPELINE, training=ONE), 1),
+    "PP interleaved": (
+        job("llama3_8b", 4, parallelism=dict(pipeline=4, pipeline_schedule="interleaved_1f1b"), training=ONE),
+        1,
+    ),
+}
+FOUR = dict(num_layers=4)
+CASES |= {
+    "float8": (job("llama3_8b_float8", 8, model=FOUR), 0),
+    "FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, activation_checkpoint=dict(mode="none")), 0),
+    "FSDP, selective, compiled": (job("llama3_8b", 8, compile=COMPILED), 0),
+    "PP x FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, parallelism=PIPELINE, training=ONE), 0),
+}
+QUICK = ("one GPU", "FSDP, full", "TP x FSDP, selective", "PP x FSDP, second rank")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
+)
+def test_formulas_give_the_memory_of_a_simulated_step(case: str) -> None:
+    planned, rank = CASES[case]
+    assert memory(planned, rank).allocated == pytest.approx(simulate(planned, rank).allocated, rel=0.05)
+
+
+def test_jobs_that_only_compiled_code_can_run_are_not_simulated() -> None:
+    zbv = dict(pipeline=2, pipeline_schedule="zbv")
+    modes = {mode: dict(mode=mode) for mode in ("none", "selective")}
+    found = {
+        mode: can_simulate(job("llama3_8b", 8, parallelism=zbv, activation_checkpoint=modes[mode])) for mode in modes
+    }
+    assert found == {"none": True, "selective": False}
+    assert can_simulate(job("llama3_8b", 8))
+
+
+def test_a_deep_model_is_extrapolated_from_a_few_blocks() -> None:
+    deep = job("llama3_8b", 8, model=dict(num_layers=12), activation_checkpoint=dict(mode="full"))
+    with pytest.MonkeyPatch.context() as patch:
+        found = simulate(deep)
+        patch.setattr("titanlike.planning.simulate.DEPTH", 11)
+        all_blocks = simulate(deep)
+    assert [moment.label for moment in found.moments if "block" in moment.label] == [
+        moment.label for moment in all_blocks.moments if "block" in moment.label
+    ]
+    for moment, expected in zip(found.moments, all_blocks.moments, strict=True):
+        assert moment.usage.total == pytest.approx(expected.usage.total, rel=0.01), moment.label
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        (dict(optimizer=dict(state_dtype="bfloat16")), False),
+        (dict(activation_checkpoint=dict(mode="none")), True),
+        (dict(training=dict(local_batch_size=2)), True),
+        (dict(training=dict(loss_chunk=0)), True),
+        (dict(parallelism=dict(gradient_sync="last_microbatch")), True),
+        (dict(parallelism=dict(reshard_after_forward="never")), True),
+        (dict(parallelism=dict(shard=4, replicate=2)), True),
+    ],
+)
+def test_a_change_needs_more_or_less_memory(changes: dict[str, dict[str, Any]], more: bool) -> None:
+    before, after = (memory(job("llama3_8b", 8, **sections)).allocated for sections in ({}, changes))
+    assert (after > before) is more
+    assert after != before
+
+
+def test_states_are_sharded_over_all_gpus() -> None:
+    few, many = (memory(job("llama3_8b", count)).moments[-1].usage for count in (8, 128))
+    per_gpu = 16 * job("llama3_8b", 8).recipe.model.num_parameters() / 8
+    assert few.parameters + few.gradients + few.optimizer == pytest.approx(per_gpu, rel=0.01)
+    assert many.parameters == pytest.approx(few.parameters / 16, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("llama3_8b", "none"),
+        ("llama3_8b", "selective"),
+        ("llama3_8b", "full"),
+        ("llama3_8b", "memory_budget"),
+        ("gpt2_124m", "none"),
+        ("gpt2_124m", "full"),
+    ],
+)
+def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str) -> None:
+    sizes: dict[str, Any] = dict(num_layers=1, dim=64, num_heads=8, vocab_size=640)
+    if name == "llama3_8b":
+        sizes |= dict(num_kv_heads=2, ffn_dim=200)
+    one = dict(seq_len=256, local_batch_size=1, global_batch_size=1, compute_dtype="float32")
+    planned = job(name, 1, model=sizes, training=one, activation_checkpoint=dict(mode=mode), compile=COMPILED)
+    torch._dynamo.reset()
+    model = build_model(planned.recipe.model)
+    apply_activation_checkpoint(blocks(model), mode=mode, preserve_rng_state=False)
+    apply_compile(model, blocks(model), mode="block", backend="aot_eager_decomp_partition")  # inductor's partitioner
+    block = blocks(model)["0"]
+    x = torch.randn(1, 256, 64, requires_grad=True)
+    inputs = rotary_angles(planned.recipe.model, torch.arange(256)[None]) if name == "llama3_8b" else ()
+    # Parameters and rotary angles are shared by all blocks.
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *inputs)}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in shared:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = block(x, *([inputs] if inputs else []))
+    assert out.shape == x.shape
+    assert sum(kept.values()) / 256 == pytest.approx(block_activations(planned).saved, rel=0.1)

@@ -1,0 +1,202 @@
+"""The plan of a run: consistency of its numbers, what limits it, and advice that really helps."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.planning.advice import advice, checkpointing_modes, limits
+from titanlike.planning.changes import apply, single_changes, text_of
+from titanlike.planning.confirmation import confirm
+from titanlike.planning.hardware import Hardware, load_hardware
+from titanlike.planning.job import Job
+from titanlike.planning.memory import Memory, Moment, Usage
+from titanlike.planning.plan import GIB, Plan, crosses_nodes, make_plan, ranks_to_simulate
+from titanlike.planning.report import as_json, brief
+from titanlike.planning.scaling import scaling
+from titanlike.run.planned import compare, comparison_line, hardware_of_device
+from titanlike.run.preflight import check_recipe
+
+RECIPES = Path(__file__).parents[2] / "train_configs"
+H100 = load_hardware("h100")
+
+
+def recipe_of(name: str, **overrides: str) -> PretrainRecipe:
+    return load(PretrainRecipe, RECIPES / f"{name}.toml", {key.replace("__", "."): v for key, v in overrides.items()})
+
+
+def plan_of(name: str, num_gpus: int, hardware: Hardware = H100, **overrides: str) -> Plan:
+    return make_plan(Job(recipe_of(name, **overrides), num_gpus), hardware)
+
+
+def test_the_numbers_of_a_plan_are_consistent() -> None:
+    plan = plan_of("llama3_8b", 64)
+    training = plan.job.recipe.training
+    assert plan.time.seconds == pytest.approx(sum(plan.time.parts.values()))
+    assert plan.tokens_per_second_per_gpu * 64 == pytest.approx(training.tokens_per_step / plan.time.seconds)
+    assert plan.hours * 3600 == pytest.approx(training.steps * plan.time.seconds)
+    assert plan.dollars == pytest.approx(plan.hours * 64 * H100.dollars_per_gpu_hour)
+    assert plan.kwh == pytest.approx(plan.hours * 64 * H100.gpu_watts / 1000)
+    flops = plan.job.recipe.model.flops_per_token(8192) * plan.tokens_per_second_per_gpu
+    assert plan.mfu == pytest.approx(flops / (H100.bf16_tflops * 1e12)) and 0.2 < plan.mfu < 0.8
+    assert plan.allocated < plan.reserved < plan.available < H100.memory_gib * GIB
+    free = make_plan(plan.job, replace(H100, dollars_per_gpu_hour=0.0, gpu_watts=0.0))
+    assert free.dollars is None and free.kwh is None and "$" not in brief(free)
+
+
+def test_the_pipeline_rank_with_most_memory_decides() -> None:
+    plan = plan_of("llama3_405b", 512)
+    assert len(plan.memory) == len(plan.traffic) == 8
+    assert plan.reserved == max(memory.reserved for memory in plan.memory)
+    assert {7, plan.worst_rank} == set(ranks_to_simulate(plan))
+    large = Memory((Moment("forward", Usage(activations=90 * GIB)),))
+    simulated = make_plan(plan.job, H100, {3: large})
+    assert simulated.worst_rank == 3 and not simulated.fits and simulated.simulated == {3}
+    assert limits(simulated).startswith("Memory limits this layout") and "activations are 90.0 GiB" in limits(simulated)
+
+
+def test_limits_name_the_largest_part_and_the_largest_overhead() -> None:
+    plan = plan_of("llama3_70b", 256)
+    assert limits(plan).startswith("Matmul limits this layout with ") and "exposed tensor" in limits(plan)
+
+
+def test_advice_for_a_layout_that_fits_is_really_faster() -> None:
+    plan = plan_of("llama3_8b", 8)
+    found = advice(plan, check_recipe)
+    assert found.plan is not None and text_of(found.changes) in found.text
+    again = make_plan(Job(apply(plan.job.recipe, found.changes), 8), H100)
+    assert again.fits and again.tokens_per_second > 1.02 * plan.tokens_per_second
+    assert f"{again.tokens_per_second / plan.tokens_per_second - 1:+.0%} tokens/s" in found.text
+    # No other mode of checkpointing is better than the advice.
+    modes = checkpointing_modes(plan, check_recipe)
+    assert modes["selective"] is plan
+    memory = [mode.allocated for mode in modes.values() if mode]
+    assert memory == sorted(memory, reverse=True) and len(memory) == 3
+    assert all(mode.tokens_per_second <= again.tokens_per_second for mode in modes.values() if mode and mode.fits)
+
+
+def test_advice_is_the_best_of_all_single_changes() -> None:
+    plan = plan_of("llama3_70b", 128, parallelism__pipeline="2")
+    assert plan.fits
+    speeds = {}
+    for changes in single_changes(plan.job, H100):
+        with suppress(UserError):
+            changed = apply(plan.job.recipe, changes)
+            check_recipe(changed, 128)
+            found = make_plan(Job(changed, 128), H100)
+            if found.fits:
+                speeds[text_of(changes)] = found.tokens_per_second
+    assert len(speeds) > 10
+    assert text_of(advice(plan, check_recipe).changes) == max(speeds, key=lambda text: speeds[text])
+
+
+@pytest.mark.parametrize(("name", "num_gpus", "keeps_rounding"), [("llama3_8b", 8, True), ("llama3_70b", 32, True)])
+def test_advice_for_a_recipe_that_does_not_fit_makes_it_fit(name: str, num_gpus: int, keeps_rounding: bool) -> None:
+    plan = plan_of(name, num_gpus, training__local_batch_size="16", activation_checkpoint__mode="none")
+    assert not plan.fits
+    found = advice(plan, check_recipe)
+    missing = (plan.reserved - plan.available) / GIB
+    assert found.text.startswith(f"It does not fit by {missing:,.1f} GiB per GPU; {text_of(found.changes)} make")
+    changed = apply(plan.job.recipe, found.changes)
+    check_recipe(changed, num_gpus)
+    assert make_plan(Job(changed, num_gpus), H100).fits
+    assert changed.training.global_batch_size == plan.job.recipe.training.global_batch_size
+    assert ("the rounding of the result changes" not in found.text) == keeps_rounding
+
+
+def test_advice_names_a_number_of_gpus_that_fits() -> None:
+    plan = plan_of("llama3_70b", 1, parallelism__tensor="1")
+    found = advice(plan, check_recipe)
+    assert found.plan is not None and found.plan.fits and found.plan.job.num_gpus > 1
+    assert f"it fits on {found.plan.job.num_gpus} GPUs with" in found.text
+
+
+def test_a_model_that_no_number_of_gpus_can_hold_is_one_sentence() -> None:
+    dims = {"model__dim": "262144", "model__ffn_dim": "1048576", "model__num_layers": "1", "model__num_kv_heads": "8"}
+    plan = plan_of("llama3_8b", 8, model__num_heads="64", training__global_batch_size="8", **dims)
+    found = advice(plan, check_recipe)
+    assert found.impossible and found.plan is None and "\n" not in found.text
+    assert found.text.startswith("No number of H100 SXM 80 GB GPUs can hold this model")
+
+
+def test_axes_of_the_mesh_that_cross_nodes() -> None:
+    job = Job(recipe_of("llama3_70b"), 256)
+    assert not crosses_nodes(job, "tensor", H100) and crosses_nodes(job, "shard", H100)
+    assert crosses_nodes(job, "tensor", replace(H100, gpus_per_node=4))
+    inner = Job(recipe_of("llama3_8b", parallelism__replicate="8"), 64)
+    assert not crosses_nodes(inner, "shard", H100) and crosses_nodes(inner, "replicate", H100)
+
+
+def test_json_has_si_units_and_parts_that_add_up() -> None:
+    plan = plan_of("llama3_405b", 512)
+    values = json.loads(json.dumps(as_json(plan, None, checkpointing_modes(plan, check_recipe))))
+    assert values["step_seconds"] == pytest.approx(sum(values["step_parts_seconds"].values()))
+    assert values["run_seconds"] == pytest.approx(values["step_seconds"] * 10_000)
+    for rank in values["pipeline_ranks"]:
+        assert rank["peak_allocated_bytes"] == sum(rank["peak_bytes"].values())
+        assert rank["peak_allocated_bytes"] == max(sum(moment["bytes"].values()) for moment in rank["moments"])
+        assert all(item["bytes"] > 0 for item in rank["collectives"])
+    assert values["peak_reserved_bytes"] == max(rank["peak_reserved_bytes"] for rank in values["pipeline_ranks"])
+    modes = values["activation_checkpoint_modes"]
+    assert modes["none"]["peak_allocated_bytes"] > modes["full"]["peak_allocated_bytes"]
+
+
+def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_tokens() -> None:
+    recipe = recipe_of("llama3_8b")
+    strong = scaling(recipe, [8, 64, 100], H100, check_recipe, "strong")
+    assert [point.plan is not None for point in strong] == [True, True, False]
+    assert strong[2].problem.startswith("training.global_batch_size = 128 does not divide over 100 data-parallel ranks")
+    weak = scaling(recipe, [8, 64, 1024], H100, check_recipe, "weak")
+    recipes = [point.plan.job.recipe for point in weak if point.plan]
+    assert [each.training.global_batch_size for each in recipes] == [128, 1024, 16384]
+    tokens = [each.training.steps * each.training.tokens_per_step for each in recipes]
+    assert tokens == pytest.approx([tokens[0]] * 3, rel=0.01)
+    assert all(each.schedule.warmup_steps <= each.training.steps for each in recipes)
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100 SXM 80 GB"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100 SXM 40 GB"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100 SXM 80 GB"),
+        ("H200", 141, "H200"),
+        ("NVIDIA H100 PCIe", 79.1, None),
+        ("NVIDIA H200 MIG 1g.18gb", 16.0, None),
+        ("NVIDIA A10G", 22.0, None),
+    ],
+)
+def test_hardware_of_a_device(device: str, gib: float, name: str | None) -> None:
+    found = hardware_of_device(device, gib)
+    assert found.name.startswith(name) if found and name else found is None and name is None, found
+
+
+def test_a_finished_run_is_compared_with_its_plan() -> None:
+    recipe = recipe_of("llama3_8b")
+    plan = make_plan(Job(recipe, 8), H100)
+    measured = {"memory_gib": 1.1 * plan.allocated / GIB, "tokens_per_second": 0.5 * plan.tokens_per_second}
+    values = compare(recipe, 8, 8, H100, **measured)
+    assert comparison_line(values).startswith("plan    ") and "(+10.0%)" in comparison_line(values)
+    assert "(-50.0%)" in comparison_line(values)
+    unknown = compare(recipe, 8, 8, None, **measured)
+    assert unknown.keys() == {"run_memory_gib", "planned_memory_gib"} and "tokens/s" not in comparison_line(unknown)
+
+
+def test_a_layout_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(UserError, match="does not divide the 12 processes"):
+        plan_of("llama3_70b", 12)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_simulated_in_parallel_have_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("llama3_8b", 8, model__num_layers="4", parallelism__pipeline="2")
+    assert len(ranks_to_simulate(plan)) == 2
+    one_by_one = confirm(plan, lambda *_: None)
+    monkeypatch.setattr("titanlike.planning.confirmation.LARGE", 0)
+    in_parallel = confirm(plan, lambda *_: None)
+    assert in_parallel.simulated == one_by_one.simulated == {0, 1}
+    for found, expected in zip(in_parallel.memory, one_by_one.memory, strict=True):
+        assert found.allocated == pytest.approx(expected.allocated, rel=1e-6)

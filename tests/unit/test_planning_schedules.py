@@ -1,0 +1,138 @@
+"""The order of computations of each pipeline rank against torch's own schedules, and the simulated time against closed formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import pipelining
+
+from titanlike.config import UserError
+from titanlike.config.layout import SCHEDULES, stages_of
+from titanlike.planning.schedules import Action, Kind, Order, order, peak_in_flight, simulate_time
+
+SEVERAL_STAGES = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank > 1]
+
+
+class RecordingStage:
+    """A stage without neighbours that records what a schedule asks it to compute."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages = rank, num_ranks
+        self.is_first, self.is_last, self.has_backward, self.submod = False, False, True, None
+        self.recorded: list[Action] = []
+
+    def get_fwd_recv_ops(self, index: int) -> list[Any]:
+        return []
+
+    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
+
+    def forward_one_chunk(self, index: int, *args: object, **kwargs: object) -> torch.Tensor:
+        self.recorded.append(Action(self.stage_index, "forward", index))
+        return torch.zeros(())
+
+    def backward_one_chunk(self, index: int, **kwargs: object) -> None:
+        self.recorded.append(Action(self.stage_index, "backward", index))
+
+    def __getattr__(self, name: str) -> Any:
+        """What a version of torch also calls, such as the release of buffers, has no effect here."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 4), (4, 9)])
+def test_one_stage_per_rank_computes_in_the_order_of_torch(
+    schedule: str, num_ranks: int, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, of_rank in enumerate(order(schedule, num_ranks, num_ranks, num_microbatches)):
+        stage: Any = RecordingStage(rank, num_ranks)
+        torch_class: Any = getattr(pipelining, SCHEDULES[schedule].torch_class)
+        monkeypatch.setattr(torch_class, "_get_pipeline_order", lambda self: None)  # which only some versions have
+        monkeypatch.setattr(torch_class, "_initialize_stage", lambda *args, **kwargs: None)
+        inputs = [(torch.zeros(1),)] * num_microbatches
+        torch_class(stage, num_microbatches, loss_fn=torch.sum)._step_microbatches(inputs, [{}] * num_microbatches)
+        assert list(of_rank) == stage.recorded
+
+
+@pytest.mark.parametrize("schedule", SEVERAL_STAGES)
+def test_several_stages_per_rank_compute_each_micro_batch_once(schedule: str) -> None:
+    num_ranks, num_microbatches = 4, 8
+    num_stages = num_ranks * SCHEDULES[schedule].stages_per_rank
+    for rank, of_rank in enumerate(order(schedule, num_ranks, num_stages, num_microbatches)):
+        stages = stages_of(rank, num_ranks, num_stages, v_shaped=SCHEDULES[schedule].v_shaped)
+        for stage in stages:
+            for i in range(num_microbatches):
+                kinds = [action.kind for action in of_rank if (action.stage, action.microbatch) == (stage, i)]
+                assert kinds in (["forward", "backward"], ["forward", "backward_input", "backward_weight"])
+        assert len(set(of_rank)) == len(of_rank)
+        assert {action.stage for action in of_rank} == set(stages)
+
+
+def test_an_unsupported_number_of_micro_batches_is_an_error_of_the_user() -> None:
+    with pytest.raises(UserError, match=r"pipeline_schedule = 'interleaved_1f1b': .*multiple of the number of rounds"):
+        order("interleaved_1f1b", 4, 8, 9)
+    with pytest.raises(
+        UserError, match=r"pipeline_schedule = '1f1b' over 4 ranks takes 4 micro-batches or more, not 3"
+    ):
+        order("1f1b", 4, 4, 3)
+
+
+def durations(num_stages: int) -> dict[tuple[int, Kind], float]:
+    """A backward pass takes twice as long as a forward pass, and half of it is for the weights."""
+    times: dict[Kind, float] = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+    return {(stage, kind): seconds for stage in range(num_stages) for kind, seconds in times.items()}
+
+
+def bubble(orders: Order, num_stages: int) -> float:
+    times = simulate_time(orders, durations(num_stages))
+    return times.idle[0] / times.seconds
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 4), (4, 13), (8, 8)])
+def test_bubble_of_one_stage_per_rank(schedule: str, num_ranks: int, num_microbatches: int) -> None:
+    orders = order(schedule, num_ranks, num_ranks, num_microbatches)
+    assert bubble(orders, num_ranks) == pytest.approx((num_ranks - 1) / (num_microbatches + num_ranks - 1))
+
+
+def test_bubbles_of_several_stages_per_rank() -> None:
+    num_ranks, num_microbatches = 4, 8
+    plain = bubble(order("1f1b", num_ranks, num_ranks, num_microbatches), num_ranks)
+    for stages_per_rank in (2, 3):
+        num_stages = stages_per_rank * num_ranks
+        interleaved = bubble(order("interleaved_1f1b", num_ranks, num_stages, num_microbatches), num_stages)
+        assert interleaved == pytest.approx((num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1))
+        assert interleaved < plain
+    interleaved = bubble(order("interleaved_1f1b", num_ranks, 2 * num_ranks, num_microbatches), 2 * num_ranks)
+    for schedule in ("zero_bubble", "zbv", "dualpipev"):
+        assert bubble(order(schedule, num_ranks, 2 * num_ranks, num_microbatches), 2 * num_ranks) < interleaved / 2
+
+
+def test_micro_batches_in_flight() -> None:
+    for num_ranks, num_microbatches in ((4, 4), (4, 16)):
+        gpipe, one_f_one_b = (order(name, num_ranks, num_ranks, num_microbatches) for name in ("gpipe", "1f1b"))
+        assert [peak_in_flight(of_rank) for of_rank in gpipe] == [num_microbatches] * num_ranks
+        expected = [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)]
+        assert [peak_in_flight(of_rank) for of_rank in one_f_one_b] == expected
+    assert [peak_in_flight(of_rank) for of_rank in order("zbv", 4, 8, 16)] == [
+        8
+    ] * 4  # of half the size of a rank's blocks
+    assert peak_in_flight(order("1f1b", 1, 1, 5)[0]) == 1  # gradient accumulation
+
+
+def test_one_rank_accumulates_without_waiting() -> None:
+    times = simulate_time(order("1f1b", 1, 1, 3), durations(1), p2p=100.0)
+    assert times == (9.0, (0.0,))
+
+
+def test_the_slowest_stage_and_the_transfers_determine_the_time() -> None:
+    orders = order("1f1b", 2, 2, 3)
+    slow = durations(2) | {(1, "forward"): 2.0, (1, "backward"): 4.0}
+    # The first forward and the last backward pass of stage 0, and all of stage 1 in between.
+    assert simulate_time(orders, slow).seconds == 1.0 + 3 * 6.0 + 2.0
+    assert simulate_time(orders, slow).idle == (21.0 - 9.0, 3.0)
+    # Micro-batches 0 and 2 are on the critical path, each there and back.
+    assert simulate_time(orders, durations(2), p2p=0.25).seconds == 12.0 + 4 * 0.25
+    by_action = simulate_time(orders, lambda action: 10.0 if action.microbatch == 2 else 0.0)
+    assert by_action.seconds == 40.0

@@ -1,0 +1,110 @@
+"""`search`: only what is valid and fits, the fastest first, and a recipe that keeps the result of training."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.planning.advice import may_fit, smallest_peak
+from titanlike.planning.hardware import load_hardware
+from titanlike.planning.job import Job
+from titanlike.planning.memory import memory
+from titanlike.planning.plan import least_seconds, make_plan
+from titanlike.planning.search import SearchResult, confirmed, search
+from titanlike.planning.written import write
+from titanlike.run.preflight import check_recipe
+
+RECIPES = Path(__file__).parents[2] / "train_configs"
+H100 = load_hardware("h100")
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    recipe = load(PretrainRecipe, RECIPES / "llama3_8b.toml", {})
+    return search(recipe, 16, H100, check_recipe)
+
+
+def test_search_ranks_only_what_is_valid_and_fits(result: SearchResult) -> None:
+    assert result.candidates >= 1000 and len(result.best) == 10
+    recipe = load(PretrainRecipe, RECIPES / "llama3_8b.toml", {})
+    for candidate in result.best:
+        planned = candidate.plan.job.recipe
+        check_recipe(planned, 16)
+        assert candidate.plan.fits
+        assert planned.training.global_batch_size == recipe.training.global_batch_size
+        assert planned.training.seq_len == recipe.training.seq_len and planned.optimizer == recipe.optimizer
+    speeds = [candidate.plan.tokens_per_second for candidate in result.best]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] >= make_plan(Job(recipe, 16), H100).tokens_per_second
+
+
+def test_the_bound_of_the_step_time_holds(result: SearchResult) -> None:
+    for candidate in result.best:
+        assert least_seconds(candidate.plan.job, H100) <= candidate.plan.time.seconds * (1 + 1e-9)
+    for schedule in ("1f1b", "interleaved_1f1b", "zbv"):
+        for pipeline in ("2", "8"):
+            overrides = {"parallelism.pipeline_schedule": schedule, "parallelism.pipeline": pipeline}
+            job = Job(
+                load(PretrainRecipe, RECIPES / "llama3_70b.toml", overrides | {"training.local_batch_size": "2"}), 128
+            )
+            assert least_seconds(job, H100) <= make_plan(job, H100).time.seconds
+
+
+def test_overridden_keys_are_not_searched() -> None:
+    recipe = load(PretrainRecipe, RECIPES / "llama3_8b.toml", {"parallelism.tensor": "2"})
+    found = search(recipe, 8, H100, check_recipe, fixed={"parallelism.tensor", "float8.scaling"})
+    assert {candidate.plan.job.layout.tensor for candidate in found.best} == {2}
+    assert {candidate.plan.job.recipe.float8.scaling for candidate in found.best} == {"none"}
+
+
+def test_progress_and_a_model_that_does_not_fit() -> None:
+    recipe = load(PretrainRecipe, RECIPES / "llama3_405b.toml", {})
+    calls: list[tuple[int, int]] = []
+    found = search(recipe, 8, H100, check_recipe, on_progress=lambda done, total: calls.append((done, total)))
+    assert found.best == [] and found.too_large > 0
+    assert calls == [(done + 1, len(calls)) for done in range(len(calls))] and calls
+
+
+def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path: Path) -> None:
+    original = RECIPES / "llama3_8b.toml"
+    recipe = load(PretrainRecipe, original, {"training.steps": "20"})
+    best = tmp_path / "folder" / "best.toml"
+    best.parent.mkdir()
+    write(best, original, recipe, ["training.steps"], result.best[0])
+    assert "extends = " in best.read_text()
+    loaded = load(PretrainRecipe, best, {})
+    check_recipe(loaded, 16)
+    planned = result.best[0].plan.job.recipe
+    for section in ("model", "parallelism", "float8", "activation_checkpoint", "optimizer", "data", "training"):
+        if section != "training":
+            assert getattr(loaded, section) == getattr(planned, section), section
+    assert loaded.training.local_batch_size == planned.training.local_batch_size
+    written = len([line for line in best.read_text().splitlines() if " = " in line])
+    assert written == 1 + 1 + len(result.best[0].changes)  # extends, the override and the changes: nothing else
+    write(best, original, recipe, [], result.best[1])  # replaces what a search has written
+    best.write_text("[training]\nsteps = 3\n")
+    with pytest.raises(UserError, match="was not written by --search; choose another name"):
+        write(best, original, recipe, [], result.best[0])
+
+
+def test_candidates_that_do_not_fit_after_confirmation_are_dropped(result: SearchResult) -> None:
+    large = make_plan(Job(load(PretrainRecipe, RECIPES / "llama3_405b.toml", {}), 64), H100)
+    first = result.best[0].plan
+    found = confirmed(result, lambda plan: large if plan is first else plan)
+    assert len(found.best) == 9 and found.best[0].plan is result.best[1].plan
+
+
+@pytest.mark.slow
+def test_a_thousand_candidates_take_less_than_a_minute() -> None:
+    """They take about three seconds; a busy machine needs more, also of CPU time."""
+    recipe = load(PretrainRecipe, RECIPES / "llama3_70b.toml", {})
+    start = time.process_time()
+    found = search(recipe, 256, H100, check_recipe)
+    assert found.candidates > 10_000 and time.process_time() - start < 60 * found.candidates / 1000
+
+
+def test_the_fast_check_of_memory_looks_at_the_first_and_the_last_rank() -> None:
+    job = Job(load(PretrainRecipe, RECIPES / "llama3_405b.toml", {}), 512)
+    needed = max(memory(job, rank).reserved for rank in (0, 7))
+    assert smallest_peak(job) == needed and may_fit(job, needed) and not may_fit(job, needed - 1)

@@ -1,0 +1,101 @@
+"""`titanlike export` and `titanlike import`: Hugging Face folders from checkpoints, and recipes from Hugging Face folders."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from titanlike.config import UserError
+from titanlike.config.load import dump
+from titanlike.distributed import environment
+from titanlike.utils.arguments import positive_int
+from titanlike.utils.atomic_io import atomic_write_text
+
+EXPORT = """\
+Writes a checkpoint of any layout as a folder that transformers loads: the weights as safetensors with their index, config.json,
+generation_config.json, the tokenizer and a model card. The folder appears whole or not at all.
+
+  titanlike export runs/NAME model/
+  titanlike export runs/NAME/checkpoints/step-00001000 model/ --dtype bfloat16
+
+Of a run with LoRA, it writes the model with the adapters merged into it or, with --adapter, the adapters in PEFT's format."""
+
+IMPORT = """\
+Writes a recipe that starts from the weights of a Hugging Face folder: its [model], [tokenizer] and checkpoint.initial. Set the data
+and the training in it.
+
+  titanlike import Llama-3.2-1B/ finetune.toml && ./run_train.sh finetune.toml --check 8"""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the commands to the parser."""
+    command = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder",
+        description=EXPORT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint")
+    command.add_argument("folder", type=Path, help="folder to write")
+    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="convert to this precision")
+    command.add_argument("--step", type=positive_int, default=0, help="checkpoint of a run (default: the newest)")
+    command.add_argument(
+        "--shard-size", type=positive_int, default=5000, metavar="MB", help="largest file (default: 5000)"
+    )
+    command.add_argument("--adapter", action="store_true", help="write the LoRA adapters, in PEFT's format")
+    command = commands.add_parser(
+        "import",
+        help="write a recipe that starts from a Hugging Face folder",
+        description=IMPORT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("source", type=Path, metavar="HF_FOLDER", help="folder with config.json and safetensors files")
+    command.add_argument("recipe", type=Path, help="recipe to write")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs `export` or `import`."""
+    try:
+        if arguments.command == "export":
+            _export(arguments)
+        else:
+            _import(arguments.source, arguments.recipe)
+    except UserError as error:
+        environment.fail(error)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from titanlike.interop.adapter import export_adapter
+    from titanlike.interop.export import export
+    from titanlike.interop.weights import open_weights
+
+    weights = open_weights(arguments.source, step=arguments.step)
+    if arguments.adapter:
+        size = export_adapter(weights, arguments.folder)
+        print(f"{arguments.folder}: {size:,} bytes of LoRA adapters, from {weights.path}")
+        return
+    size = export(weights, arguments.folder, dtype=arguments.dtype or "", shard_size=arguments.shard_size * 10**6)
+    print(f"{arguments.folder}: {weights.config.label()}, {size:,} bytes of weights, from {weights.path}")
+
+
+def _import(source: Path, recipe: Path) -> None:
+    from titanlike.interop.weights import open_weights
+
+    weights = open_weights(source)
+    if recipe.exists():
+        raise UserError(f"{recipe} exists; choose another file, or remove it")
+    config, folder = weights.config, str(source.absolute())
+    is_published = bool(config.sizes.get(config.size))
+    model = {"name": config.name, "size": config.size} if is_published else asdict(cast(Any, config))
+    tables = {
+        "model": model,
+        "tokenizer": {"encoding": folder, "special": weights.tokenizer.special},
+        "training": {"seq_len": min(2048, config.max_seq_len)},
+        "checkpoint": {"initial": folder},
+    }
+    comment = f"# Starts from the weights in {folder}. Set [data], the rest of [training] and [optimizer].\n"
+    try:
+        atomic_write_text(recipe, comment + dump(tables))
+    except OSError as error:
+        raise UserError(f"{recipe} cannot be written: {error.strerror}") from None
+    print(f"{recipe}: {config.label()}, {config.num_parameters():,} parameters")

@@ -1,0 +1,175 @@
+"""Config of Llama models: fields, published sizes, parameter counts, Hugging Face's config. Does not import torch."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Self
+
+from titanlike.config.base import Positive, PositiveFloat, Share, divisors, one_of, section
+from titanlike.config.model_configs.transformer import NumLayers, TransformerConfig, require
+
+# The fields of each published size that differ from the defaults below.
+LLAMA_SIZES: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "3-8B": dict(
+        dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192
+    ),
+    "3-70B": dict(
+        dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672, vocab_size=128256, max_seq_len=8192
+    ),
+}
+LLAMA_SIZES["3.1-8B"] = LLAMA_SIZES["3-8B"] | dict(max_seq_len=131072, rope_scaling=8.0)
+LLAMA_SIZES["3.1-70B"] = LLAMA_SIZES["3-70B"] | dict(max_seq_len=131072, rope_scaling=8.0)
+LLAMA_SIZES["3.1-405B"] = LLAMA_SIZES["3.1-70B"] | dict(dim=16384, num_layers=126, num_heads=128, ffn_dim=53248)
+LLAMA_SIZES["3.2-1B"] = LLAMA_SIZES["3.1-8B"] | dict(
+    dim=2048, num_layers=16, ffn_dim=8192, rope_scaling=32.0, tied_head=True
+)
+LLAMA_SIZES["3.2-3B"] = LLAMA_SIZES["3.2-1B"] | dict(dim=3072, num_layers=28, num_heads=24)
+
+
+@section
+class LlamaConfig(TransformerConfig):
+    """Llama 3: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases."""
+
+    name: Literal["llama"] = "llama"
+    """Architecture. It decides which keys this section has."""
+    size: Literal["debug", "3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B"] = "debug"
+    """Published size. It sets every key below that the recipe does not."""
+    dim: Positive = 192
+    """Model dimension: the width of the residual stream."""
+    num_layers: NumLayers = 4
+    """Number of transformer blocks."""
+    num_heads: Positive = 4
+    """Number of query heads. A head dimension (`dim / num_heads`) of 64 or 128 is fast; smaller ones are slow."""
+    num_kv_heads: Positive = 2
+    """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
+    ffn_dim: Positive = 512
+    """Hidden dimension of the feed-forward layers."""
+    vocab_size: Positive = 320
+    """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
+    max_seq_len: Positive = 8192
+    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    rope_theta: PositiveFloat = 500000.0
+    """Base of the RoPE frequencies. Larger values give longer wavelengths."""
+    rope_scaling: PositiveFloat = 1.0
+    """Llama 3.1's RoPE scaling factor of the low frequencies: 8 for Llama 3.1, 32 for Llama 3.2; 1 disables it."""
+    rope_original_seq_len: Positive = 8192
+    """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
+    tied_head: bool = False
+    """Share the weight of the embedding and the LM head, as the small Llama 3.2 models do."""
+    dropout: Share = 0.0
+    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
+    step and the token, not on the layout."""
+
+    hf_architecture = "LlamaForCausalLM"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = LLAMA_SIZES
+
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "attention.wq": (queries, self.dim),
+            "attention.wk": (keys, self.dim),
+            "attention.wv": (keys, self.dim),
+            "attention.wo": (self.dim, queries),
+            "feed_forward.w1": (self.ffn_dim, self.dim),
+            "feed_forward.w2": (self.dim, self.ffn_dim),
+            "feed_forward.w3": (self.ffn_dim, self.dim),
+        }
+
+    def num_parameters(self) -> int:
+        norms = (2 * self.num_layers + 1) * self.dim
+        embedding = 0 if self.tied_head else self.vocab_size * self.dim
+        return self.num_matmul_parameters() + norms + embedding
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not problems and self.head_dim % 2:
+            problems.append(
+                f"model.dim / model.num_heads = {self.head_dim} is odd, but RoPE rotates pairs; change num_heads"
+            )
+        if self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}; "
+                f"use {one_of(divisors(self.num_heads)[-8:])}"
+            )
+        return problems
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": self.rope_scaling,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": self.rope_original_seq_len,
+        }
+        scaling = scaling if self.rope_scaling != 1.0 else {}
+        return {
+            "architectures": [self.hf_architecture],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "intermediate_size": self.ffn_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            # transformers 5 reads rope_parameters, 4 the other two: without its form, each falls back to a theta of 10,000.
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta, **scaling},
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling or None,
+            "tie_word_embeddings": self.tied_head,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "pretraining_tp": 1,
+            "use_cache": True,
+        }
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+        require(values, hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0)
+        heads, dim = values["num_attention_heads"], values["hidden_size"]
+        require(values, head_dim=dim // heads)
+        return cls.published(
+            {
+                "dim": dim,
+                "num_layers": values["num_hidden_layers"],
+                "num_heads": heads,
+                "num_kv_heads": values.get("num_key_value_heads") or heads,
+                "ffn_dim": values["intermediate_size"],
+                "vocab_size": values["vocab_size"],
+                "max_seq_len": values.get("max_position_embeddings", 2048),
+                "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
+                "tied_head": values.get("tie_word_embeddings", False),
+                **_rope_fields(values),
+            }
+        )
+
+
+def _rope_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the RoPE fields of a `config.json`, which transformers 4 and 5 write in different forms."""
+    forms = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
+    rope: Mapping[str, Any] = next((form for form in forms if form), {})
+    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
+    if values.get("rope_theta", theta) != theta:
+        raise ValueError(f"rope_theta = {values['rope_theta']!r}, but rope_parameters has rope_theta = {theta!r}")
+    fields = {"rope_theta": float(theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return fields
+    if kind != "llama3":
+        raise ValueError(f"the RoPE type {kind!r} is not supported; only 'default' and 'llama3' are")
+    require(rope, low_freq_factor=1.0, high_freq_factor=4.0)
+    return fields | {
+        "rope_scaling": float(rope["factor"]),
+        "rope_original_seq_len": rope["original_max_position_embeddings"],
+    }

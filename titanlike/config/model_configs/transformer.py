@@ -1,0 +1,143 @@
+"""The base of model configs. Does not import torch.
+
+`size` names a published variant; fields that the recipe gives take precedence over it.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from typing_extensions import Self
+
+from titanlike.config.base import UserError, divisors, one_of, validate
+
+NumLayers = Annotated[int, Field(ge=1, le=10_000)]
+
+
+class TransformerConfig:
+    """Base of model configs: what recipe checks, FLOP counts and the planner need to know of an architecture.
+
+    A subclass is a `@section` with the annotated fields, a `name` of type `Literal`, and optionally `size` and `sizes`.
+    """
+
+    name: str
+    size: str = ""
+    dim: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    max_seq_len: int
+    tied_head: bool = False
+    dropout: float = 0.0
+
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+    rowwise_matrices: ClassVar[tuple[str, ...]] = ("attention.wo", "feed_forward.w2")
+    """Matrices of a block of which a tensor-parallel rank holds some inputs; of all others it holds some outputs."""
+    biases: ClassVar[bool] = False
+    """Whether the matrices and the norms of a block, and the last norm, have a bias."""
+    hf_architecture: ClassVar[str] = ""
+    """The class of transformers that computes the same; empty if there is none."""
+
+    def __init_subclass__(cls) -> None:
+        # A variant of an architecture computes something else, unless it says otherwise.
+        if "hf_architecture" not in cls.__dict__:
+            cls.hf_architecture = ""
+
+    @property
+    def head_dim(self) -> int:
+        """The dimension of an attention head."""
+        return self.dim // self.num_heads
+
+    def label(self) -> str:
+        """Returns the architecture and the published size, or, if the recipe changes what the size sets, width and depth."""
+        if self.size not in self.sizes:
+            return self.name
+        # A padded vocabulary, another context length or dropout is a common setting of the same size.
+        common = {name: getattr(self, name) for name in ("vocab_size", "max_seq_len", "dropout")}
+        if self == type(self)(**{"size": self.size, **self.sizes[self.size], **common}):
+            return f"{self.name} {self.size}"
+        return f"{self.name} of {self.num_layers} layers, model.dim {self.dim}"
+
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        """Returns the matrices of a block by name, each as (outputs, inputs)."""
+        raise NotImplementedError
+
+    def block_vectors(self) -> dict[str, int]:
+        """Returns the sizes of the norms and biases of a block, by parameter name. The default has two norms in each block."""
+        norms = {f"{norm}.weight": self.dim for norm in ("attention_norm", "ffn_norm")}
+        if not self.biases:
+            return norms
+        biases = {f"{norm}.bias": self.dim for norm in ("attention_norm", "ffn_norm")}
+        return norms | biases | {f"{name}.bias": outputs for name, (outputs, _) in self.block_matrices().items()}
+
+    def first_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Returns the sizes of the parameters before the blocks, by name: those that only the first pipeline stage has."""
+        return {"tok_embeddings.weight": (self.vocab_size, self.dim)}
+
+    def last_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Returns the sizes of the parameters after the blocks, by name, including the LM head even if it is tied."""
+        norm: dict[str, tuple[int, ...]] = {"norm.weight": (self.dim,)}
+        bias: dict[str, tuple[int, ...]] = {"norm.bias": (self.dim,)} if self.biases else {}
+        return norm | bias | {"output.weight": (self.vocab_size, self.dim)}
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters; an embedding tied to the LM head counts once."""
+        raise NotImplementedError
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Returns all matrices that multiply every token, by full name, including the LM head even if it is tied."""
+        block = self.block_matrices().items()
+        matrices = {f"layers.{layer}.{name}": size for layer in range(self.num_layers) for name, size in block}
+        return matrices | {"output": (self.vocab_size, self.dim)}
+
+    def num_matmul_parameters(self) -> int:
+        """Returns the number of parameters that multiply every token: all but lookup tables, norms and biases."""
+        block = sum(outputs * inputs for outputs, inputs in self.block_matrices().values())
+        return self.num_layers * block + self.vocab_size * self.dim
+
+    def lm_head_cost(self) -> float:
+        """Returns the cost of the LM head relative to that of one block."""
+        head = self.vocab_size * self.dim
+        return head * self.num_layers / (self.num_matmul_parameters() - head)
+
+    def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
+        """Returns FLOPs of the forward and backward pass, without recomputation, with full (not causal) attention, as published
+        model FLOPs utilization counts them. Frozen weights have no gradients."""
+        return (4 if frozen else 6) * self.num_matmul_parameters() + 12 * self.num_layers * self.dim * seq_len
+
+    def problems(self) -> list[str]:
+        """Returns one message for each inconsistency among the fields."""
+        if self.dim % self.num_heads == 0:
+            return []
+        near = [n for n in divisors(self.dim) if n <= 2 * self.num_heads]
+        return [f"model.num_heads = {self.num_heads} does not divide model.dim = {self.dim}; use {one_of(near[-4:])}"]
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Returns what describes this model in Hugging Face's `config.json`."""
+        raise UserError(f"model.name = {self.name!r} has no equivalent in transformers; it cannot be exported")
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the config that a `config.json` describes. Raises `ValueError` for what this architecture does not have."""
+        raise ValueError(f"model.name = {cls.name!r} has no equivalent in transformers")
+
+    @classmethod
+    def published(cls, fields: Mapping[str, Any]) -> Self:
+        """Returns the config with these fields, under the name of the published size that has them if there is one."""
+        config = validate(cls, fields)
+        for size, values in cls.sizes.items():
+            if values and config == cls(**{**fields, "size": config.size, **values}):
+                return validate(cls, {**fields, "size": size})
+        return config
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Returns the fields that `parallelism.tensor` must divide."""
+        return {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
+
+
+def require(values: Mapping[str, Any], **supported: Any) -> None:
+    """Raises `ValueError` if a key of a `config.json` is present with another value than the only one that is supported."""
+    for key, only in supported.items():
+        found = values.get(key)
+        if found is not None and found != only:
+            raise ValueError(f"{key} = {found!r} is not supported; only {only!r} is")

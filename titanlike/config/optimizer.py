@@ -1,0 +1,82 @@
+"""Sections of the optimizer and the learning rate."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titanlike.config.base import Fraction, NonNegative, NonNegativeFloat, PositiveFloat, Share, matches, section
+
+
+@section
+class OptimizerGroup:
+    """Parameters with an optimizer, a learning rate or a weight decay of their own. A parameter belongs to the first group that
+    matches it; those that no group matches follow `[optimizer]`."""
+
+    pattern: str = "*"
+    """Names of the parameters, such as `layers`, `attention.wq` or `layers.*.feed_forward`: dotted parts of the name."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` matches the matrices of blocks only, and orthogonalizes their momentum: embeddings, the LM head, norms and biases
+    remain with AdamW."""
+    lr_scale: PositiveFloat = 1.0
+    """Factor of the learning rate."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay coefficient. Default: that of `[optimizer]` for matrices, 0 for norms and biases."""
+
+
+@section
+class Optimizer:
+    """AdamW, or Muon for the matrices of blocks. Weight decay is not applied to norms and biases."""
+
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    beta1: Share = 0.9
+    """Decay rate of the first moment (the mean of the gradient)."""
+    beta2: Share = 0.95
+    """Decay rate of the second moment (the mean of the squared gradient). 0.95 recovers from a loss spike sooner than Adam's
+    default of 0.999."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator for numerical stability."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay coefficient. 0 disables it."""
+    fused: bool = True
+    """Use the fused implementation, with one kernel for the whole update. Disable it only for comparison. Applies to
+    `state_dtype = "full"`."""
+    state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
+    """Precision of Adam's moments. `full`: that of the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
+    2 bytes, quantized in blocks that share a scale."""
+    stochastic_rounding: bool = False
+    """Round updated weights stochastically, so that updates smaller than the precision accumulate. For
+    `master_dtype = "bfloat16"`."""
+    groups: tuple[OptimizerGroup, ...] = ()
+    """Groups of parameters, each in a table `[[optimizer.groups]]`."""
+    muon_momentum: Share = 0.95
+    """Decay rate of Muon's momentum."""
+    muon_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz steps with which Muon orthogonalizes."""
+    muon_lr_scaling: Literal["rms", "spectral"] = "rms"
+    """How the size of Muon's update depends on the shape of a matrix. `rms`: its root mean square is about 0.2, as that of AdamW,
+    so that both share a learning rate. `spectral`: its spectral norm is about sqrt(outputs / inputs), at least 1."""
+    muon_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of the orthogonalization and of what ranks exchange for it. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+
+    def group_of(self, name: str, *, is_matrix: bool) -> OptimizerGroup | None:
+        """Returns the first group that matches a parameter, or None."""
+        for group in self.groups:
+            in_reach = group.optimizer == "adamw" or (is_matrix and name.startswith("layers."))
+            if in_reach and matches(group.pattern, name):
+                return group
+        return None
+
+
+@section
+class Schedule:
+    """Learning rate schedule: warmup, stable, decay."""
+
+    warmup_steps: NonNegative = 100
+    """Steps of linear warmup from 0 to the peak, at most `training.steps`. 0 disables it."""
+    decay: Literal["linear", "cosine", "sqrt", "none"] = "cosine"
+    """Shape of the decay. `sqrt` (1 - sqrt) falls fast at first and is common after a long stable phase."""
+    decay_steps: NonNegative = 0
+    """Length of the decay in steps, ending at the last step. 0: all steps after the warmup, without a stable phase."""
+    min_ratio: Fraction = 0.1
+    """Final learning rate as a fraction of the peak."""

@@ -1,0 +1,269 @@
+"""Chat templates: conversations as tokens, and which of them are the assistant's. No torch.
+
+A template is the Jinja program of a Hugging Face tokenizer, and runs in a sandbox. The assistant's part is what the template marks
+with `{% generation %}`; in a template without these marks, it is what each message of the assistant adds to the rendering of those
+before it.
+
+The contents of messages cannot become special tokens, so they cannot end a turn or begin one. Before the template runs, names of
+special tokens in them are enclosed in characters that are in no text. The rendered text is split there, and the enclosed names are
+encoded as plain text.
+"""
+
+import datetime
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titanlike.config import UserError
+from titanlike.data.packed_dataset import Flags
+from titanlike.data.text.conversations import Conversation, Message
+from titanlike.data.text.documents import BadRecord, replace_surrogates
+from titanlike.data.text.tokenizer import TokenIDs, Tokenizer, files_of
+from titanlike.utils.regular_file import read_regular
+
+# Noncharacters of Unicode, which no text may contain: they enclose plain text, and the assistant's part.
+PLAIN, PLAIN_END, LABEL, LABEL_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"
+REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
+# Templates write today's date into the conversation. The tokens of a run must not depend on the day of its start.
+DATE = datetime.datetime(2024, 7, 26)
+
+BUILT_IN = """\
+{%- for message in messages -%}
+{{- <start> + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + <end> -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + <end> -}}
+{%- endif -%}
+{{- <after> -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- <start> + 'assistant\\n' -}}{%- endif -%}
+"""
+
+
+class ChatTemplate:
+    """Renders conversations and encodes them."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer, *, name: str = "the chat template") -> None:
+        self.source = source
+        self.name = name
+        self.tokenizer = tokenizer
+        names = sorted(tokenizer.codec.special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names)))
+        starts = {name[:size] for name in names for size in range(1, len(name))}
+        self._start_of_special = re.compile(f"(?:{'|'.join(map(re.escape, sorted(starts, key=len, reverse=True)))})$")
+        self._marks_labels = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"{name}, line {error.lineno}: {error.message}") from None
+        self._variables = _token_names(tokenizer)
+
+    @property
+    def identity(self) -> list[Any]:
+        """What decides the tokens of a conversation, besides the tokenizer's tokens."""
+        return [self.source, self._variables]
+
+    def encode(self, conversation: Conversation) -> tuple[TokenIDs, Flags]:
+        """Returns the tokens of a conversation, and which of them are labels: the assistant's. Raises `BadRecord` if the template
+        does not render it."""
+        messages, tools = self._escape(conversation.messages), self._escape(conversation.tools)
+        render = self._render if self._marks_labels else self._render_by_prefix
+        text = render(messages, tools)
+        parts = list(self._encode_parts(text))
+        tokens = np.concatenate([tokens for tokens, _ in parts] or [np.zeros(0, np.uint32)])
+        labels = np.concatenate([labels for _, labels in parts] or [np.zeros(0, bool)])
+        if not labels.any():
+            raise BadRecord(f"{self.name} renders no token of the assistant")
+        return tokens, labels
+
+    def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+            )
+        except Exception as error:  # noqa: BLE001  a template can raise anything
+            raise BadRecord(f"{self.name} raises {type(error).__name__}: {error}") from None
+
+    def _render_by_prefix(self, messages: list[Message], tools: Any) -> str:
+        """Renders and marks the assistant's part: what a message adds to the rendering of those before it, which ends with the
+        prompt for the assistant."""
+        whole, marked, done = self._render(messages, tools), "", 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = messages[:number], messages[: number + 1]
+            start = self._check_prefix(whole, self._render(before, tools, prompt=True), number)
+            end = self._check_prefix(whole, self._render(after, tools), number + 1)
+            # White space after the last special token separates this turn from the next one.
+            for special in self._special.finditer(whole, start, end):
+                end = special.end() if not whole[special.end() : end].strip() else end
+            if not done <= start <= end:
+                raise BadRecord(self._cannot_mark(number))
+            marked += whole[done:start] + LABEL + whole[start:end] + LABEL_END
+            done = end
+        return marked + whole[done:]
+
+    def _check_prefix(self, whole: str, text: str, number: int) -> int:
+        if not whole.startswith(text):
+            raise BadRecord(self._cannot_mark(number))
+        return len(text)
+
+    def _cannot_mark(self, number: int) -> str:
+        return (
+            f"{self.name} renders the first {number} messages differently when others follow, so the assistant's part is not "
+            "known; mark it with {% generation %} and {% endgeneration %} in a copy of the template, and set data.chat_template"
+        )
+
+    def _encode_parts(self, text: str) -> list[tuple[TokenIDs, Flags]]:
+        """Encodes a rendered text with marks, part by part: a part is plain text, or text with special tokens."""
+        parts: list[tuple[TokenIDs, Flags]] = []
+        content, spans, labeled, plain = "", list[list[int]](), False, False
+
+        def end_part() -> None:
+            if labeled:
+                spans[-1][1] = len(content)
+            if plain:
+                tokens = self.tokenizer.encode(content)
+                parts.append((tokens, np.full(len(tokens), labeled)))
+            elif content:
+                tokens, ends = self.tokenizer.encode_with_special(content)
+                parts.append((tokens, _overlaps(ends, spans)))
+
+        for piece in re.split(f"([{MARKS}])", text):
+            if piece in (PLAIN, PLAIN_END):
+                if plain == (piece == PLAIN):
+                    raise BadRecord(f"{self.name} cuts the name of a special token in a message")
+                end_part()
+                content, spans, plain = "", [[0, 0]] if labeled else [], not plain
+            elif piece == LABEL:
+                spans, labeled = [*spans, [len(content), len(content)]], True
+            elif piece == LABEL_END:
+                spans[-1][1], labeled = len(content), False
+            else:
+                content += piece
+        if plain:
+            raise BadRecord(f"{self.name} cuts the name of a special token in a message")
+        end_part()
+        return parts
+
+    def _escape(self, value: Any) -> Any:
+        """Encloses the names of special tokens in all text below a value. The start of a name at the end of a text is enclosed
+        too: the text that follows could complete it."""
+        if isinstance(value, str):
+            text = replace_surrogates(value).translate(REPLACED)
+            text = self._special.sub(lambda match: f"{PLAIN}{match[0]}{PLAIN_END}", text)
+            return self._start_of_special.sub(lambda match: f"{PLAIN}{match[0]}{PLAIN_END}", text)
+        if isinstance(value, list):
+            return [self._escape(each) for each in value]
+        if isinstance(value, dict):
+            return {self._escape(key): self._escape(each) for key, each in value.items()}
+        return value
+
+
+def build_chat_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns the template in a file, or, with an empty path, that of the tokenizer, or else the built-in one."""
+    if path:
+        return ChatTemplate(_read(Path(path), "data.chat_template: "), tokenizer, name=path)
+    files = files_of(tokenizer.section.encoding)
+    if files and files[0].suffix == ".json":
+        file = files[0].with_name("chat_template.jinja")
+        if file.is_file():
+            return ChatTemplate(_read(file), tokenizer, name=str(file))
+        found = _config_of(tokenizer).get("chat_template")
+        if isinstance(found, list):  # several by name
+            named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+            found = named.get("default")
+        if isinstance(found, str):
+            return ChatTemplate(found, tokenizer, name=f"the chat template in {files[1]}")
+    return ChatTemplate(_built_in(tokenizer), tokenizer, name="the built-in chat template")
+
+
+def _built_in(tokenizer: Tokenizer) -> str:
+    """Returns a template for a tokenizer without one: ChatML if it has these tokens, else each message ends with EOS."""
+    special = {number: name for name, number in tokenizer.codec.special.items()}
+    start, end, after = "", special[tokenizer.separator.token], ""
+    if {"<|im_start|>", "<|im_end|>"} <= tokenizer.codec.special.keys():
+        start, end, after = "<|im_start|>", "<|im_end|>", "\n"
+    template = BUILT_IN
+    for name, value in (("<start>", start), ("<end>", end), ("<after>", after)):
+        template = template.replace(name, json.dumps(value))
+    bos = "" if tokenizer.bos is None else f"{{{{- {json.dumps(special[tokenizer.bos])} -}}}}\n"
+    return bos + template
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Returns the environment that templates are written for."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = DATE.strftime
+    return environment
+
+
+class _Generation(Extension):
+    """The block `{% generation %}`, whose content is the assistant's."""
+
+    tags = {"generation"}  # noqa: RUF012  not annotated in the base class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        """Encloses the content of a block in marks."""
+        return f"{LABEL}{caller()}{LABEL_END}"
+
+
+def _overlaps(ends: npt.NDArray[np.int64], spans: list[list[int]]) -> Flags:
+    """Returns which tokens overlap with one of the spans of characters. Tokens of one character have the same end."""
+    begins = np.concatenate([[0], ends])[np.searchsorted(ends, ends)]
+    labels = np.zeros(len(ends), bool)
+    for start, end in spans:
+        labels |= (ends > start) & (begins < end)
+    return labels
+
+
+def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the names of special tokens that a template may use, such as `bos_token`."""
+    special = {number: name for name, number in tokenizer.codec.special.items()}
+    names = {}
+    for key, value in _config_of(tokenizer).items():
+        value = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(value, str):
+            names[key] = value
+    for key, number in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
+        names |= {} if number is None else {key: special[number]}
+    return names
+
+
+def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    files = files_of(tokenizer.section.encoding)
+    config: dict[str, Any] = json.loads(_read(files[1])) if len(files) > 1 else {}
+    return config
+
+
+def _read(file: Path, prefix: str = "") -> str:
+    try:
+        return read_regular(file).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{prefix}{file} cannot be read: {getattr(error, 'strerror', '') or error}") from None

@@ -1,0 +1,1 @@
+"""Generation and evaluation, from a run, a checkpoint or a Hugging Face folder, and during training."""

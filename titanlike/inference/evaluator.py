@@ -1,0 +1,148 @@
+"""Evaluation of a model on tasks and text, and samples: by `titanlike evaluate`, and during training."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from titanlike.config import UserError
+from titanlike.config.model_configs import TransformerConfig
+from titanlike.config.sections import Data, Evaluation, Sample, Training
+from titanlike.data.sources import open_validation
+from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.data.token_shards import Shards
+from titanlike.inference.generation import generate
+from titanlike.inference.logits import recomputed_logits
+from titanlike.inference.perplexity import perplexity
+from titanlike.inference.sampling import Sampling
+from titanlike.inference.scoring import Scorer, encode_pair
+from titanlike.inference.tasks import Task, read_task, task_name
+from titanlike.parallelisms.mesh import Mesh
+
+Metrics = dict[str, float]
+
+SAMPLE_CONTEXT = (
+    256  # tokens that a sample is computed from: without a cache, each token costs a forward pass of this length
+)
+
+
+class Evaluator:
+    """The tasks and the text of an evaluation. Opens the files at once, so that a mistake is found before the training starts."""
+
+    def __init__(
+        self,
+        section: Evaluation,
+        sample: Sample,
+        data: Data,
+        training: Training,
+        config: TransformerConfig,
+        tokenizer: Tokenizer,
+        seed: int,
+    ) -> None:
+        """Opens the files that the section names.
+
+        Args:
+            data: names the fields of records, and whether documents are masked from each other.
+            training: has the length of the sequences into which text is cut, and the number of them in a forward pass of a rank.
+            config: that of the model. The items of tasks are cut on the left to its context length.
+            seed: that of the samples.
+        """
+        self.section, self.sample, self.data, self.training = section, sample, data, training
+        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        files = zip(section.tasks, section.formats, strict=True)
+        self.tasks = {task_name(file): read_task(file, format, section.limit) for file, format in files}
+        self.texts = {task_name(path): self._open(path) for path in section.data}
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate or to sample after a step. The last step is always evaluated."""
+        return self._evaluates(step) or self._samples(step)
+
+    def __call__(self, step: int, model: nn.Module, mesh: Mesh) -> dict[str, float | str]:
+        """Returns what is due after a step, by the names of the metrics. All ranks call it and get the same."""
+        values: dict[str, float | str] = {}
+        for name, metrics in (self.evaluate(model, mesh) if self._evaluates(step) else {}).items():
+            values |= {f"evaluation/{name}/{metric}": value for metric, value in metrics.items()}
+        return values | ({"sample": self.sample_text(model, mesh)} if self._samples(step) else {})
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, mesh: Mesh, on_result: Callable[[str, Metrics], object] = lambda *_: None
+    ) -> dict[str, Metrics]:
+        """Returns the metrics of each task and text by name. All ranks call it and get the same.
+
+        `on_result` is called as soon as the metrics of one of them are known."""
+        batch_size = self.training.local_batch_size
+        scorer = Scorer(
+            model,
+            mesh,
+            device=torch.device(mesh.tensor.device_type),
+            max_length=self.config.max_seq_len,
+            batch_size=batch_size,
+        )
+        of_text = partial(
+            perplexity,
+            model,
+            mesh,
+            tokenizer=self.tokenizer,
+            seq_len=self.training.seq_len,
+            batch_size=batch_size,
+            device=torch.device(mesh.tensor.device_type),
+            document_masks=self.data.document_masks,
+            limit=self.section.limit,
+        )
+        results: dict[str, Metrics] = {}
+        for name, one in (self.tasks | self.texts).items():
+            results[name] = self._score(one, scorer) if isinstance(one, Task) else of_text(one)
+            on_result(name, results[name])
+        return results
+
+    def last_sample(self, model: nn.Module, mesh: Mesh) -> str | None:
+        """Returns the sample at the end of a run with a heading, or None if there is none to make."""
+        if not self.sample.tokens:
+            return None
+        return f"\nsample after {self.training.steps} steps:\n{self.sample_text(model, mesh)}\n"
+
+    def sample_text(self, model: nn.Module, mesh: Mesh) -> str:
+        """Returns the prompt of the samples and what the model continues it with. All ranks call it and get the same text."""
+        sample = self.sample
+        [text] = generate(
+            recomputed_logits(
+                model, mesh, min(self.training.seq_len, SAMPLE_CONTEXT), torch.device(mesh.tensor.device_type)
+            ),
+            [self.tokenizer.opening(sample.prompt)],
+            self.tokenizer,
+            Sampling(sample.temperature, sample.top_k, sample.top_p),
+            max_new_tokens=sample.tokens,
+            seed=self.seed,
+        )
+        return sample.prompt + text
+
+    def _score(self, task: Task, scorer: Scorer) -> Metrics:
+        requests = [
+            [encode_pair(self.tokenizer, item.context, text) for text in item.continuations] for item in task.items
+        ]
+        scores = iter(scorer([request for group in requests for request in group]))
+        return task.scores([[next(scores) for _ in group] for group in requests])
+
+    def _open(self, path: str) -> Shards:
+        tokens = open_validation(replace(self.data, validation_path=path), self.tokenizer)
+        if tokens.num_tokens < 2:
+            raise UserError(f"{path} has {tokens.num_tokens} tokens, too few to predict one; give more text")
+        return tokens
+
+    def _evaluates(self, step: int) -> bool:
+        interval = self.section.interval
+        return interval > 0 and (step % interval == 0 or step == self.training.steps)
+
+    def _samples(self, step: int) -> bool:
+        return self.sample.tokens > 0 and self.sample.interval > 0 and step % self.sample.interval == 0
+
+
+def format_metrics(metrics: Metrics) -> str:
+    """Formats metrics on one line."""
+    return "  ".join(
+        f"{name} {value:,.0f}" if name in ("tokens", "bytes") else f"{name} {value:.4f}"
+        for name, value in metrics.items()
+    )

@@ -1,0 +1,114 @@
+"""The KV cache: attention that keeps the keys and values of earlier tokens, so that each step computes the new tokens only.
+
+Shape legend: B sequences, T new tokens, S tokens in the cache, H query heads, K key/value heads, E head dimension.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlike.config import UserError
+from titanlike.models.document_mask import Mask
+from titanlike.parallelisms.blocks import Blocks, list_blocks
+
+
+class KVCache(AbstractContextManager["KVCache"]):
+    """The caches of all blocks of a model. As a context manager, it restores the original attention at the end."""
+
+    def __init__(self, owners: list[tuple[nn.Module, str, nn.Module]], attentions: list["CachedAttention"]) -> None:
+        self._owners = owners
+        self._attentions = attentions
+
+    def start(self, padding: Tensor | None = None) -> None:
+        """Empties the cache. `padding` (B,) is the number of tokens at the start of each sequence that are padding."""
+        for attention in self._attentions:
+            attention.length = 0
+            attention.padding = padding if padding is not None and bool(padding.any()) else None
+
+    def remove(self) -> None:
+        """Restores the original attention and frees the memory."""
+        for parent, name, original in self._owners:
+            setattr(parent, name, original)
+        self._owners, self._attentions = [], []
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def apply_kv_cache(blocks: Blocks, *, batch_size: int, max_length: int, attention: str = "attention.attend") -> KVCache:
+    """Replaces the causal attention of each block by one that attends to the tokens of earlier calls too.
+
+    The caller then passes the new tokens only, with their `position_ids`. Memory is allocated at the first call.
+
+    Args:
+        batch_size: number of sequences in each call.
+        max_length: number of tokens that the cache holds, including padding.
+        attention: name, in each block, of the submodule that is called with queries (B, H, T, E), and keys and values (B, K, T, E),
+            as `models.layers.CausalAttention` is.
+    """
+    owners, attentions = [], []
+    for block in list_blocks(blocks):
+        parent_name, _, name = attention.rpartition(".")
+        try:
+            parent = block.get_submodule(parent_name)
+            original = parent.get_submodule(name)
+        except AttributeError:
+            raise UserError(
+                f"the KV cache replaces the submodule {attention}, which {type(block).__name__} does not have; pass its name as "
+                "attention=, or the blocks that have it"
+            ) from None
+        cached = CachedAttention(batch_size, max_length)
+        setattr(parent, name, cached)
+        owners.append((parent, name, original))
+        attentions.append(cached)
+    return KVCache(owners, attentions)
+
+
+class CachedAttention(nn.Module):
+    """Causal attention of new tokens over all tokens since `KVCache.start`."""
+
+    def __init__(self, batch_size: int, max_length: int) -> None:
+        super().__init__()
+        self.batch_size, self.max_length = batch_size, max_length
+        self.length = 0
+        self.padding: Tensor | None = None
+        self.cache: tuple[Tensor, Tensor] | None = None  # keys and values (B, K, S, E)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
+        first, self.length = self.length, self.length + k.shape[2]
+        self._check(k, mask)
+        if self.cache is None:
+            shape = (self.batch_size, k.shape[1], self.max_length, k.shape[3])  # of this rank's heads
+            self.cache = k.new_zeros(shape), v.new_zeros(shape)
+        for cached, new in zip(self.cache, (k, v), strict=True):
+            cached[:, :, first : self.length] = new
+        keys, values = (cached[:, :, : self.length] for cached in self.cache)
+        options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
+        if self.padding is None and q.shape[2] == 1:  # the last token attends to all
+            return F.scaled_dot_product_attention(q, keys, values, **options)
+        if self.padding is None and not first:
+            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, **options)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask(first, q.device), **options)
+
+    def _mask(self, first: int, device: torch.device) -> Tensor:
+        """Returns a mask (B or 1, 1, T, S): not later, and not padding."""
+        key_positions = torch.arange(self.length, device=device)
+        query_positions = key_positions[first:, None]
+        mask = (query_positions >= key_positions)[None, None]
+        if self.padding is None:
+            return mask
+        # Padding attends to itself: a softmax over nothing is NaN, which a weight of 0 does not remove from other tokens.
+        return mask & (key_positions >= self.padding[:, None, None, None]) | (query_positions == key_positions)
+
+    def _check(self, k: Tensor, mask: Mask | None) -> None:
+        if mask is not None:
+            raise UserError("the KV cache does not support document_ids; pass one document per sequence")
+        if k.shape[0] != self.batch_size or self.length > self.max_length:
+            raise UserError(
+                f"the KV cache holds {self.batch_size} sequences of {self.max_length} tokens, not {k.shape[0]} of {self.length}; "
+                "apply a larger one"
+            )

@@ -1,0 +1,90 @@
+"""Models with the weights of a run, a checkpoint or a Hugging Face folder, for generation and evaluation."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from titanlike.config import UserError
+from titanlike.config.base import divisors, one_of
+from titanlike.config.model_configs import TransformerConfig
+from titanlike.config.sections import ActivationCheckpoint, Compile, DType, Float8, Parallelism, Training
+from titanlike.interop.hf_folder import read_json
+from titanlike.interop.weights import CheckpointWeights, Weights, load_weights
+from titanlike.models import blocks, build_model
+from titanlike.models.init import allocate
+from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelize import parallelize
+
+
+def default_dtype(device: torch.device) -> DType:
+    """Returns the precision to compute in: many CPUs are slow in bfloat16."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def load_for_generation(weights: Weights, mesh: Mesh, device: torch.device, dtype: DType) -> nn.Module:
+    """Returns a model that takes one token at a time: under tensor parallelism activations are replicated, not sharded along the
+    sequence."""
+    _check_tensor(weights.config, mesh.tensor.size())
+    with torch.device("meta"):
+        model = build_model(weights.config).to(getattr(torch, dtype))
+    if mesh.tensor.size() > 1:
+        from titanlike.parallelisms.tensor import apply_tensor  # imports DTensor, which one process does not need
+
+        plan = cast(Mapping[str, str], model.tensor_plan)
+        apply_tensor(model, plan, mesh.tensor, blocks=blocks(model), sequence_parallel=False)
+    return _fill(model, weights, device)
+
+
+def load_for_evaluation(
+    weights: Weights, mesh: Mesh, parallelism: Parallelism, device: torch.device, dtype: DType
+) -> nn.Module:
+    """Returns a model under the layout that `mesh` has, for full sequences."""
+    _check_tensor(weights.config, mesh.tensor.size())
+    with torch.device("meta"):
+        model = build_model(weights.config)
+    model = parallelize(
+        model,
+        mesh,
+        split=parallelism.split(weights.config),
+        training=Training(compute_dtype=dtype, master_dtype=dtype),
+        parallelism=parallelism,
+        float8=Float8(),
+        activation_checkpoint=ActivationCheckpoint(),
+        compile=Compile(mode="none"),
+    )
+    return _fill(model, weights, device)
+
+
+def training_recipe(weights: Weights) -> Mapping[str, Any]:
+    """Returns the recipe that a checkpoint records; empty for a Hugging Face folder."""
+    return weights.metadata.recipe if isinstance(weights, CheckpointWeights) else {}
+
+
+def stop_tokens(weights: Weights) -> frozenset[int]:
+    """Returns the tokens that end a text, as a Hugging Face folder lists them: a chat model has one that ends a turn."""
+    file = Path(weights.path) / "generation_config.json"
+    if isinstance(weights, CheckpointWeights) or not file.exists():
+        return frozenset()
+    tokens = read_json(file).get("eos_token_id")
+    return frozenset(token for token in (tokens if isinstance(tokens, list) else [tokens]) if isinstance(token, int))
+
+
+def _fill(model: nn.Module, weights: Weights, device: torch.device) -> nn.Module:
+    allocate(model, device)
+    load_weights(model, weights)
+    return model.eval().requires_grad_(False)
+
+
+def _check_tensor(config: TransformerConfig, tensor: int) -> None:
+    """Raises `UserError` if a number of tensor-parallel ranks does not divide the sizes of a model."""
+    sizes = config.tensor_parallel_sizes()
+    wrong = {name: size for name, size in sizes.items() if size % tensor}
+    if wrong:
+        name, size = next(iter(wrong.items()))
+        possible = [n for n in divisors(size) if all(other % n == 0 for other in sizes.values())]
+        raise UserError(
+            f"{tensor} tensor-parallel processes do not divide model.{name} = {size}; use {one_of(possible)}"
+        )

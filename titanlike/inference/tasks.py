@@ -1,0 +1,168 @@
+"""Evaluation tasks from local JSON lines files, as lm-evaluation-harness defines them. Does not import torch.
+
+| Format | Fields of a line | Score |
+|---|---|---|
+| `hellaswag` | `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label` | the most likely ending |
+| `arc` | `question`, `choices` with `text` and `label`, `answerKey` | the most likely answer |
+| `piqa` | `goal`, `sol1`, `sol2`, `label` | the most likely solution |
+| `lambada` | `text` | whether the last word is the most likely one |
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import UserError
+from titanlike.config.base import shown
+from titanlike.utils.regular_file import read_regular
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context and its possible continuations."""
+
+    context: str
+    continuations: tuple[str, ...]
+    lengths: tuple[int, ...] = ()  # of the choices in characters, by which acc_norm divides
+    correct: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """The items of a file."""
+
+    name: str
+    format: str
+    items: Sequence[Item]
+
+    def scores(self, results: Sequence[Sequence[tuple[float, bool]]]) -> dict[str, float]:
+        """Returns the metrics of a task, from the log-likelihood of each continuation of each item, and whether it is the most
+        likely one."""
+        count = len(self.items)
+        if self.format == "lambada":
+            firsts = [result[0] for result in results]
+            return {
+                "acc": sum(is_greedy for _, is_greedy in firsts) / count,
+                "perplexity": math.exp(-sum(value for value, _ in firsts) / count),
+            }
+        correct = normalized = 0
+        for item, result in zip(self.items, results, strict=True):
+            values = [value for value, _ in result]
+            correct += _argmax(values) == item.correct
+            relative = [value / max(length, 1) for value, length in zip(values, item.lengths, strict=True)]
+            normalized += _argmax(relative) == item.correct
+        return {"acc": correct / count, "acc_norm": normalized / count}
+
+
+def read_task(file: str, format: str, limit: int = 0) -> Task:
+    """Reads a file. With `limit`, its first items only. Raises `UserError` with the line that has another form."""
+    parse = FORMATS[format]
+    items = []
+    try:
+        lines = read_regular(Path(file)).decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            if not isinstance(item, dict):
+                raise ValueError("not an object")
+            items.append(parse(_Fields(item)))
+        except KeyError as error:
+            raise UserError(
+                f"{file}, line {number}: no field {error}, which the format {format} requires; add it, or choose another of the "
+                f"formats {', '.join(FORMATS)}"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}, line {number}: not an item of the format {format}: {shown(str(error))}") from None
+        if len(items) == limit:
+            break
+    if not items:
+        raise UserError(f"{file} has no items; give a JSON lines file with an object in each line")
+    return Task(task_name(file), format, items)
+
+
+def task_name(file: str) -> str:
+    """Returns the name of a task: that of its file."""
+    return Path(file).name.partition(".")[0]
+
+
+class _Fields:
+    """The fields of an item. Raises `KeyError` or `ValueError` for what is missing or of another type."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def text(self, name: str) -> str:
+        if not isinstance(self.values[name], str):
+            raise ValueError(f"{name} is not a text")
+        return str(self.values[name])
+
+    def texts(self, name: str) -> list[str]:
+        values = self.values[name]
+        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+            raise ValueError(f"{name} is not a list of texts")
+        return values
+
+    def index(self, name: str, size: int) -> int:
+        value = self.values[name]
+        if isinstance(value, bool) or not re.fullmatch("[0-9]{1,9}", str(value)) or int(value) >= size:
+            raise ValueError(f"{name} = {value!r} is not the index of one of {size} choices")
+        return int(value)
+
+    def table(self, name: str) -> "_Fields":
+        if not isinstance(self.values[name], dict):
+            raise ValueError(f"{name} is not an object")
+        return _Fields(self.values[name])
+
+
+def _choices(context: str, choices: Sequence[str], correct: int) -> Item:
+    return Item(context, tuple(f" {choice}" for choice in choices), tuple(map(len, choices)), correct)
+
+
+def _hellaswag(item: _Fields) -> Item:
+    def clean(text: str) -> str:
+        # Brackets are left over from WikiHow, from which a part of the items comes.
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    endings = item.texts("endings")
+    context = f"{item.text('activity_label')}: {item.text('ctx_a')} {item.text('ctx_b').capitalize()}"
+    return _choices(clean(context), [clean(ending) for ending in endings], item.index("label", len(endings)))
+
+
+def _arc(item: _Fields) -> Item:
+    choices, key = item.table("choices"), item.text("answerKey")
+    texts, labels = choices.texts("text"), choices.texts("label")
+    if key not in labels or len(labels) != len(texts):
+        raise ValueError(f"answerKey = {key!r} is not one of the labels of {len(texts)} choices: {', '.join(labels)}")
+    return _choices(f"Question: {item.text('question')}\nAnswer:", texts, labels.index(key))
+
+
+def _piqa(item: _Fields) -> Item:
+    solutions = [item.text("sol1"), item.text("sol2")]
+    return _choices(f"Question: {item.text('goal')}\nAnswer:", solutions, item.index("label", 2))
+
+
+def _lambada(item: _Fields) -> Item:
+    context, _, word = item.text("text").rpartition(" ")
+    if not word:
+        raise ValueError("text does not end in a word")
+    return Item(context, (f" {word}",))
+
+
+FORMATS: dict[str, Callable[[_Fields], Item]] = {
+    "hellaswag": _hellaswag,
+    "arc": _arc,
+    "piqa": _piqa,
+    "lambada": _lambada,
+}
+
+
+def _argmax(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)  # the first of equals

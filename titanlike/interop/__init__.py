@@ -1,0 +1,1 @@
+"""Weights in and out: Hugging Face folders, and checkpoints to start from. Modules are imported one by one: some need no torch."""

@@ -1,0 +1,223 @@
+"""Export of a checkpoint to a Hugging Face folder, tensor by tensor."""
+
+import json
+import os
+import shutil
+import string
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlike.checkpoint.format import write_tensors
+from titanlike.config import UserError
+from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.interop.hf_folder import CONFIG, INDEX
+from titanlike.interop.tokenizer_files import tokenizer_files
+from titanlike.interop.weights import CheckpointWeights, Weights, hf_plan, parameter_shapes, stored_shape
+from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
+
+SHARD_SIZE = 5 * 10**9  # bytes of a file, as transformers writes them
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# ${name}
+
+A ${architecture} with ${parameters} parameters, trained with titanlike ${version} for ${steps} steps on ${tokens} tokens.
+
+```python
+from transformers import pipeline
+
+print(pipeline("text-generation", model="${folder}")("Once upon a time", max_new_tokens=50)[0]["generated_text"])
+```
+
+| | |
+|---|---|
+| Fingerprint of the data | `${data}` |
+| Fingerprint of the tokenizer | `${tokenizer}` |
+| Versions | ${versions} |
+
+The recipe:
+
+```json
+${recipe}
+```
+"""
+
+
+def export(
+    weights: Weights,
+    folder: Path,
+    *,
+    dtype: str = "",
+    shard_size: int = SHARD_SIZE,
+    replace: bool = False,
+) -> int:
+    """Writes a folder that transformers loads. It appears whole or not at all. Returns the size of the weights in bytes.
+
+    Args:
+        dtype: precision of the weights, such as "bfloat16". Default: that of the checkpoint.
+        shard_size: maximum number of bytes in a file, unless a tensor is larger.
+        replace: whether to replace a folder that exists.
+    """
+    if os.path.lexists(folder) and not replace:
+        raise UserError(f"{folder} exists; choose another folder, or remove it")
+    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    _check_tokenizer(weights, tokenizer)
+    plan = _Plan(weights, getattr(torch, dtype) if dtype else None)
+    with whole_folder(folder) as partial:
+        files = tokenizer_files(tokenizer, weights.config.max_seq_len) | _chat_template(weights, tokenizer)
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        _write_configs(partial, weights, plan, tokenizer)
+        atomic_write_text(partial / "README.md", _card(weights, folder))
+        return _write_tensors(partial, plan, shard_size)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Creates a folder to write files into, which takes the place of `folder` at the end, and is removed after an error."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        fsync_directory(partial)
+        if os.path.lexists(folder):
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        fsync_directory(folder.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _chat_template(weights: Weights, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Returns the file of the chat template that a model was fine-tuned with."""
+    data = weights.metadata.recipe.get("data", {}) if isinstance(weights, CheckpointWeights) else {}
+    if "chat" not in data.get("source", ""):
+        return {}
+    from titanlike.data.text.chat_template import build_chat_template
+
+    return {"chat_template.jinja": build_chat_template(data.get("chat_template", ""), tokenizer).source.encode()}
+
+
+class _Plan:
+    """The tensors of a folder by name: shapes, precision, and the parameters that each consists of."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
+        self.weights = weights
+        self.shapes = parameter_shapes(weights.config)
+        self.tensors = hf_plan(weights.config)
+        self.parts: dict[str, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            self.parts.setdefault(tensor.name, []).append(name)
+        self.specs = {}
+        for stored, names in self.parts.items():
+            shape = stored_shape(self.tensors[names[0]], self.shapes[names[0]])
+            self.specs[stored] = torch.empty(shape, dtype=dtype or weights.dtype(names[0]), device="meta")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the first tensor, which is that of all unless a checkpoint mixes them."""
+        return next(iter(self.specs.values())).dtype
+
+    def read(self, stored: str) -> Tensor:
+        """Returns the values of a tensor."""
+        names = sorted(self.parts[stored], key=lambda name: self.tensors[name].part)
+        parts = [self.weights.full(name, self.shapes[name]).to(self.specs[stored].dtype) for name in names]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (values.t() if self.tensors[names[0]].transposed else values).contiguous()
+
+
+def _write_tensors(folder: Path, plan: _Plan, shard_size: int) -> int:
+    shards = list(_shards(plan.specs, shard_size))
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with (folder / file).open("xb", buffering=0) as stream:
+            write_tensors(stream, {name: plan.specs[name] for name in names}, plan.read, {})
+            os.fsync(stream.fileno())
+        weight_map |= dict.fromkeys(names, file)
+    size = sum(spec.nbytes for spec in plan.specs.values())
+    parameters = sum(spec.numel() for spec in plan.specs.values())
+    index = {"metadata": {"total_size": size, "total_parameters": parameters}, "weight_map": weight_map}
+    _write_json(folder / INDEX, index)
+    return size
+
+
+def _shards(specs: dict[str, Tensor], shard_size: int) -> Iterator[list[str]]:
+    """Yields the names of the tensors of each file."""
+    names: list[str] = []
+    size = 0
+    for name, spec in specs.items():
+        if names and size + spec.nbytes > shard_size:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += spec.nbytes
+    yield names
+
+
+def _write_configs(folder: Path, weights: Weights, plan: _Plan, tokenizer: Tokenizer) -> None:
+    separator = tokenizer.separator.token
+    ids = {
+        "bos_token_id": separator if tokenizer.bos is None else tokenizer.bos,
+        "eos_token_id": separator if tokenizer.eos is None else tokenizer.eos,
+    }
+    dtype = str(plan.dtype).removeprefix("torch.")
+    config = weights.config.to_hugging_face()
+    # transformers 5 reads dtype, 4 torch_dtype.
+    _write_json(folder / CONFIG, {**config, **ids, "dtype": dtype, "torch_dtype": dtype})
+    _write_json(folder / "generation_config.json", {**ids, "do_sample": True})
+
+
+def _check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` if the tokenizer is no longer the one that the model was trained with."""
+    saved = weights.metadata.tokenizer if isinstance(weights, CheckpointWeights) else ""
+    if saved not in ("", tokenizer.fingerprint):
+        raise UserError(
+            f"tokenizer.encoding = {weights.tokenizer.encoding!r} is not the tokenizer of {weights.path}: its fingerprint is "
+            f"{tokenizer.fingerprint}, not {saved}; restore the file"
+        )
+
+
+def _card(weights: Weights, folder: Path) -> str:
+    config = weights.config
+    facts: dict[str, Any] = dict.fromkeys(
+        ("version", "steps", "tokens", "data", "tokenizer", "versions", "recipe"), "?"
+    )
+    if isinstance(weights, CheckpointWeights):
+        metadata = weights.metadata
+        versions = ", ".join(f"{name} {version}" for name, version in metadata.versions.items())
+        facts = {
+            "version": metadata.versions.get("titanlike", ""),
+            "steps": f"{metadata.step:,}",
+            "tokens": f"{metadata.tokens:,}",
+            "data": metadata.data,
+            "tokenizer": metadata.tokenizer,
+            "versions": versions,
+            "recipe": json.dumps(metadata.recipe, indent=2, ensure_ascii=False),
+        }
+    return string.Template(CARD).substitute(
+        facts,
+        name=folder.name,
+        folder=folder.name,
+        architecture=config.label(),
+        parameters=f"{config.num_parameters():,}",
+    )
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    atomic_write_text(file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,103 @@
+"""Hugging Face folders: `config.json` and the index of their tensors. Nothing in a folder is trusted. Does not import torch."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import UserError
+from titanlike.config.base import shown
+from titanlike.config.model_configs import TransformerConfig
+from titanlike.utils.regular_file import read_regular
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Fields of a model config that describe its training or its limits, and not its tensors or what it computes from them.
+NOT_COMPARED = ("name", "size", "dropout", "max_seq_len")
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a path is a Hugging Face folder."""
+    return (path / CONFIG).exists()
+
+
+def read_config(folder: Path, config_classes: tuple[type[TransformerConfig], ...]) -> TransformerConfig:
+    """Returns the config of the model in a folder. Raises `UserError` if none of the classes describes it."""
+    file = folder / CONFIG
+    values = read_json(file)
+    architectures = values.get("architectures")
+    found = architectures[0] if isinstance(architectures, list) and architectures else None
+    known = {one.hf_architecture: one for one in config_classes if one.hf_architecture}
+    if not isinstance(found, str) or found not in known:
+        raise UserError(
+            f"{file}: architectures = {shown(json.dumps(architectures))} is not supported; choose a model of "
+            f"{', '.join(sorted(known))}"
+        )
+    if values.get("quantization_config"):
+        raise UserError(f"{file}: the weights are quantized; use a folder with float32, float16 or bfloat16 weights")
+    try:
+        return known[found].from_hugging_face(values)
+    except UserError:
+        raise
+    except KeyError as error:
+        raise UserError(f"{file} has no {error}") from None
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        raise UserError(f"{file}: {shown(str(error))}") from None
+
+
+def config_problems(
+    initial: str, found: TransformerConfig, model: TransformerConfig, allow_changed: Sequence[str] = ()
+) -> list[str]:
+    """Returns what a recipe's model has otherwise than the weights that it starts from."""
+    remedy = "; `titanlike import` writes a recipe with the model of a folder"
+    if type(found) is not type(model):
+        return [f"checkpoint.initial = {initial!r} is a {found.name} model, but model.name = {model.name!r}{remedy}"]
+    fields = [field.name for field in dataclasses.fields(model) if field.name not in NOT_COMPARED]  # type: ignore[arg-type]
+    different = [name for name in fields if getattr(found, name) != getattr(model, name)]
+    return [
+        f"checkpoint.initial = {initial!r} has {name} = {getattr(found, name)!r}, but model.{name} = "
+        f"{getattr(model, name)!r}{remedy}"
+        for name in different
+        if f"model.{name}" not in allow_changed
+    ]
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a folder."""
+    index = folder / INDEX
+    if not index.exists():
+        if (folder / SINGLE).exists():
+            return [folder / SINGLE]
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        raise UserError(
+            f"{folder} has no {SINGLE} and no {INDEX}"
+            + (f"; {pickles[0]} is a pickle, which can run code: convert it to safetensors" if pickles else "")
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: weight_map is not a table of tensors and files")
+    for name in weight_map.values():
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise UserError(f"{index}: {shown(json.dumps(name))} is not the name of a file in the folder")
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{folder} lacks {shown(missing[0])}, one of {len(names)} files that {INDEX} names; download it again"
+        )
+    return [folder / name for name in names]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file."""
+    try:
+        values = json.loads(read_regular(file))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file} does not contain an object")
+    return values

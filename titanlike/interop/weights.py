@@ -1,0 +1,285 @@
+"""Weights to start from: those of a Hugging Face folder, or of a checkpoint of this library, read shard by shard.
+
+`open_weights` validates a folder without reading the values. `load_weights` fills a model under any layout; each rank reads the
+rows that it holds.
+"""
+
+import fnmatch
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.checkpoint import store
+from titanlike.checkpoint.files import File, LocalFile
+from titanlike.checkpoint.format import (
+    Entry,
+    Reader,
+    ShardRange,
+    corrupt_unless_read,
+    read_header,
+    read_part,
+    verify_file,
+)
+from titanlike.checkpoint.loader import shard_range_of
+from titanlike.config import UserError
+from titanlike.config.base import shown, validate
+from titanlike.config.model_configs import TransformerConfig
+from titanlike.config.sections import Lora, Tokenizer
+from titanlike.distributed import process_group
+from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, read_json, tensor_files
+from titanlike.models import build_model, lora
+from titanlike.models.hf_tensors import HFTensor, hf_tensor
+from titanlike.models.registry import registered_configs
+from titanlike.utils.dtensor import local_tensor
+
+# Buffers that some versions of transformers saved and that the model computes.
+COMPUTED = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weights(ABC):
+    """The weights of a model by the names of our parameters, in files."""
+
+    path: Path | str
+    config: TransformerConfig
+    tokenizer: Tokenizer
+    """The tokenizer that the model was trained with."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the precision in which a parameter is stored."""
+
+    @abstractmethod
+    def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
+        """Copies a shard of a parameter into `target`, and converts it to the precision of `target`."""
+
+    def full(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a whole parameter."""
+        values = torch.empty(shape, dtype=self.dtype(name))
+        self.fill(name, values, ShardRange(shape, (0,) * len(shape), shape))
+        return values
+
+
+def open_weights(path: Path, *, step: int = 0, verify_share: tuple[int, int] = (0, 1)) -> Weights:
+    """Opens a Hugging Face folder, a run directory (its newest checkpoint, or that of `step`) or a checkpoint.
+
+    Of the files of a checkpoint, it verifies the hashes of a share: (0, 1) is all of them, (rank, number of ranks) those of a rank.
+    """
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {problem}; give a run directory, a checkpoint or a Hugging Face folder")
+    if is_hf_folder(path):
+        if step:
+            raise UserError(f"{path} is a Hugging Face folder, which has no steps; omit --step")
+        return HFWeights(path)
+    return CheckpointWeights(*_find_checkpoint(path, step), verify_share)
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Fills the parameters of a model, which may be sharded or a pipeline stage, with weights."""
+    copies: dict[str, str] = getattr(model, "copies", {})
+    for name, parameter in model.state_dict().items():
+        local = local_tensor(parameter)
+        if local.numel() and not name.endswith((lora.A, lora.B)):  # LoRA's matrices keep their initial values
+            weights.fill(copies.get(name, name), local, shard_range_of(parameter))
+    model.load_state_dict({}, strict=False)  # runs hooks, which refresh what is derived from the weights
+
+
+def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allow_changed: Sequence[str] = ()) -> None:
+    """Fills a model with the weights that a run starts from. All ranks call it; if one fails, all raise its error."""
+    problem, weights = "", None
+    try:
+        weights = open_weights(Path(initial), verify_share=(process_group.rank(), process_group.world_size()))
+        problems = config_problems(initial, weights.config, config, allow_changed)
+        shapes = parameter_shapes(weights.config)
+        problems += [
+            f"checkpoint.initial = {initial!r}: {name} has shape {shapes[name]}, but the recipe's model has {shape}"
+            for name, shape in parameter_shapes(config).items()
+            if shapes.get(name, shape) != shape and not problems
+        ]
+        problem = "\n".join(problems)
+    except UserError as error:
+        problem = f"checkpoint.initial: {error}"
+    for each in process_group.all_gather_object(problem):
+        if each:
+            raise UserError(each)
+    assert weights
+    load_weights(model, weights)
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all parameters of a model by name."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()}
+
+
+def hf_plan(config: TransformerConfig) -> dict[str, HFTensor]:
+    """Returns where each parameter of a model is in a Hugging Face checkpoint."""
+    with torch.device("meta"):
+        model = build_model(config)
+    plan: Mapping[str, HFTensor] = getattr(model, "hf_tensors", {})
+    found = {name: hf_tensor(plan, name) for name, _ in model.named_parameters()}
+    unknown = [name for name, tensor in found.items() if tensor is None]
+    if unknown or not config.hf_architecture:
+        raise UserError(
+            f"model.name = {config.name!r} cannot be converted: "
+            + (f"{type(model).__name__}.hf_tensors has no {unknown[0]}" if unknown else "it has no hf_architecture")
+        )
+    return {name: tensor for name, tensor in found.items() if tensor}
+
+
+def stored_shape(tensor: HFTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the stored tensor of which a parameter of this shape is a part."""
+    full = (shape[0] * tensor.num_parts, *shape[1:])
+    return full[::-1] if tensor.transposed else full
+
+
+class HFWeights(Weights):
+    """The weights of a Hugging Face folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_config(path, registered_configs())
+        self.tokenizer = Tokenizer(encoding=str(path), special="both" if _adds_bos(path) else "eos")
+        self._plan = hf_plan(self.config)
+        self._found: dict[str, tuple[File, Entry]] = {}
+        for header in (read_header(LocalFile(file), whole=True) for file in tensor_files(path)):
+            self._found |= {name: (header.file, entry) for name, entry in header.entries.items()}
+        self._check()
+
+    def _check(self) -> None:
+        """Raises `UserError` unless the folder has exactly the tensors of the model."""
+        # Folders of a base model lack the prefix of the model with a head.
+        prefix = next((tensor.name.partition(".")[0] + "." for tensor in self._plan.values()), "")
+        if not any(name.startswith(prefix) for name in self._found):
+            self._found = {
+                name if name == "lm_head.weight" else prefix + name: place for name, place in self._found.items()
+            }
+        expected = {
+            self._plan[name].name: stored_shape(self._plan[name], shape)
+            for name, shape in parameter_shapes(self.config).items()
+        }
+        ignored = (*COMPUTED, "lm_head.weight") if self.config.tied_head else COMPUTED
+        surplus = [
+            name
+            for name in self._found
+            if name not in expected and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+        ]
+        for kind, names in (("lacks", [name for name in expected if name not in self._found]), ("also has", surplus)):
+            if names:
+                raise UserError(
+                    f"{self.path}: the checkpoint {kind} {_listed(names)}; it is not a {self.config.name} model"
+                )
+        for name, shape in expected.items():
+            file, entry = self._found[name]
+            if entry.shape != shape:
+                raise UserError(f"{file}: {name} has shape {entry.shape}, but config.json describes {shape}")
+            if entry.dtype not in FLOATS:
+                raise UserError(f"{file}: {name} is {entry.dtype}; use weights in float32, float16 or bfloat16")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._found[self._plan[name].name][1].dtype
+
+    def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
+        tensor = self._plan[name]
+        file, entry = self._found[tensor.name]
+        start = [offset for offset in shard_range.offset]
+        start[0] += tensor.part * shard_range.global_shape[0]
+        part = [slice(first, first + size) for first, size in zip(start, shard_range.shape, strict=True)]
+        values = read_part(file, entry, part[::-1] if tensor.transposed else part)
+        target.copy_(values.t() if tensor.transposed else values)
+
+
+class CheckpointWeights(Weights):
+    """The weights of a checkpoint of this library, without its optimizer state."""
+
+    def __init__(self, location: store.Store, step: int, verify_share: tuple[int, int]) -> None:
+        self.path = f"{location}/{store.name_of(step)}"
+        files = store.read_manifest(location, step)
+        rank, num_ranks = verify_share
+        for name in sorted(files)[rank::num_ranks]:
+            verify_file(location.open(step, name), files[name], content=True)
+        self.metadata = store.read_state(location, step)
+        names = [name for name in sorted(files) if name != store.STATE]
+        self._reader = Reader(read_header(location.open(step, name)) for name in names)
+        self._entries = {name: entry for header in self._reader.headers for name, entry in header.entries.items()}
+        end = f".{lora.A}"
+        self.adapted_layers = {n.removeprefix("model.").removesuffix(end) for n in self._entries if n.endswith(end)}
+        with corrupt_unless_read(f"{self.path}/{store.STATE}"):
+            self.config = _config_of(self.metadata.recipe, self.path)
+            self.tokenizer = validate(Tokenizer, self.metadata.recipe["tokenizer"])
+            self.lora = validate(Lora, self.metadata.recipe.get("lora", {}))
+        for name, shape in parameter_shapes(self.config).items():
+            entry = self._entries.get(f"model.{name}")
+            if entry is None or entry.global_shape != shape:
+                raise UserError(f"{self.path} has no {name} of shape {shape}, which its recipe describes")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._entries[f"model.{name}"].dtype
+
+    def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
+        values = self._read(name, shard_range)
+        layer = name.removesuffix(".weight")
+        if layer in self.adapted_layers:  # merge the product of LoRA's matrices
+            (rows, columns), (first_row, first_column) = shard_range.shape, shard_range.offset
+            rank, inputs = self._entries[f"model.{layer}.{lora.A}"].global_shape
+            a = self._read(f"{layer}.{lora.A}", ShardRange((rank, inputs), (0, first_column), (rank, columns)))
+            outputs = shard_range.global_shape[0]
+            b = self._read(f"{layer}.{lora.B}", ShardRange((outputs, rank), (first_row, 0), (rows, rank)))
+            values = values.float() + self.lora.alpha / self.lora.rank * (b.float() @ a.float())
+        target.copy_(values)
+
+    def matrix(self, name: str) -> Tensor:
+        """Returns one of LoRA's matrices."""
+        shape = self._entries[f"model.{name}"].global_shape
+        return self._read(name, ShardRange(shape, (0,) * len(shape), shape))
+
+    def _read(self, name: str, shard_range: ShardRange) -> Tensor:
+        values = torch.empty(shard_range.shape, dtype=self.dtype(name))
+        self._reader.fill(f"model.{name}", values, shard_range)
+        return values
+
+
+def _find_checkpoint(path: Path, step: int) -> tuple[store.Store, int]:
+    """Returns the store and the step of the checkpoint at a path, or of `step` (0: the newest) of the run at it."""
+    if match := store.STEP.fullmatch(path.resolve().name):
+        return store.LocalStore(path.parent), int(match[1])
+    for folder in (path / "checkpoints", path):
+        location = store.LocalStore(folder)
+        if steps := location.steps():
+            if step and step not in steps:
+                raise UserError(f"{folder} has no step {step}; it contains steps {', '.join(map(str, steps))}")
+            return location, step or steps[-1]
+    raise UserError(
+        f"{path} contains no checkpoint and no config.json; give a run directory, a checkpoint or a Hugging Face folder"
+    )
+
+
+def _adds_bos(folder: Path) -> bool:
+    """Whether the tokenizer in a folder begins every text with a special token."""
+    file = folder / "tokenizer.json"
+    processor = read_json(file).get("post_processor") if file.exists() else None
+    steps = processor.get("processors", [processor]) if isinstance(processor, dict) else []
+    templates = [step["single"] for step in steps if isinstance(step, dict) and isinstance(step.get("single"), list)]
+    return any("SpecialToken" in template[0] for template in templates if template)
+
+
+def _config_of(recipe: Mapping[str, object], path: str) -> TransformerConfig:
+    """Returns the model config in the recipe of a checkpoint."""
+    values = recipe.get("model")
+    name = values.get("name") if isinstance(values, dict) else None
+    known = {one.name: one for one in reversed(registered_configs())}  # a variant may have kept the name
+    if name not in known:
+        raise UserError(
+            f"{path}: model.name = {shown(repr(name))} is not a registered architecture; choose a checkpoint of "
+            f"{', '.join(sorted(known))}, or import the program that registers it"
+        )
+    return validate(known[name], values)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,96 @@
+"""Muon: momentum whose matrices are orthogonalized, for the matrices of the blocks.
+
+The update is that of the whole matrix whatever the layout: `whole_matrices` assembles each on one rank. The arithmetic is that of
+`torch.optim.Muon`, which takes matrices that are not sharded.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from titanlike.optim.whole_matrices import WholeMatrices
+from titanlike.utils.dtensor import local_tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the Newton-Schulz iteration: its slope at 0 is as large as possible, so that few steps suffice."""
+EPS = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Nesterov momentum and decoupled weight decay.
+
+    Args:
+        parameters: Matrices, or groups of them.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay coefficient.
+        momentum: Decay rate of the momentum.
+        num_steps: Newton-Schulz steps.
+        lr_scaling: How the size of the update depends on the shape of the matrix. "rms": its root mean square is about that of
+            AdamW's update, 0.2, so that both can share a learning rate. "spectral": its spectral norm is sqrt(outputs / inputs),
+            at least 1.
+        dtype: Of the orthogonalization and of what ranks exchange for it. None: bfloat16 on GPUs, float32 on CPUs.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        num_steps: int = 5,
+        lr_scaling: Literal["rms", "spectral"] = "rms",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(parameters, dict(lr=lr, weight_decay=weight_decay))
+        self.momentum, self.num_steps, self.lr_scaling, self.dtype = momentum, num_steps, lr_scaling, dtype
+        # All ranks take part in an exchange with gradients: one for each group, made now.
+        self.exchanges = [WholeMatrices(group["params"]) for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Performs a single optimization step. Returns the result of `closure`, which is called first."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group, exchange in zip(self.param_groups, self.exchanges, strict=True):
+            for matrices in exchange.rounds:
+                parameters = [group["params"][index] for index in matrices.indices]
+                directions = [self._direction(parameter) for parameter in parameters]
+                updates = exchange.apply(matrices, directions, partial(orthogonalize, num_steps=self.num_steps))
+                for parameter, update in zip(parameters, updates, strict=True):
+                    weight, lr = local_tensor(parameter), group["lr"]
+                    weight.mul_(1.0 - lr * group["weight_decay"])
+                    weight.add_(update, alpha=-lr * update_scale(parameter.shape, self.lr_scaling))
+        return loss
+
+    def _direction(self, parameter: Tensor) -> Tensor:
+        """Updates the momentum of this rank's shard. Returns its Nesterov momentum."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient = local_tensor(cast(Tensor, parameter.grad))
+        buffer = local_tensor(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1.0 - self.momentum)
+        dtype = self.dtype or (torch.bfloat16 if gradient.is_cuda else torch.float32)
+        return gradient.lerp(buffer, self.momentum).to(dtype)
+
+
+def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
+    """Returns about U V^T of a matrix U S V^T, with singular values between 0.5 and 1.5, by Newton-Schulz steps."""
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPS)  # no singular value above 1
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def update_scale(shape: torch.Size, scaling: str) -> float:
+    """Returns the factor of the learning rate for a matrix of this shape."""
+    outputs, inputs = shape
+    return 0.2 * math.sqrt(max(outputs, inputs)) if scaling == "rms" else math.sqrt(max(1.0, outputs / inputs))

@@ -1,0 +1,31 @@
+"""Checks of parameter groups. Does not import torch."""
+
+from titanlike.config import PretrainRecipe
+from titanlike.config.sections import Optimizer
+
+
+def optimizer_group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> list[str]:
+    """Groups that match nothing, and what Muon does not support."""
+    if not optimizer.groups:
+        return []
+    problems = []
+    parameters = {f"{name}.weight": True for name in recipe.model.matrices()}
+    for block in range(recipe.model.num_layers):
+        parameters |= {f"layers.{block}.{name}": False for name in recipe.model.block_vectors()}
+    for outer in (recipe.model.first_parameters(), recipe.model.last_parameters()):
+        parameters |= {name: len(shape) > 1 for name, shape in outer.items()}
+    used = {optimizer.group_of(name, is_matrix=is_matrix) for name, is_matrix in parameters.items()}
+    for group in dict.fromkeys(optimizer.groups):
+        if group not in used:
+            problems.append(
+                f"optimizer.groups: no parameter is left for pattern = {group.pattern!r} with optimizer = {group.optimizer!r}; a "
+                "pattern consists of parts of a name such as layers.0.attention.wq.weight, and the first group that matches applies"
+            )
+    if any(group.optimizer == "muon" for group in optimizer.groups):
+        unsupported = {
+            f"lora.rank = {recipe.lora.rank}, whose matrices are products; set lora.rank = 0": recipe.lora.rank > 0,
+            "parallelism.cpu_offload = true, where the host would orthogonalize; set it to false": recipe.parallelism.cpu_offload,
+            "optimizer.stochastic_rounding = true; set it to false": optimizer.stochastic_rounding,
+        }
+        problems += [f"optimizer = 'muon' does not support {name}" for name, holds in unsupported.items() if holds]
+    return problems

@@ -1,0 +1,1 @@
+"""Memory, communication, time and cost of a run, computed before it starts."""

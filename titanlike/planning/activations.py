@@ -1,0 +1,70 @@
+"""What a block keeps for its backward pass, from formulas. Does not import torch.
+
+Sizes are bytes for each token of a rank. Tensor parallelism shards the width of what matmuls and attention produce, and the
+sequence of what lies between blocks; the inputs of its matmuls are gathered, and full.
+"""
+
+from dataclasses import dataclass
+
+from titanlike.planning.job import Job
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes for each token of a micro-batch."""
+
+    saved: float  # from the forward to the backward pass
+    kept: float  # the same without activation checkpointing; the difference is recomputed
+    input: float  # the input of the block, the least that can be saved
+    forward: float  # allocated and freed within the forward pass
+    backward: float  # within the backward pass, without what is recomputed
+    hidden: float  # one tensor of the model dimension, sharded along the sequence
+
+
+def block_activations(job: Job) -> BlockActivations:
+    """Returns the activations of a block under the recipe's compilation, activation checkpointing and layout."""
+    model, layout, mode = job.recipe.model, job.layout, job.recipe.activation_checkpoint.mode
+    element = DTYPE_BYTES[job.recipe.training.compute_dtype]
+    tensor = layout.tensor
+    matrices = model.block_matrices()
+    hidden = element * model.dim
+    queries = element * matrices["attention.wo"][1] / tensor
+    keys = element * matrices["attention.wk"][0] / tensor if "attention.wk" in matrices else queries
+    ffn = element * matrices["feed_forward.w2"][1] / tensor
+    is_gated = "feed_forward.w3" in matrices
+    stream = hidden / tensor  # the residual stream
+    attention = queries + 4 * model.num_heads / tensor  # the output and the log-sum-exp of the scores
+    gathered = 2 * hidden if tensor > 1 else 0.0  # the inputs of attention and feed-forward
+    # Context parallelism gathers keys and values of the full sequence, and computes attention in two parts.
+    sequence = 2 * keys * (layout.context - 1)
+    compiled = job.recipe.compile.mode != "none"
+    norms = gathered or 2 * hidden
+    copies, streams = 0.0, 2  # the inputs of attention and feed-forward
+    if compiled:
+        # What the compiler's partitioner keeps, counted in compiled blocks: it recomputes some pointwise operators.
+        intermediates = 3 * ffn if is_gated else ffn
+        norms, streams = (norms, 2) if is_gated else (gathered, 1)
+    else:
+        intermediates = (4 if is_gated else 2) * ffn
+        copies = 2 * queries + 3 * keys if layout.context > 1 else 0.0
+    kept = streams * stream + norms + queries + 2 * keys + attention + intermediates + sequence + copies
+    # Every second matmul, in the order of the forward pass: wq, wv, w1 and, if there are two inner matrices, w2.
+    selective = stream + queries + keys + ffn + attention
+    if layout.context > 1:
+        selective += 2 * keys * layout.context
+    if tensor > 1:
+        selective += gathered + (stream if compiled else 2 * stream)
+    if is_gated and not compiled:  # compiled code does not keep the output of w2, which no gradient depends on
+        selective += hidden
+    budget = job.recipe.activation_checkpoint
+    saved = {
+        "none": kept,
+        "selective": selective,
+        "full": stream,
+        "every_n": (stream + (budget.every_n - 1) * kept) / budget.every_n,
+        "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
+    }[mode]
+    forward = 4 * ffn if mode != "none" else 4 * stream
+    return BlockActivations(saved, kept, stream, forward, (3 if compiled else 2) * ffn, stream)

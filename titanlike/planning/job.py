@@ -1,0 +1,67 @@
+"""A recipe on a number of GPUs: the sizes that all formulas of the planner start from. Does not import torch."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from titanlike.config import PretrainRecipe
+from titanlike.config.layout import SCHEDULES, Schedule, stages_of
+from titanlike.config.sections import Parallelism
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe on a number of GPUs. Raises `UserError` where the layout or the batch does not divide."""
+
+    recipe: PretrainRecipe
+    num_gpus: int
+
+    @cached_property
+    def layout(self) -> Parallelism:
+        """The section `parallelism` with `shard` inferred from the number of GPUs."""
+        return self.recipe.parallelism.resolve(self.num_gpus)
+
+    @cached_property
+    def split(self) -> list[int]:
+        """Number of blocks of each pipeline stage."""
+        return self.layout.split(self.recipe.model)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule."""
+        return SCHEDULES[self.layout.pipeline_schedule]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks, or groups of ranks, that train on different sequences."""
+        return self.layout.replicate * self.layout.shard
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks over which FSDP shards weights, gradients and optimizer state."""
+        return self.layout.shard * self.layout.context
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Number of forward and backward passes of a rank in a step."""
+        return self.recipe.training.num_microbatches(self.num_data_ranks)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences in a micro-batch of a rank."""
+        return self.recipe.training.global_batch_size // self.num_data_ranks // self.num_microbatches
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in a micro-batch of a rank: each context-parallel rank has a part of each sequence."""
+        return self.sequences * self.recipe.training.seq_len // self.layout.context
+
+    def stages(self, rank: int) -> list[int]:
+        """Returns the pipeline stages of a pipeline rank."""
+        if self.layout.pipeline == 1:
+            return [0]
+        return stages_of(rank, self.layout.pipeline, len(self.split), v_shaped=self.schedule.v_shaped)
+
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP wraps the model: `parallelize` leaves it out on one rank, where it would only copy the weights."""
+        alone = self.num_shards * self.layout.replicate * self.layout.tensor == 1
+        return not alone or self.recipe.float8.all_gather or self.layout.cpu_offload

@@ -1,0 +1,92 @@
+"""Records when tensors are allocated and freed, on real and on fake tensors."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from titanlike.utils.compat import TorchDispatchMode, is_read_on_host, is_traceable_wrapper_subclass, tree_leaves
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A storage, or what it holds between two changes of its size."""
+
+    size: int  # bytes
+    begin: int  # index of the event
+    operator: str
+    phase: str  # in which it was allocated
+    end: int | None = None
+    freed_in: str = ""  # the phase
+
+
+class StorageTracker(TorchDispatchMode):
+    """Records the storages that operators return, from the outside: by operator, and by the current `phase`."""
+
+    def __init__(self, read_as: int | None = None) -> None:
+        """Takes the number that a program reads from any fake tensor. The stages of a pipeline vote, for example."""
+        super().__init__()
+        self.read_as = read_as
+        self.phase = ""
+        self.phases: list[tuple[int, str]] = []  # the first event of each
+        self.allocations: list[Allocation] = []
+        self.now = 0
+        self._live: dict[int, Allocation] = {}
+
+    def begin(self, phase: str) -> None:
+        """Begins a phase of the step."""
+        self.phase = phase
+        self.phases.append((self.now, phase))
+
+    def __enter__(self) -> "StorageTracker":
+        # FSDP frees and allocates unsharded parameters by resizing their storages.
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._live:
+                self._free(storage._cdata)
+                self._allocate(storage, size, "resize_")
+            return result
+
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.read_as is not None and is_read_on_host(func):
+            return self.read_as
+        result = func(*args, **(kwargs or {}))
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf, str(func))
+        return result
+
+    def _see(self, tensor: Tensor, operator: str) -> None:
+        """Records the storage of a tensor, or those of the tensors that it wraps, unless they are known."""
+        if is_traceable_wrapper_subclass(tensor):
+            for inner in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+                if isinstance(inner, Tensor):  # a DTensor also has its mesh
+                    self._see(inner, operator)
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            weakref.finalize(storage, self._free, storage._cdata)
+            self._allocate(storage, storage.nbytes(), operator)
+
+    def _allocate(self, storage: torch.UntypedStorage, size: int, operator: str) -> None:
+        self.now += 1
+        self._live[storage._cdata] = allocation = Allocation(size, self.now, operator, self.phase)
+        self.allocations.append(allocation)
+
+    def _free(self, key: int) -> None:
+        allocation = self._live.pop(key)
+        self.now += 1
+        allocation.end, allocation.freed_in = self.now, self.phase

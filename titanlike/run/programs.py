@@ -1,0 +1,44 @@
+"""Recipes of any program: those with sections of their own are resolved by the program. Does not import torch itself."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import tomli
+from pydantic import TypeAdapter
+
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.distributed import environment
+from titanlike.run.start import REPOSITORY, program_of
+
+PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
+
+
+def load_known(path: Path, overrides: Mapping[str, str]) -> PretrainRecipe:
+    """Loads a recipe of any program, with the sections that the shipped recipes have, too."""
+    values = dict(overrides)
+    program = program_of(path, values.pop("recipe", None))
+    if program == PRETRAIN:
+        return load(PretrainRecipe, path, values)
+    arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
+    return known_sections(run_program(program, *arguments, "--resolved"))
+
+
+def run_program(program: Path, *arguments: str) -> str:
+    """Returns the output of a recipe's program, or raises its error."""
+    variables = environment.child_environment({"PYTHONPATH": str(REPOSITORY)})
+    command = [sys.executable, str(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    if done.returncode:
+        raise UserError("\n".join(line.removeprefix("error: ") for line in done.stderr.splitlines()))
+    return done.stdout
+
+
+def known_sections(resolved: str) -> PretrainRecipe:
+    """Returns the sections of a resolved recipe that the shipped recipes have too."""
+    known = {field.name for field in fields(PretrainRecipe)}
+    values = {key: value for key, value in tomli.loads(resolved).items() if key in known}
+    return TypeAdapter(PretrainRecipe).validate_json(json.dumps(values))

@@ -1,0 +1,286 @@
+"""Private APIs of torch, each in one place, with the reason for its use. `missing` names those that an installed torch lacks.
+
+Other modules use public APIs only. Supports torch 2.11 to 2.15: features are probed, versions are not compared.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+# Module, attribute path, and what uses it. `tests/unit/test_compat.py` checks them against the installed torch.
+REQUIRED = (
+    ("torch", "_foreach_norm", "gradient norms and float8 scales in one kernel"),
+    ("torch", "_foreach_mul_", "gradient clipping in one kernel"),
+    ("torch", "Tensor._make_wrapper_subclass", "float8 all-gather"),
+    ("torch._C", "_disabled_torch_function_impl", "float8 all-gather"),
+    ("torch._dynamo", "disable", "a first step that does not import the compiler"),
+    ("torch.nn", "Module._apply", "allocation of a model that is on the meta device"),
+    ("torch._functorch.config", "activation_memory_budget", "activation_checkpoint.mode = 'memory_budget'"),
+    ("torch._functorch.config", "donated_buffer", "pipeline schedules that split the backward pass"),
+    ("torch._inductor.config", "_micro_pipeline_tp", "parallelism.async_tensor_parallel"),
+    ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group", "parallelism.async_tensor_parallel"),
+    ("torch.distributed._functional_collectives", "all_reduce", "tensor and context parallelism"),
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", "tensor and context parallelism"),
+    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "checkpoints of DTensors"),
+    ("torch.utils._pytree", "tree_map_only", "float8 all-gather and mixed precision"),
+    ("torch.distributed.distributed_c10d", "_get_default_store", "the watchdog's heartbeats"),
+    ("torch.distributed.distributed_c10d", "_resolve_process_group", "collectives in compiled code"),
+    ("torch.distributed.distributed_c10d", "_world.pg_map", "process groups shared between meshes"),
+    ("torch.distributed.distributed_c10d", "_abort_process_group", "shutdown after a failure"),
+    ("torch.distributed.pipelining", "PipelineStage.backward_maybe_with_nosync", "pipeline schedules that split the backward pass"),
+    ("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime._prepare_schedule_with_comms", "`titanlike plan`"),
+    ("torch.distributed", "ProcessGroup._get_backend", "timeouts of process groups"),
+    ("torch.distributed.fsdp", "FSDPModule._get_fsdp_state", "gradient accumulation"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode", "memory of a simulated step"),
+    ("torch", "ops.aten._local_scalar_dense.default", "memory of a simulated step"),
+    ("torch", "_scaled_mm", "calibration of float8 matmuls"),
+    ("torch.utils._python_dispatch", "TorchDispatchMode", "memory of a simulated step"),
+    ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "memory of a simulated step"),
+    ("torch.utils._pytree", "tree_leaves", "memory of a simulated step"),
+    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "memory of a simulated step"),
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore", "memory of a simulated step"),
+    ("torch.distributed.elastic.agent.server.local_elastic_agent", "LocalElasticAgent._shutdown", "run.shutdown_timeout"),
+    ("torch.distributed.elastic.agent.server.local_elastic_agent", "LocalElasticAgent._monitor_workers", "MAX_RESTARTS"),
+)  # fmt: skip
+
+# Collectives that torch.compile traces. torch 2.13 renamed two of them and warns about the old names.
+all_reduce = functional.all_reduce
+all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def wait_tensor(tensor: Tensor) -> Tensor:
+    """Waits for the result of one of these collectives. In compiled code they wait themselves; a second wait would hide the
+    all-gather from async tensor parallelism."""
+    return tensor.wait() if isinstance(tensor, functional.AsyncCollectiveTensor) else tensor
+
+
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def missing(required: Iterable[tuple[str, str, str]] = REQUIRED) -> list[str]:
+    """Returns a sentence for each private API that the installed torch lacks."""
+    found = []
+    for module, path, use in required:
+        try:
+            value: Any = importlib.import_module(module)
+            for name in path.split("."):
+                value = getattr(value, name)
+        except (ImportError, AttributeError):
+            found.append(f"torch {torch.__version__} has no {module}.{path}, which is required for: {use}")
+    return found
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """Sets the fraction of activations that the compiler keeps. The partitioner has no public setting, and none per region."""
+    cast(Any, torch)._functorch.config.activation_memory_budget = budget
+
+
+def disable_donated_buffers() -> None:
+    """Lets the backward pass of compiled code run over parts of the graph twice: its saved tensors must stay intact."""
+    cast(Any, torch)._functorch.config.donated_buffer = False
+
+
+def enable_async_tensor_parallel(group_name: str) -> None:
+    """Has the compiler split the collectives of a group and overlap the parts with matmuls. There is no public switch."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(cast(Any, group_name))
+    cast(Any, torch)._inductor.config._micro_pipeline_tp = True
+
+
+def skip_connections_to_neighbours(stage: Any) -> None:
+    """Keeps a pipeline stage from connecting to its neighbours in advance, as torch 2.11 does even on the same rank, which gloo
+    cannot: the pipeline connects them itself. Without effect in later versions."""
+    stage._get_init_p2p_neighbors_ops = list
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@cache
+def functions_outlive_their_graph() -> bool:
+    """Whether a reference to the graph node of a custom `autograd.Function` keeps the node alive. It does not in torch 2.11."""
+    out = _Identity.apply(torch.zeros(1, requires_grad=True))
+    node = out.grad_fn
+    out.detach_()
+    try:
+        return node._input_metadata is not None
+    except RuntimeError:
+        return False
+
+
+def keep_graph_for_weights(stage: Any) -> None:
+    """Keeps the graph of each micro-batch between the two backward passes of a schedule that splits them. torch 2.11 detaches the
+    outputs of a stage after the first pass, and for the second one keeps references to nodes, not all of which keep them alive.
+    Without effect in later versions."""
+    if functions_outlive_their_graph():
+        return
+    backward = stage.backward_maybe_with_nosync
+
+    def keeping(backward_type: str, arguments: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = arguments["stage_output"] if backward_type == "input" else ()
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        nodes = [out.view_as(out).grad_fn for out in outputs if out.requires_grad]  # nodes of built-in functions
+        gradients, parameter_groups = backward(backward_type, arguments, *args, **kwargs)
+        for group in parameter_groups or ():
+            group["nodes"] = nodes
+        return gradients, parameter_groups
+
+    stage.backward_maybe_with_nosync = keeping
+
+
+def apply_to_tensors(module: torch.nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replaces every parameter and buffer. The public methods that do so accept no function."""
+    module._apply(function)
+
+
+def discard_unreduced_gradients(fsdp_module: Any) -> None:
+    """Discards the gradients that an FSDP module keeps for the next backward pass: those that it has not reduced, and those that it
+    has reduced over its shards but not over its replicas. There is no public method. torch 2.13 renamed the attribute, and a module
+    may have several groups."""
+    state = fsdp_module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
+        if group is not None:
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):  # since the first all-gather
+                    parameter._unsharded_param.grad = None
+                    if parameter.unsharded_accumulated_grad is not None:  # another tensor in older versions
+                        parameter.unsharded_accumulated_grad = None
+
+
+def flash_attention_of_last_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal flash attention whose mask is aligned to the last keys, and which needs no mask tensor. The public function aligns a
+    causal mask to the first keys."""
+    return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0])
+
+
+def float8_matmul(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    """Returns the product of two float8 matrices in bfloat16. The second one is transposed in memory. Both have the same scale."""
+    return torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
+    """Returns the process group with this name. Compiled code refers to groups by name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(cast(Any, name))
+
+
+def default_store() -> torch.distributed.Store:
+    """Returns the key-value store of the job. Another connection to it is needed for use by another thread."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def exists(group: torch.distributed.ProcessGroup | None) -> bool:
+    """Whether a process group has been created and not been destroyed."""
+    return group in torch.distributed.distributed_c10d._world.pg_map
+
+
+def timeout_of(group: torch.distributed.ProcessGroup | None) -> Any:
+    """Returns the timeout of a process group for collectives on CPU tensors, or None if its backend has none, as torch's fake one.
+    It can be set, but not read, publicly."""
+    backend = cast(Any, group)._get_backend(torch.device("cpu"))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def abort_process_groups() -> None:
+    """Aborts all process groups: destroying them, the public way, waits for collectives that a failed rank never joins."""
+    torch.distributed.distributed_c10d._abort_process_group()
+
+
+def flight_records() -> dict[str, bytes]:
+    """Returns torch's records of the last collectives for `torchfrtrace`, by the backends that keep some."""
+    backends = {"flight_nccl": "_dump_nccl_trace", "flight_gloo": "_dump_fr_trace"}
+    library = getattr(torch._C, "_distributed_c10d", None)
+    return {name: getattr(library, dump)() for name, dump in backends.items() if hasattr(library, dump)}
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of this rank's shard of a DTensor, and its offset in the full tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def disable_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Excludes a function from compiled code, like `torch.compiler.disable`, but without a wrapper around it."""
+    return cast(Any, torch)._dynamo.disable(function, wrapping=False)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Returns a context in which tensors have no data. Operators also take tensors from outside, as of the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_store() -> torch.distributed.Store:
+    """Returns the store of the backend "fake", whose collectives return at once and communicate with nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def is_read_on_host(operator: Any) -> bool:
+    """Whether an operator returns the value of a tensor as a number."""
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
+def clear_dtensor_caches() -> None:
+    """Forgets the results of DTensor's sharding rules, which refer to the process groups of the first mesh of each shape."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
+class _StageStandIn:
+    """What a pipeline schedule reads of its stages while it is built, without processes."""
+
+    submod = None
+
+    def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, num_stages, num_ranks, 0
+
+
+def pipeline_order(
+    schedule: str, num_ranks: int, num_stages: int, num_microbatches: int
+) -> list[list[tuple[int, str, int]]]:
+    """Returns what each rank computes with one of torch's pipeline schedules with several stages per rank, in order: the stage,
+    F, B, I or W as torch abbreviates the kind of computation, and the micro-batch. Raises `ValueError` if it does not support these
+    numbers."""
+    from torch.distributed import pipelining  # imports the compiler, which takes a second
+
+    base = getattr(pipelining, schedule)
+    # The communication is not of interest here, and adding it takes seconds if there are hundreds of micro-batches.
+    order_only = type(schedule, (base,), {"_prepare_schedule_with_comms": lambda *args: None})
+    stages = [_StageStandIn(index, num_stages, num_ranks) for index in range(0, num_stages, num_ranks)]
+    orders = order_only(stages, num_microbatches).pipeline_order
+    return [
+        [
+            (each.stage_index, each.computation_type.value, each.microbatch_index)
+            for action in orders[rank]
+            if action is not None
+            for each in action.sub_actions or (action,)
+        ]
+        for rank in range(num_ranks)
+    ]
