@@ -155,9 +155,14 @@ def _compiled(recipe: PretrainRecipe) -> tuple[int, int, int]:
     return graphs[WARM], counters["stats"]["unique_graphs"] - graphs[WARM], sum(counters["graph_break"].values())
 
 
-# Compiling is slow, so the default run has fewer of these.
+# Compiling is slow, so the default and slow runs have fewer of these.
+COMPILED_QUICK = [("llama3_8b_float8", "TP"), ("gpt2_124m", "FSDP")]
+COMPILED_MORE = [("llama3_8b_float8", "TP-FSDP"), ("llama3_70b", "CP-TP"), ("llama3_1b", "PP-TP")]
 COMPILED = [
-    pytest.param(*case, marks=[] if case in (("llama3_8b_float8", "TP"), ("gpt2_124m", "FSDP")) else [pytest.mark.slow])
+    pytest.param(
+        *case,
+        marks=[] if case in COMPILED_QUICK else [pytest.mark.slow if case in COMPILED_MORE else pytest.mark.every],
+    )
     for case in QUICK + MORE
     if case[0] not in ("debug", "study/baseline")
 ]

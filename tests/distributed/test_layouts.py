@@ -183,10 +183,12 @@ FLOAT8: dict[str, Any] = dict(scaling="tensorwise", skip_small=False, emulate=Tr
     ("layout", "float8"),
     [
         pytest.param("PP-FSDP", {}, id="PP-FSDP"),
-        *(pytest.param(name, {}, id=name, marks=pytest.mark.slow) for name in ("CP-FSDP", "PPzbv-TP")),
+        pytest.param("PPzbv-TP", {}, id="PPzbv-TP", marks=pytest.mark.slow),
+        pytest.param("CP-FSDP", {}, id="CP-FSDP", marks=pytest.mark.every),
+        pytest.param("TP-FSDP", FLOAT8, id="TP-FSDP-float8", marks=pytest.mark.slow),
         *(
-            pytest.param(name, FLOAT8, id=f"{name}-float8", marks=pytest.mark.slow)
-            for name in ("FSDP", "HSDP", "TP-FSDP", "PP-FSDP")
+            pytest.param(name, FLOAT8, id=f"{name}-float8", marks=pytest.mark.every)
+            for name in ("FSDP", "HSDP", "PP-FSDP")
         ),
     ],
 )

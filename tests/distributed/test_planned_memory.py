@@ -1,8 +1,10 @@
 """The memory of a simulated step against that which torch's profiler sees in a real one."""
 
+import gc
 import itertools
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from titanlike.planning.storage_tracker import StorageTracker
 Ranks = Callable[[int], Pool]
 
 MARKER = 12345  # bytes, a size that no other tensor has
+STEPS = 3  # that are measured
 LLAMA = LlamaConfig(dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=384, vocab_size=2048)
 GPT = GPTConfig(dim=128, num_layers=6, num_heads=4, vocab_size=2048)
 
@@ -43,12 +46,18 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
         dict(float8=dict(scaling="tensorwise", skip_small=False, emulate=True, all_gather=True)),
     ),
 }
-QUICK = ("one process", "FSDP, selective")
+QUICK = ("one process",)
+SLOW = ("FSDP, selective", "TP x FSDP", "PP x FSDP", "FSDP, float8")
+
+
+def tier(case: str) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.every]
 
 
 def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
-    """Returns the peak of the bytes in use in the second step: those of the operators' results, and those that torch's CPU
-    allocator has given out according to its profiler."""
+    """Returns the peak of the bytes in use in a step after the first: those of the operators' results, and those that torch's CPU
+    allocator has given out according to its profiler. Each is the smallest peak of several steps, because communication that
+    ends late holds its buffers longer on a busy machine."""
     job = Job(recipe, torch.distributed.get_world_size())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, StorageTracker() as tracker:
         model, mesh = build(recipe)
@@ -56,25 +65,31 @@ def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
         length = recipe.training.seq_len // job.layout.context
         tokens = torch.zeros(job.sequences, length, dtype=torch.long)
         batch = Batch({"tokens": tokens, "position_ids": tokens.clone()}, tokens)
-        for step in range(2):
-            if step == 1:
+        begins = []
+        for step in range(1 + STEPS):
+            gc.collect()  # reference cycles keep tensors until then
+            if step > 0:
                 marker, begin = torch.empty(MARKER, dtype=torch.uint8), tracker.now
+                begins.append(begin)
+                del marker
             pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    del marker
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    allocated = list(itertools.accumulate(changes))[changes.index(MARKER) :]
+    starts = [index for index, change in enumerate(changes) if change == MARKER]
+    assert len(starts) == STEPS
+    allocated = list(itertools.accumulate(changes))
     seen = [(a.begin, a.size) for a in tracker.allocations] + [(a.end, -a.size) for a in tracker.allocations if a.end]
-    in_use = itertools.accumulate(sorted(seen), lambda total, change: (change[0], total[1] + change[1]))
-    return max(total for time, total in in_use if time > begin), max(allocated)
+    in_use = list(itertools.accumulate(sorted(seen), lambda total, change: (change[0], total[1] + change[1])))
+    return (
+        min(max(total for time, total in in_use if begin < time < end) for begin, end in pairwise([*begins, math.inf])),
+        min(max(allocated[start:end]) for start, end in pairwise([*starts, None])),
+    )
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=tier(case)) for case in CASES])
 def test_simulated_memory_is_that_of_a_real_step(ranks: Ranks, tmp_path: Path, case: str) -> None:
     layout, sections = CASES[case]
     training = dict(compute_dtype="float32", seq_len=256, local_batch_size=2, global_batch_size=16, loss_chunk=128)
@@ -86,5 +101,7 @@ def test_simulated_memory_is_that_of_a_real_step(ranks: Ranks, tmp_path: Path, c
     found = ranks(num_ranks).run(_peaks_of_a_step, recipe)
     for rank in range(job.layout.pipeline):
         # Both can miss that memory is freed: the profiler by threads of gloo, the tracker while torch keeps a Python object.
-        in_use, allocated = (pytest.approx(peak, rel=0.02) for peak in found[rank * num_ranks // job.layout.pipeline])
+        # A pipeline stage receives while it computes, so that its peak depends on when a message arrives.
+        rel = 0.05 if job.layout.pipeline > 1 else 0.02
+        in_use, allocated = (pytest.approx(peak, rel=rel) for peak in found[rank * num_ranks // job.layout.pipeline])
         assert simulate(job, rank, "cpu").allocated in (in_use, allocated), f"pipeline rank {rank}"

@@ -105,8 +105,8 @@ def _reset_memory_budget() -> None:
 @pytest.mark.parametrize(
     ("mode", "layout"),
     [
-        ("block", {}),
-        pytest.param("model", {}, marks=pytest.mark.slow),
+        pytest.param("block", {}, marks=pytest.mark.slow),
+        pytest.param("model", {}, marks=pytest.mark.every),
         pytest.param("block", dict(tensor=2), marks=pytest.mark.slow),
     ],
     ids=str,

@@ -119,18 +119,24 @@ def check_stopped_rank_is_found(job: Job, rank: int) -> None:
     job.kill()
 
 
-def test_rank_stopped_while_the_others_are_paused_is_found(starter: Starter, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moments", [["start", "validation"], pytest.param(["first step", "save", "end"], marks=pytest.mark.slow)], ids=str
+)
+def test_rank_stopped_while_the_others_are_paused_is_found(
+    starter: Starter, tmp_path: Path, moments: list[str]
+) -> None:
     jobs = {}
-    for moment, fault in MOMENTS.items():
+    for moment in moments:
         folder = tmp_path / moment
         folder.mkdir()
-        jobs[moment] = starter.start(folder, fault, **{"run.hang_timeout": "4", "sample.tokens": "2"})
+        jobs[moment] = starter.start(folder, MOMENTS[moment], **{"run.hang_timeout": "4", "sample.tokens": "2"})
     for moment, job in jobs.items():
         check_stopped_rank_is_found(job, MOMENTS[moment].rank)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.every if n else pytest.mark.slow) for n in range(5)]
+)
 def test_rank_stopped_at_a_random_moment_is_found(starter: Starter, tmp_path: Path, seed: int) -> None:
     """Four jobs at a time. The moments are spread over start-up, the first steps, saves and validations."""
     chosen = random.Random(seed)

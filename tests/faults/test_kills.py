@@ -77,10 +77,17 @@ DEFAULT_TIER = {
     "between forward and backward", "in the middle of its shard", "between the shards", "after the manifest",
     "after the rename", "with half of the old one gone",
 }  # fmt: skip
-CASES = [
-    pytest.param(case, id=name, marks=[] if name in DEFAULT_TIER else [pytest.mark.slow])
-    for name, case in (STEPS | SAVES).items()
-]
+SLOW_TIER = {
+    "after the norms", "after the update", "before there is a folder", "when all shards are there", "after the copy",
+    "before the rename", "while the old one goes", "in the first save",
+}  # fmt: skip
+
+
+def tier(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in DEFAULT_TIER else [pytest.mark.slow if name in SLOW_TIER else pytest.mark.every]
+
+
+CASES = [pytest.param(case, id=name, marks=tier(name)) for name, case in (STEPS | SAVES).items()]
 
 
 @pytest.mark.parametrize("case", CASES)

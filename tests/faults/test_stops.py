@@ -43,7 +43,11 @@ def test_signal_to_one_rank_stops_all(
 @pytest.mark.slow
 def test_signal_during_a_save(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """Both the save in progress and that of the last step are committed."""
-    job = starter.start(tmp_path, Fault(WRITING, "inside", rank=0, step=2, do="SIGTERM, sleep 1"))
+    job = starter.start(
+        tmp_path,
+        Fault(WRITING, "inside", rank=0, step=2, do="SIGTERM, mark writing, sleep 1"),
+        Fault("torch.Tensor.backward", rank=0, step=3, do="await writing"),  # however slow the writing thread is
+    )
     assert job.wait() == [143, 143], job.output
     last = valid_steps(tmp_path / "runs/run/checkpoints")
     assert last in ([2, 3], [2, 4])

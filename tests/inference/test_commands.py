@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.interop.models import LLAMA, export_model, model_of
+from tests.launching import python
 from titanlike.cli import main as program
 from titanlike.distributed import environment
 
@@ -118,20 +119,14 @@ def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_processes_print_once(folder: Path) -> None:
-    base = [sys.executable, "-m", "titanlike.cli.main"]
-    generate = [*base, "generate", str(folder / "hf"), "--prompt", "zero", "--tokens", "12", "--seed", "5"]
-    evaluate = [*base, "evaluate", str(folder / "hf"), "--data", str(folder / "text.txt"), "--seq-len", "32", "--json"]
+    generate = ["generate", str(folder / "hf"), "--prompt", "zero", "--tokens", "12", "--seed", "5"]
+    evaluate = ["evaluate", str(folder / "hf"), "--data", str(folder / "text.txt"), "--seq-len", "32", "--json"]
     for words in (generate, evaluate):
-        outputs = [
-            subprocess.run(
-                words,
-                env=environment.child_environment({"NPROC": n}),
-                stdin=subprocess.DEVNULL,
-                check=True,
-                capture_output=True,
-            ).stdout
-            for n in ("1", "2")
-        ]
+        outputs = []
+        for processes in ("1", "2"):
+            done = python(folder, "-m", "titanlike.cli.main", *words, variables={"NPROC": processes})
+            assert done.returncode == 0, done.stderr
+            outputs.append(done.stdout)
         if words is generate:
             assert outputs[0] == outputs[1]
         else:

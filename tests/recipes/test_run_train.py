@@ -144,7 +144,7 @@ def test_ctrl_c_during_startup_prints_no_traceback(tmp_path: Path, seconds: floa
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_killed_after_step_25_ends_like_an_undisturbed_one(tmp_path: Path, processes: int) -> None:
     variables = {"NPROC": str(processes)}
     # The steps are long enough to kill the run between the save at step 25 and the end.

@@ -56,8 +56,14 @@ def test_a_shipped_recipe_is_equal_under_a_layout(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_8b_128k", "llama3_70b", "llama3_405b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llama3_8b_128k", marks=pytest.mark.every),
+        pytest.param("llama3_70b", marks=pytest.mark.every),
+        pytest.param("llama3_405b", marks=pytest.mark.slow),
+    ],
+)
 def test_a_recipe_at_scale_is_equal_under_its_own_layout_with_two_ranks_per_dimension(
     name: str, tmp_path: Path
 ) -> None:

@@ -57,11 +57,14 @@ CASES |= {
     "PP x FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, parallelism=PIPELINE, training=ONE), 0),
 }
 QUICK = ("one GPU", "FSDP, full", "TP x FSDP, selective", "PP x FSDP, second rank")
+SLOW = ("FSDP", "float8", "FSDP, selective, compiled", "PP x FSDP, compiled")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
-)
+def tier(case: str) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.every]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=tier(case)) for case in CASES])
 def test_formulas_give_the_memory_of_a_simulated_step(case: str) -> None:
     planned, rank = CASES[case]
     assert memory(planned, rank).allocated == pytest.approx(simulate(planned, rank).allocated, rel=0.05)

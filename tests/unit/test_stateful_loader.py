@@ -107,6 +107,7 @@ def test_a_resume_reads_the_same_batches(build_loader: Callable[[int, int, int],
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.slow
 def test_a_loader_with_worker_processes_resumes_exactly() -> None:
     assert train(with_workers, 1, [3], 0) == train(with_workers, 1, [], 0)
 

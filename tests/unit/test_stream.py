@@ -53,7 +53,7 @@ def split(tokens: list[int]) -> list[str]:
     return bytes(min(token, 255) if token != END else 0 for token in tokens).decode().split("\0")[:-1]
 
 
-@pytest.mark.parametrize(("sizes", "readers"), [([40], 1), ([5, 300, 0, 7], 4), ([3] * 11, 8)])
+@pytest.mark.parametrize(("sizes", "readers"), [([40], 1), ([5, 60, 0, 7], 4), ([3] * 11, 8)])
 def test_each_reader_yields_its_documents_once_an_epoch(tmp_path: Path, sizes: list[int], readers: int) -> None:
     files = write(tmp_path, sizes)
     source = open_stream([files])
