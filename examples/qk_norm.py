@@ -27,9 +27,11 @@ class QKNormConfig(LlamaConfig):
     name: Literal["qk_norm"] = "qk_norm"  # type: ignore[assignment]
     """Architecture."""
 
-    def num_parameters(self) -> int:
-        """Counts the two norms of each block as well."""
-        return super().num_parameters() + 2 * self.num_layers * self.head_dim
+    def block_vectors(self) -> dict[str, int]:
+        """Adds the two norms, which parameter counts and the planner read here."""
+        return super().block_vectors() | dict.fromkeys(
+            ("attention.query_norm.weight", "attention.key_norm.weight"), self.head_dim
+        )
 
 
 class QKNormAttention(Attention):
@@ -37,11 +39,11 @@ class QKNormAttention(Attention):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
-        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) for _ in range(2))
+        self.query_norm, self.key_norm = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.query_norm(q), self.key_norm(k)
         h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)
         return self.wo(h.transpose(1, 2).flatten(-2))
 
@@ -50,7 +52,10 @@ class QKNormAttention(Attention):
 class QKNormLlama(Llama):
     """Llama with that attention. `init_parameter` sets weights whose names end with "norm.weight" to 1."""
 
-    tensor_plan = TENSOR_PLAN | dict.fromkeys(("layers.*.attention.q_norm", "layers.*.attention.k_norm"), "qk_norm")
+    tensor_plan = TENSOR_PLAN | {
+        "layers.*.attention.query_norm": "qk_norm",
+        "layers.*.attention.key_norm": "qk_norm",
+    }
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)

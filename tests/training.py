@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from recipes import pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config
 from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models import build_model
@@ -33,6 +34,9 @@ mesh_of = functools.cache(build_mesh)
 
 LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 GPT_ = GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=320)
+QWEN3 = Qwen3Config(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, tied_head=True
+)
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
 TINY: dict[str, dict[str, Any]] = dict(
@@ -75,6 +79,11 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Returns a copy of the full tensor, all-gathered from its shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def world_size(recipe: PretrainRecipe) -> int:
+    """Returns the number of processes of a layout."""
+    return math.prod(recipe.parallelism.dimensions().values())
 
 
 def train_on_rank(recipe: PretrainRecipe) -> None:

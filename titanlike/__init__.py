@@ -1,3 +1,3 @@
-"""titanlike: pre-train Llama and GPT models with stock PyTorch, from one TOML recipe."""
+"""titanlike: pre-train Llama, Qwen3 and GPT models with stock PyTorch, from one TOML recipe."""
 
 __version__ = "0.1.0"

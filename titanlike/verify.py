@@ -172,6 +172,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "num_heads": small_heads,
         "num_kv_heads": small_kv,
         "dim": dim,
+        "head_dim": min(model.get("head_dim", 0), 24),  # not dim / num_heads, if it is a field
         "ffn_dim": min(model.get("ffn_dim", 0), 3 * dim),
         "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
     }

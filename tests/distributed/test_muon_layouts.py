@@ -14,7 +14,7 @@ from tests.distributed.test_checkpoint import drop_last
 from tests.distributed.test_traffic import count, planned
 from tests.parity import CASES, Case
 from tests.pool import Pool
-from tests.training import MODELS, assert_same, build, full_tensor, tiny, train
+from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.loader import shard_range_of
 from titanlike.config import PretrainRecipe
 from titanlike.config.optimizer import OptimizerGroup
@@ -99,13 +99,6 @@ def test_updates_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: st
     matrices = [key for key, value in expected.items() if key.startswith("layers") and value.dim() == 2]
     assert len(matrices) == 28
     assert not [key for key in matrices if not torch.equal(found[key], expected[key])]
-
-
-def world_size(recipe: PretrainRecipe) -> int:
-    size = 1
-    for number in recipe.parallelism.dimensions().values():
-        size *= number
-    return size
 
 
 TRAFFIC: dict[str, dict[str, Any]] = {

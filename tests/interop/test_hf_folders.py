@@ -13,6 +13,7 @@ import pytest
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
 from titanlike.config import UserError
+from titanlike.config.model_configs import Qwen3Config
 from titanlike.interop import export as export_module
 from titanlike.interop.export import export
 from titanlike.interop.weights import open_weights
@@ -115,6 +116,31 @@ def test_damaged_and_unsupported_folders_are_refused(
     with pytest.raises(UserError) as error:
         open_weights(folder)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+QWEN3 = {  # what the published config.json of Qwen3 0.6B has, in the form of transformers 4
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+    "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_the_published_config_of_qwen3_is_that_of_its_size() -> None:
+    found = Qwen3Config.from_hugging_face(QWEN3)
+    assert (found.size, found.label()) == ("0.6B", "qwen3 0.6B")
+    assert Qwen3Config.from_hugging_face(found.to_hugging_face()) == found
+    assert Qwen3Config.from_hugging_face(QWEN3 | {"max_position_embeddings": 32768}).max_seq_len == 32768
+    for change, message in (
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported; only False is"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "the RoPE type 'yarn' is not supported; only 'default' is",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Qwen3Config.from_hugging_face(QWEN3 | change)
 
 
 def test_pickles_are_not_read(folder: Path) -> None:

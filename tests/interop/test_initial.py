@@ -40,7 +40,13 @@ def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
         ("PP", "GPT-2"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("TP-FSDP", "GPT-2"), ("PP", "Llama 3.2"), ("FSDP", "Llama 3.2"), ("FSDP", "GPT-2"))
+            for case in (
+                ("TP-FSDP", "GPT-2"),
+                ("TP-FSDP", "Qwen3"),
+                ("PP", "Llama 3.2"),
+                ("FSDP", "Llama 3.2"),
+                ("FSDP", "GPT-2"),
+            )
         ),
     ],
 )

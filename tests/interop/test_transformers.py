@@ -61,9 +61,9 @@ def test_logits_equal_those_of_transformers(config: TransformerConfig, tmp_path:
         assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("wrong", ["theta", "scaling", "norm_eps", "permuted", "transposed"])
+@pytest.mark.parametrize("wrong", ["theta", "scaling", "norm_eps", "permuted", "transposed", "q_norm"])
 def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
-    config = CONFIGS["Llama 3.1"]
+    config = CONFIGS["Qwen3" if wrong == "q_norm" else "Llama 3.1"]
     model = model_of(config)
     folder = export_model(model, config, tmp_path / "hf")
     values = json.loads((folder / "config.json").read_text())
@@ -81,6 +81,8 @@ def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
             projection.copy_(projection.view(8, 2, 4, 64).transpose(1, 2).reshape(64, 64))
         if wrong == "transposed":
             projection.copy_(projection.t().clone())
+        if wrong == "q_norm":
+            reference.model.layers[1].self_attn.q_norm.weight.fill_(1.0)
     assert difference(model, reference, config) > 1e-3
 
 

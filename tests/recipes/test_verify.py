@@ -59,8 +59,7 @@ def test_a_shipped_recipe_is_equal_under_a_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("llama3_8b_128k", marks=pytest.mark.every),
-        pytest.param("llama3_70b", marks=pytest.mark.every),
+        *(pytest.param(name, marks=pytest.mark.every) for name in ("qwen3_32b", "llama3_8b_128k", "llama3_70b")),
         pytest.param("llama3_405b", marks=pytest.mark.slow),
     ],
 )
@@ -70,7 +69,7 @@ def test_a_recipe_at_scale_is_equal_under_its_own_layout_with_two_ranks_per_dime
     recipe = ROOT / f"train_configs/{name}.toml"
     sizes = load(PretrainRecipe, recipe).parallelism.dimensions()
     layout = ",".join(f"{dimension}=2" for dimension, size in sizes.items() if size != 1)
-    assert "shard=2" in layout and layout.count("=2") == (3 if name == "llama3_405b" else 2)
+    assert "shard=2" in layout and layout.count("=2") == {"qwen3_32b": 1, "llama3_405b": 3}.get(name, 2)
     done = verify(tmp_path, str(recipe), "--layout", layout, "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("\nequal within tolerance\n")

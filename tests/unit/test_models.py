@@ -1,5 +1,6 @@
 """The models against slow reference implementations of their formulas, and their parameter and FLOP counts."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -7,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
+from titanlike.config.model_configs import (
+    GPT_SIZES,
+    LLAMA_SIZES,
+    QWEN3_SIZES,
+    GPTConfig,
+    LlamaConfig,
+    LlamaFamilyConfig,
+    Qwen3Config,
+    TransformerConfig,
+)
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
@@ -15,10 +25,13 @@ from titanlike.models.llama import rotary_angles, scale_rope_frequencies
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
-CONFIGS = [TINY_LLAMA, TINY_GPT]
+TINY_QWEN3 = Qwen3Config(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=48, vocab_size=37, rope_theta=100.0
+)
+CONFIGS = [TINY_LLAMA, TINY_QWEN3, TINY_GPT]
 
 
-def build(config: LlamaConfig | GPTConfig, seed: int = 0) -> nn.Module:
+def build(config: TransformerConfig, seed: int = 0) -> nn.Module:
     with torch.device("meta"):
         model = build_model(config)
     initialize(model, torch.device("cpu"), seed)
@@ -57,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def llama_reference(config: LlamaConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def llama_reference(config: LlamaFamilyConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
     x = w["tok_embeddings.weight"][tokens]
     group = config.num_heads // config.num_kv_heads
     for i in range(config.num_layers):
@@ -65,6 +78,9 @@ def llama_reference(config: LlamaConfig, w: dict[str, Tensor], tokens: Tensor) -
         h = rms(x, b["attention_norm.weight"], config.norm_eps)
         q, k, v = (h @ b[f"attention.w{p}.weight"].T for p in "qkv")
         q, k, v = (part.split(config.head_dim, -1) for part in (q, k, v))
+        if config.qk_norm:
+            q = [rms(head, b["attention.q_norm.weight"], config.norm_eps) for head in q]
+            k = [rms(head, b["attention.k_norm.weight"], config.norm_eps) for head in k]
         heads = [
             attend(rotate(q[j], config.rope_theta), rotate(k[j // group], config.rope_theta), v[j // group])
             for j in range(config.num_heads)
@@ -112,6 +128,16 @@ def test_llama_matches_the_reference(num_kv_heads: int, tied: bool) -> None:
         torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_qwen3_matches_the_reference(tied: bool) -> None:
+    config = dataclasses.replace(TINY_QWEN3, tied_head=tied)
+    model = with_large_weights(build(config))
+    tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
+    for row, logits in zip(tokens, model(tokens), strict=True):
+        expected = llama_reference(config, dict(model.named_parameters()), row)
+        torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
+
+
 def test_gpt_matches_the_reference() -> None:
     model = with_large_weights(build(TINY_GPT))
     tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -120,7 +146,7 @@ def test_gpt_matches_the_reference() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_position_ids(config: LlamaConfig | GPTConfig) -> None:
+def test_position_ids(config: TransformerConfig) -> None:
     model = with_large_weights(build(config))
     tokens = torch.arange(12).remainder(37)[None]
     positions = torch.arange(12)[None]
@@ -129,7 +155,7 @@ def test_position_ids(config: LlamaConfig | GPTConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_attention_is_causal(config: LlamaConfig | GPTConfig) -> None:
+def test_attention_is_causal(config: TransformerConfig) -> None:
     model = with_large_weights(build(config))
     tokens = torch.arange(12).remainder(37)[None]
     changed = tokens.clone()
@@ -188,11 +214,12 @@ def test_rope_scaling_of_1_is_off() -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "fields"),
     [(LlamaConfig, size, fields) for size, fields in LLAMA_SIZES.items()]
+    + [(Qwen3Config, size, fields) for size, fields in QWEN3_SIZES.items()]
     + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
 def test_parameter_counts_of_the_config_match_the_module(
-    kind: Callable[..., LlamaConfig | GPTConfig], size: str, fields: dict[str, int]
+    kind: Callable[..., TransformerConfig], size: str, fields: dict[str, int]
 ) -> None:
     config = kind(size=size, **fields)
     with torch.device("meta"):
@@ -208,10 +235,13 @@ def test_flops_are_six_per_weight_plus_full_attention() -> None:
     attention = 2 * (2 * 32 * 16)  # scores and weighted sum, two operations per multiply-add, for each of 16 positions
     expected = 6 * TINY_LLAMA.num_matmul_parameters() + 3 * TINY_LLAMA.num_layers * attention
     assert TINY_LLAMA.flops_per_token(seq_len=16) == expected
+    attention = 2 * (2 * 4 * 12 * 16)  # of four heads of 12, not of the model dimension
+    expected = 6 * TINY_QWEN3.num_matmul_parameters() + 3 * TINY_QWEN3.num_layers * attention
+    assert TINY_QWEN3.flops_per_token(seq_len=16) == expected
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_initialization_depends_on_seed_and_name_only(config: LlamaConfig | GPTConfig) -> None:
+def test_initialization_depends_on_seed_and_name_only(config: TransformerConfig) -> None:
     full = dict(build(config).named_parameters())
     with torch.device("meta"):
         part = build_model(config)
@@ -226,7 +256,7 @@ def test_initialization_depends_on_seed_and_name_only(config: LlamaConfig | GPTC
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_initialization_has_the_documented_standard_deviation(config: LlamaConfig | GPTConfig) -> None:
+def test_initialization_has_the_documented_standard_deviation(config: TransformerConfig) -> None:
     for name, value in build(config).named_parameters():
         if name.endswith("bias"):
             assert not value.any()

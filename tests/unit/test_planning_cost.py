@@ -11,7 +11,7 @@ import pytest
 from benchmarks import planner_validation
 from benchmarks.published import ROWS
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
 from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
 from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
@@ -61,7 +61,12 @@ def passes(counts: Counts) -> list[Passes]:
 
 
 @pytest.mark.parametrize(
-    "model", [LLAMA_8B, GPTConfig(**{"size": "1.3B", **GPTConfig.sizes["1.3B"], "vocab_size": 50304})]
+    "model",
+    [
+        LLAMA_8B,
+        Qwen3Config(**{"size": "32B", **Qwen3Config.sizes["32B"]}),
+        GPTConfig(**{"size": "1.3B", **GPTConfig.sizes["1.3B"], "vocab_size": 50304}),
+    ],
 )
 @pytest.mark.parametrize("layout", [{}, dict(tensor=2), dict(context=4)])
 def test_flops_are_those_of_the_model(model: Any, layout: dict[str, int]) -> None:
@@ -71,8 +76,9 @@ def test_flops_are_those_of_the_model(model: Any, layout: dict[str, int]) -> Non
     tokens_of_ranks = plan.tokens / plan.layout.tensor
     assert found == pytest.approx(6 * model.num_matmul_parameters() * tokens_of_ranks)
     # Of the full matrix, which `flops_per_token` counts, a causal kernel computes half; it recomputes one matmul of five backward.
+    width = model.num_heads * model.head_dim
     attention = [each.forward.attention_forward for each in modules]
-    assert sum(attention) == pytest.approx(4 * model.num_layers * model.dim * 2048 / 2 * tokens_of_ranks)
+    assert sum(attention) == pytest.approx(4 * model.num_layers * width * 2048 / 2 * tokens_of_ranks)
     backward = [each.backward_input.attention_backward for each in modules]
     assert sum(backward) == pytest.approx(2.5 * sum(attention))
 

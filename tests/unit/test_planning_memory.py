@@ -56,6 +56,13 @@ CASES |= {
     "FSDP, selective, compiled": (job("llama3_8b", 8, compile=COMPILED), 0),
     "PP x FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, parallelism=PIPELINE, training=ONE), 0),
 }
+QWEN3 = {"training": dict(local_batch_size=1), "activation_checkpoint": dict(mode="none")}
+CASES |= {
+    "Qwen3, FSDP": (job("qwen3_8b", 8, model=FOUR, **QWEN3), 0),
+    "Qwen3, TP x FSDP, full": (job("qwen3_14b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
+    "Qwen3, FSDP, selective, compiled": (job("qwen3_8b", 8, model=FOUR, compile=COMPILED), 0),
+    "Qwen3, tied head": (job("qwen3_0_6b", 8), 0),
+}
 QUICK = ("one GPU", "FSDP, full", "TP x FSDP, selective", "PP x FSDP, second rank")
 SLOW = ("FSDP", "float8", "FSDP, selective, compiled", "PP x FSDP, compiled")
 
@@ -126,14 +133,18 @@ def test_states_are_sharded_over_all_gpus() -> None:
         ("llama3_8b", "selective"),
         ("llama3_8b", "full"),
         ("llama3_8b", "memory_budget"),
+        ("qwen3_8b", "none"),
+        ("qwen3_8b", "selective"),
         ("gpt2_124m", "none"),
         ("gpt2_124m", "full"),
     ],
 )
 def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str) -> None:
     sizes: dict[str, Any] = dict(num_layers=1, dim=64, num_heads=8, vocab_size=640)
-    if name == "llama3_8b":
+    if name != "gpt2_124m":
         sizes |= dict(num_kv_heads=2, ffn_dim=200)
+    if name == "qwen3_8b":
+        sizes |= dict(head_dim=8)
     one = dict(seq_len=256, local_batch_size=1, global_batch_size=1, compute_dtype="float32")
     planned = job(name, 1, model=sizes, training=one, activation_checkpoint=dict(mode=mode), compile=COMPILED)
     torch._dynamo.reset()
@@ -142,7 +153,7 @@ def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str) -> N
     apply_compile(model, blocks(model), mode="block", backend="aot_eager_decomp_partition")  # inductor's partitioner
     block = blocks(model)["0"]
     x = torch.randn(1, 256, 64, requires_grad=True)
-    inputs = rotary_angles(planned.recipe.model, torch.arange(256)[None]) if name == "llama3_8b" else ()
+    inputs = rotary_angles(planned.recipe.model, torch.arange(256)[None]) if name != "gpt2_124m" else ()
     # Parameters and rotary angles are shared by all blocks.
     shared = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *inputs)}
     kept: dict[int, int] = {}

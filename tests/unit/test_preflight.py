@@ -11,7 +11,7 @@ import torch
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
-from titanlike.config.model_configs import LLAMA_SIZES, GPTConfig, LlamaConfig
+from titanlike.config.model_configs import LLAMA_SIZES, GPTConfig, LlamaConfig, Qwen3Config
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 from titanlike.metrics.hardware import device_name
 from titanlike.run import preflight
@@ -90,6 +90,7 @@ def test_the_defaults_are_valid() -> None:
             1,
             "num_kv_heads = 3 does not divide model.num_heads = 4; use 1, 2 or 4",
         ),
+        (dict(model=Qwen3Config(head_dim=33)), 1, "model.head_dim = 33 is odd, but RoPE rotates pairs; use 32 or 34"),
         (dict(model=LlamaConfig(dim=12, num_heads=4)), 1, "model.dim / model.num_heads = 3 is odd"),
         (
             dict(model=GPTConfig(vocab_size=256)),
@@ -126,7 +127,7 @@ def test_the_defaults_are_valid() -> None:
         (
             dict(data=dict(document_masks=True), model=LlamaConfig(dim=64, num_heads=8, num_kv_heads=8)),
             1,
-            "requires a head dimension of 16 or more, but model.dim / model.num_heads = 8; set training.attention = 'math'",
+            "requires a head dimension of 16 or more, but that of this model is 8; set training.attention = 'math'",
         ),
         (
             dict(

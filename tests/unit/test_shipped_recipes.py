@@ -29,6 +29,12 @@ SHIPPED = {
     "gpt2_124m_c4": (124_439_808, 8),
     "llama3_1b": (1_235_814_400, 1),
     "llama3_1b_fineweb_edu": (1_235_814_400, 1),
+    "qwen3_0_6b": (596_049_920, 1),
+    "qwen3_1_7b": (1_720_574_976, 1),
+    "qwen3_4b": (4_022_468_096, 8),
+    "qwen3_8b": (8_190_735_360, 8),
+    "qwen3_14b": (14_768_307_200, 8),
+    "qwen3_32b": (32_762_123_264, 64),
     "llama3_8b": (8_030_261_248, 8),
     "finetune_llama3_8b": (8_030_261_248, 8),
     "llama3_8b_float8": (8_030_261_248, 8),
@@ -102,7 +108,7 @@ def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrid
 
 def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
     """Returns the GiB that a GPU holds at least, from formulas. Not measured; without the allocator's fragmentation, NCCL's buffers
-    and the logits of a chunk. Activations are those of Llama 3's blocks.
+    and the logits of a chunk. Activations kept by selective checkpointing are those of Llama 3's blocks.
     """
     model, layout, training = recipe.model, recipe.parallelism.resolve(processes), recipe.training
     schedule, pipeline, tensor = SCHEDULES[layout.pipeline_schedule], layout.pipeline, layout.tensor
@@ -116,12 +122,14 @@ def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
     # Bytes per token, channel and block that are kept until the backward pass, and the keys and values that context parallelism
     # gathers. A pipeline's first rank holds them for the micro-batches that it starts before its first backward pass.
     width = model.dim * tokens / tensor
-    keys = 4 * (model.dim // model.num_heads) * model.num_kv_heads * training.seq_len if layout.context > 1 else 0
+    keys = 4 * model.head_dim * model.num_kv_heads * training.seq_len if layout.context > 1 else 0
     kept = {"full": 2 * width, "selective": 19.5 * width + keys}[recipe.activation_checkpoint.mode]
     num_chunks = pipeline * (schedule.stages_per_rank + 1) - 1
     num_blocks = model.num_layers if pipeline == 1 else num_chunks * max(layout.split(model))
     # All activations of the block that is recomputed, and the sequences that tensor parallelism gathers.
-    recomputed = 33 * width + keys + (4 * width * tensor if tensor > 1 else 0)
+    queries, ffn = model.num_heads * model.head_dim, model.ffn_dim
+    inside = (8 * model.dim + 4 * queries + 6 * ffn) * tokens / tensor  # of this, 2 bytes an element
+    recomputed = inside + keys + (4 * width * tensor if tensor > 1 else 0)
     return (states + unsharded + kept * num_blocks + recomputed) / 2**30
 
 

@@ -1,4 +1,4 @@
-"""Llama 3 in plain PyTorch.
+"""Llama 3 in plain PyTorch, with the parts of models built like it.
 
 Shapes: B sequences, T tokens, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import LlamaConfig
+from titanlike.config.model_configs import LlamaConfig, LlamaFamilyConfig
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead
@@ -61,7 +61,7 @@ class Llama(nn.Module):
     last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
     hf_tensors: ClassVar[Mapping[str, HFTensor]] = HF_TENSORS
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaFamilyConfig) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
@@ -117,7 +117,7 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, config: LlamaConfig, index: int) -> None:
+    def __init__(self, config: LlamaFamilyConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
@@ -138,20 +138,26 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with rotary position embeddings."""
+    """Grouped-query causal attention with rotary position embeddings and, if the config has it, QK-norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaFamilyConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in range(2)
+        )
         self.attend = CausalAttention()
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, H, E)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
@@ -159,7 +165,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """A SwiGLU feed-forward layer."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaFamilyConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
@@ -169,7 +175,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def rotary_angles(config: LlamaConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cosine and sine (B, 1, T, E) of the rotary angles at `positions` (B, T), in float32.
 
     They are computed in each forward pass: a buffer would have to be sharded, saved and cast correctly.

@@ -49,7 +49,10 @@ def block_activations(job: Job) -> BlockActivations:
     else:
         intermediates = (4 if is_gated else 2) * ffn
         copies = 2 * queries + 3 * keys if layout.context > 1 else 0.0
-    kept = streams * stream + norms + queries + 2 * keys + attention + intermediates + sequence + copies
+    num_kv_heads = getattr(model, "num_kv_heads", model.num_heads)
+    # QK-norm reads its inputs and their root mean squares in the backward pass.
+    qk_norm = queries + keys + 4 * (model.num_heads + num_kv_heads) / tensor if model.qk_norm else 0.0
+    kept = streams * stream + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
     # Every second matmul, in the order of the forward pass: wq, wv, w1 and, if there are two inner matrices, w2.
     selective = stream + queries + keys + ffn + attention
     if layout.context > 1:

@@ -187,16 +187,21 @@ class Counts:
         hidden = tokens * sum(inputs for outputs, inputs in ffn if outputs == model.dim) // tensor
         local, gathered = self.local_tokens * model.dim, tokens * model.dim
         rotated = queries + keys if hasattr(model, "rope_theta") else 0
+        normed = queries + keys if model.qk_norm else 0
         gated = len(ffn) > 2
         if self.compiled:
             # norm 4; residual and norm 8; residual 6. Backward: twice norm and residual 8; sums of input gradients, 2 and 3 terms.
-            forward = 18 * local + 4 * rotated + (6 if gated else 4) * hidden
-            backward = 16 * local + (6 * gated + 8) * gathered + 4 * rotated + (10 if gated else 6) * hidden
+            # RoPE 4, and 2 more if it reads the statistics of QK-norm first, or in the backward pass its input.
+            forward = 18 * local + 4 * rotated + 2 * normed + (6 if gated else 4) * hidden
+            backward = (
+                16 * local + (6 * gated + 8) * gathered + 4 * rotated + 2 * normed + (10 if gated else 6) * hidden
+            )
         else:
             norm, norm_backward = self.program.norm_bytes
             forward = 2 * (norm + 6) * local + self.program.rope_bytes * rotated + (10 if gated else 4) * hidden
+            forward += norm * normed
             backward = 2 * (norm_backward + 6) * local + (6 * gated + 12) * gathered
-            backward += self.program.rope_bytes * rotated + (18 if gated else 6) * hidden
+            backward += self.program.rope_bytes * rotated + (18 if gated else 6) * hidden + norm_backward * normed
         context = self.job.layout.context
         if context > 1:  # gathered keys and values are put in order: a copy of each
             forward, backward = (size + 8 * keys * context for size in (forward, backward))

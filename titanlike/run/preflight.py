@@ -7,7 +7,7 @@ from pathlib import Path
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import matches, shown
 from titanlike.config.load import nearest
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.config.model_configs import CONFIGS
 from titanlike.config.schema import describe
 from titanlike.data.validation import data_problems, missing_data
 from titanlike.float8.validation import float8_problems, hardware_problems, token_problems
@@ -102,7 +102,7 @@ def _initial_problems(recipe: PretrainRecipe) -> list[str]:
         return []
     try:
         tensor_files(Path(initial))
-        found = read_config(Path(initial), (LlamaConfig, GPTConfig, type(recipe.model)))
+        found = read_config(Path(initial), (*CONFIGS, type(recipe.model)))
     except UserError as problem:
         return [f"checkpoint.initial: {problem}"]
     return config_problems(initial, found, recipe.model, recipe.checkpoint.allow_changed)
@@ -186,7 +186,7 @@ def _attention_problems(recipe: PretrainRecipe) -> list[str]:
     if flex and model.head_dim < FLEX_MIN_HEAD_DIM:
         problems.append(
             f"{what} uses FlexAttention on a GPU, which requires a head dimension of {FLEX_MIN_HEAD_DIM} or "
-            f"more, but model.dim / model.num_heads = {model.head_dim}; set training.attention = 'math', or use fewer heads"
+            f"more, but that of this model is {model.head_dim}; set training.attention = 'math', or use larger heads"
         )
     if flex and recipe.activation_checkpoint.mode == "selective" and recipe.compile.mode == "none":
         problems.append(

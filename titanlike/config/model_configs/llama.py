@@ -5,8 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from titanlike.config.base import Positive, PositiveFloat, Share, divisors, one_of, section
-from titanlike.config.model_configs.transformer import NumLayers, TransformerConfig, require
+from titanlike.config.base import Positive, PositiveFloat, Share, section
+from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
+from titanlike.config.model_configs.transformer import NumLayers, require
 
 # The fields of each published size that differ from the defaults below.
 LLAMA_SIZES: dict[str, dict[str, Any]] = {
@@ -28,7 +29,7 @@ LLAMA_SIZES["3.2-3B"] = LLAMA_SIZES["3.2-1B"] | dict(dim=3072, num_layers=28, nu
 
 
 @section
-class LlamaConfig(TransformerConfig):
+class LlamaConfig(LlamaFamilyConfig):
     """Llama 3: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases."""
 
     name: Literal["llama"] = "llama"
@@ -64,112 +65,14 @@ class LlamaConfig(TransformerConfig):
     step and the token, not on the layout."""
 
     hf_architecture = "LlamaForCausalLM"
+    hf_model_type = "llama"
+    rope_types = ("default", "llama3")
     sizes: ClassVar[dict[str, dict[str, Any]]] = LLAMA_SIZES
 
-    def block_matrices(self) -> dict[str, tuple[int, int]]:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "attention.wq": (queries, self.dim),
-            "attention.wk": (keys, self.dim),
-            "attention.wv": (keys, self.dim),
-            "attention.wo": (self.dim, queries),
-            "feed_forward.w1": (self.ffn_dim, self.dim),
-            "feed_forward.w2": (self.dim, self.ffn_dim),
-            "feed_forward.w3": (self.ffn_dim, self.dim),
-        }
-
-    def num_parameters(self) -> int:
-        norms = (2 * self.num_layers + 1) * self.dim
-        embedding = 0 if self.tied_head else self.vocab_size * self.dim
-        return self.num_matmul_parameters() + norms + embedding
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not problems and self.head_dim % 2:
-            problems.append(
-                f"model.dim / model.num_heads = {self.head_dim} is odd, but RoPE rotates pairs; change num_heads"
-            )
-        if self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}; "
-                f"use {one_of(divisors(self.num_heads)[-8:])}"
-            )
-        return problems
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
-
     def to_hugging_face(self) -> dict[str, Any]:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": self.rope_scaling,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": self.rope_original_seq_len,
-        }
-        scaling = scaling if self.rope_scaling != 1.0 else {}
-        return {
-            "architectures": [self.hf_architecture],
-            "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.dim,
-            "intermediate_size": self.ffn_dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": self.max_seq_len,
-            "rms_norm_eps": self.norm_eps,
-            # transformers 5 reads rope_parameters, 4 the other two: without its form, each falls back to a theta of 10,000.
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta, **scaling},
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling or None,
-            "tie_word_embeddings": self.tied_head,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "pretraining_tp": 1,
-            "use_cache": True,
-        }
+        return super().to_hugging_face() | {"mlp_bias": False, "pretraining_tp": 1}
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
-        require(values, hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0)
-        heads, dim = values["num_attention_heads"], values["hidden_size"]
-        require(values, head_dim=dim // heads)
-        return cls.published(
-            {
-                "dim": dim,
-                "num_layers": values["num_hidden_layers"],
-                "num_heads": heads,
-                "num_kv_heads": values.get("num_key_value_heads") or heads,
-                "ffn_dim": values["intermediate_size"],
-                "vocab_size": values["vocab_size"],
-                "max_seq_len": values.get("max_position_embeddings", 2048),
-                "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
-                "tied_head": values.get("tie_word_embeddings", False),
-                **_rope_fields(values),
-            }
-        )
-
-
-def _rope_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the RoPE fields of a `config.json`, which transformers 4 and 5 write in different forms."""
-    forms = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
-    rope: Mapping[str, Any] = next((form for form in forms if form), {})
-    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
-    if values.get("rope_theta", theta) != theta:
-        raise ValueError(f"rope_theta = {values['rope_theta']!r}, but rope_parameters has rope_theta = {theta!r}")
-    fields = {"rope_theta": float(theta)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return fields
-    if kind != "llama3":
-        raise ValueError(f"the RoPE type {kind!r} is not supported; only 'default' and 'llama3' are")
-    require(rope, low_freq_factor=1.0, high_freq_factor=4.0)
-    return fields | {
-        "rope_scaling": float(rope["factor"]),
-        "rope_original_seq_len": rope["original_max_position_embeddings"],
-    }
+        require(values, mlp_bias=False, head_dim=values["hidden_size"] // values["num_attention_heads"])
+        return cls.published(cls.fields_from_hugging_face(values))

@@ -35,6 +35,8 @@ class TransformerConfig:
     """Matrices of a block of which a tensor-parallel rank holds some inputs; of all others it holds some outputs."""
     biases: ClassVar[bool] = False
     """Whether the matrices and the norms of a block, and the last norm, have a bias."""
+    qk_norm: ClassVar[bool] = False
+    """Whether queries and keys are normalized over the head dimension, before RoPE."""
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
 
@@ -45,7 +47,7 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        """The dimension of an attention head."""
+        """The dimension of an attention head. A subclass may have a field of this name instead."""
         return self.dim // self.num_heads
 
     def label(self) -> str:
@@ -63,8 +65,11 @@ class TransformerConfig:
         raise NotImplementedError
 
     def block_vectors(self) -> dict[str, int]:
-        """Returns the sizes of the norms and biases of a block, by parameter name. The default has two norms in each block."""
+        """Returns the sizes of the norms and biases of a block, by parameter name. The default has two norms in each
+        block, and those of queries and keys."""
         norms = {f"{norm}.weight": self.dim for norm in ("attention_norm", "ffn_norm")}
+        if self.qk_norm:
+            norms |= {f"attention.{norm}.weight": self.head_dim for norm in ("q_norm", "k_norm")}
         if not self.biases:
             return norms
         biases = {f"{norm}.bias": self.dim for norm in ("attention_norm", "ffn_norm")}
@@ -103,7 +108,8 @@ class TransformerConfig:
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
         """Returns FLOPs of the forward and backward pass, without recomputation, with full (not causal) attention, as published
         model FLOPs utilization counts them. Frozen weights have no gradients."""
-        return (4 if frozen else 6) * self.num_matmul_parameters() + 12 * self.num_layers * self.dim * seq_len
+        attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+        return (4 if frozen else 6) * self.num_matmul_parameters() + attention
 
     def problems(self) -> list[str]:
         """Returns one message for each inconsistency among the fields."""

@@ -1,0 +1,136 @@
+"""What the configs of Llama and of the models built like it share: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases.
+
+Does not import torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from titanlike.config.base import divisors, one_of
+from titanlike.config.model_configs.transformer import TransformerConfig, require
+
+
+class LlamaFamilyConfig(TransformerConfig):
+    """Base of the configs that `models/llama.py` builds. A subclass is a `@section` with the annotated fields."""
+
+    num_kv_heads: int
+    ffn_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: float = 1.0
+    rope_original_seq_len: int = 8192
+
+    rope_types: ClassVar[tuple[str, ...]] = ("default",)
+    """The RoPE types of transformers that the fields can express."""
+    hf_model_type: ClassVar[str] = ""
+    """The `model_type` of transformers."""
+
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "attention.wq": (queries, self.dim),
+            "attention.wk": (keys, self.dim),
+            "attention.wv": (keys, self.dim),
+            "attention.wo": (self.dim, queries),
+            "feed_forward.w1": (self.ffn_dim, self.dim),
+            "feed_forward.w2": (self.dim, self.ffn_dim),
+            "feed_forward.w3": (self.ffn_dim, self.dim),
+        }
+
+    def num_parameters(self) -> int:
+        norms = self.num_layers * sum(self.block_vectors().values()) + self.dim
+        embedding = 0 if self.tied_head else self.vocab_size * self.dim
+        return self.num_matmul_parameters() + norms + embedding
+
+    def problems(self) -> list[str]:
+        problems = self.head_dim_problems()
+        if self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}; "
+                f"use {one_of(divisors(self.num_heads)[-8:])}"
+            )
+        return problems
+
+    def head_dim_problems(self) -> list[str]:
+        """Returns a message if the head dimension is not valid. The default is for one that follows from the other fields."""
+        problems = super().problems()
+        if not problems and self.head_dim % 2:
+            problems.append(
+                f"model.dim / model.num_heads = {self.head_dim} is odd, but RoPE rotates pairs; change num_heads"
+            )
+        return problems
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": self.rope_scaling,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": self.rope_original_seq_len,
+        }
+        scaling = scaling if self.rope_scaling != 1.0 else {}
+        return {
+            "architectures": [self.hf_architecture],
+            "model_type": self.hf_model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "intermediate_size": self.ffn_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            # transformers 5 reads rope_parameters, 4 the other two: without its form, each falls back to a theta of 10,000.
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta, **scaling},
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling or None,
+            "tie_word_embeddings": self.tied_head,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+        }
+
+    @classmethod
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields that a `config.json` describes, except for a head dimension of its own."""
+        require(values, hidden_act="silu", attention_bias=False, attention_dropout=0.0)
+        heads = values["num_attention_heads"]
+        return {
+            "dim": values["hidden_size"],
+            "num_layers": values["num_hidden_layers"],
+            "num_heads": heads,
+            "num_kv_heads": values.get("num_key_value_heads") or heads,
+            "ffn_dim": values["intermediate_size"],
+            "vocab_size": values["vocab_size"],
+            "max_seq_len": values.get("max_position_embeddings", 2048),
+            "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
+            "tied_head": values.get("tie_word_embeddings", False),
+            **_rope_fields(values, cls.rope_types),
+        }
+
+
+def _rope_fields(values: Mapping[str, Any], supported: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the RoPE fields of a `config.json`, which transformers 4 and 5 write in different forms."""
+    forms = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
+    rope: Mapping[str, Any] = next((form for form in forms if form), {})
+    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
+    if values.get("rope_theta", theta) != theta:
+        raise ValueError(f"rope_theta = {values['rope_theta']!r}, but rope_parameters has rope_theta = {theta!r}")
+    fields = {"rope_theta": float(theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in supported:
+        only = " and ".join(map(repr, supported)) + (" are" if len(supported) > 1 else " is")
+        raise ValueError(f"the RoPE type {kind!r} is not supported; only {only}")
+    if kind == "default":
+        return fields
+    require(rope, low_freq_factor=1.0, high_freq_factor=4.0)
+    return fields | {
+        "rope_scaling": float(rope["factor"]),
+        "rope_original_seq_len": rope["original_max_position_embeddings"],
+    }

@@ -1,0 +1,76 @@
+"""Config of Qwen3 models: fields, published sizes, Hugging Face's config. Does not import torch."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Self
+
+from titanlike.config.base import Positive, PositiveFloat, Share, section
+from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
+from titanlike.config.model_configs.transformer import NumLayers, require
+
+PUBLISHED = dict(head_dim=128, num_kv_heads=8, vocab_size=151936)
+QWEN3_SIZES: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "0.6B": dict(dim=1024, num_layers=28, num_heads=16, ffn_dim=3072, tied_head=True, **PUBLISHED),
+    "1.7B": dict(dim=2048, num_layers=28, num_heads=16, ffn_dim=6144, tied_head=True, **PUBLISHED),
+    "4B": dict(dim=2560, num_layers=36, num_heads=32, ffn_dim=9728, tied_head=True, **PUBLISHED),
+    "8B": dict(dim=4096, num_layers=36, num_heads=32, ffn_dim=12288, **PUBLISHED),
+    "14B": dict(dim=5120, num_layers=40, num_heads=40, ffn_dim=17408, **PUBLISHED),
+    "32B": dict(dim=5120, num_layers=64, num_heads=64, ffn_dim=25600, **PUBLISHED),
+}
+
+
+@section
+class Qwen3Config(LlamaFamilyConfig):
+    """Qwen3 (dense): the blocks of Llama with QK-norm, and a head dimension that does not depend on the model dimension."""
+
+    name: Literal["qwen3"] = "qwen3"
+    """Architecture. It decides which keys this section has."""
+    size: Literal["debug", "0.6B", "1.7B", "4B", "8B", "14B", "32B"] = "debug"
+    """Published size. It sets every key below that the recipe does not."""
+    dim: Positive = 192
+    """Model dimension: the width of the residual stream."""
+    num_layers: NumLayers = 4
+    """Number of transformer blocks."""
+    num_heads: Positive = 4
+    """Number of query heads."""
+    num_kv_heads: Positive = 2
+    """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
+    head_dim: Positive = 64
+    """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
+    published sizes have 128."""
+    ffn_dim: Positive = 512
+    """Hidden dimension of the feed-forward layers."""
+    vocab_size: Positive = 320
+    """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
+    max_seq_len: Positive = 40960
+    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of RMSNorm."""
+    rope_theta: PositiveFloat = 1000000.0
+    """Base of the RoPE frequencies. Larger values give longer wavelengths."""
+    tied_head: bool = False
+    """Share the weight of the embedding and the LM head, as the models up to 4B do."""
+    dropout: Share = 0.0
+    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
+    step and the token, not on the layout."""
+
+    hf_architecture = "Qwen3ForCausalLM"
+    hf_model_type = "qwen3"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = QWEN3_SIZES
+    qk_norm = True
+
+    def head_dim_problems(self) -> list[str]:
+        if self.head_dim % 2 == 0:
+            return []
+        near = f"{self.head_dim - 1} or {self.head_dim + 1}" if self.head_dim > 1 else "2"
+        return [f"model.head_dim = {self.head_dim} is odd, but RoPE rotates pairs; use {near}"]
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        return super().to_hugging_face() | {"use_sliding_window": False, "sliding_window": None}
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+        require(values, use_sliding_window=False)
+        return cls.published(cls.fields_from_hugging_face(values) | {"head_dim": values.get("head_dim") or 128})
