@@ -157,7 +157,13 @@ def test_other_data_is_refused_and_inexact_changes_are_reported(tmp_path: Path) 
         data=dict(source="text", path="elsewhere"),
     )
     assert resume(saved, permitted, "abc", saved.layout, MACHINE) == []
-    longer = tiny(tmp_path, "run", training=dict(steps=9), compile=dict(mode="block"))
+    longer = tiny(
+        tmp_path,
+        "run",
+        training=dict(steps=9),
+        compile=dict(mode="block"),
+        checkpoint=dict(allow_changed=("training.steps",)),
+    )
     reported = resume(saved, longer, "abc", {"replicate": 1, "shard": 1}, {"device": "cuda", "torch": "2.11.0"})
     assert reported == [
         "training.steps was 5, now 9",

@@ -215,7 +215,7 @@ def _evaluate_state(section: Evaluation, state: dict[str, torch.Tensor]) -> dict
 
 def test_a_resumed_run_records_each_evaluation_once(ranks: Ranks, tmp_path: Path) -> None:
     section = dataclasses.replace(write_files(tmp_path / "files"), interval=2)
-    recipe = tiny(tmp_path, "run", **SMALL, evaluation=section)
+    recipe = tiny(tmp_path, "run", **SMALL, evaluation=section, schedule=dict(warmup_steps=2, decay="none"))
     ranks(1).run(train_on_rank, dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, steps=3)))
     # The key may change in a resume.
     ranks(1).run(train_on_rank, dataclasses.replace(recipe, evaluation=dataclasses.replace(section, limit=1)))

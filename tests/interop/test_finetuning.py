@@ -66,7 +66,7 @@ def recipe(folder: Path, name: str, base: tuple[Any, Path], **sections: Any) -> 
     return tiny(
         folder, name, model=config, data=Data(source="chat", path=str(source / "chats.jsonl"), holdout_every=0),
         tokenizer=Tokenizer(encoding=str(source / "hf")), checkpoint=dict(initial=str(source / "hf")),
-        schedule=dict(warmup_steps=0), validation=dict(interval=0), **sections,
+        schedule=dict(warmup_steps=0, decay="none"), validation=dict(interval=0), **sections,
     )  # fmt: skip
 
 

@@ -44,6 +44,14 @@ def test_learning_rate(decay: str, decay_steps: int, at: dict[int, float]) -> No
         assert learning_rate(step, 110, 2.0, section) == pytest.approx(2.0 * ratio), step
 
 
+@pytest.mark.parametrize(("ratio", "steps"), [(0.2, 20), (0.25, 25), (0.204, 20), (0.001, 1), (0.9, 90)])
+def test_a_decay_ratio_is_a_fraction_of_all_steps(ratio: float, steps: int) -> None:
+    by_ratio, by_steps = Schedule(warmup_steps=10, decay_ratio=ratio), Schedule(warmup_steps=10, decay_steps=steps)
+    assert by_ratio.num_decay_steps(100) == steps
+    for step in range(1, 101):
+        assert learning_rate(step, 100, 2.0, by_ratio) == learning_rate(step, 100, 2.0, by_steps)
+
+
 def test_learning_rate_of_runs_shorter_than_the_warmup() -> None:
     assert learning_rate(1, 1, 2.0, Schedule(warmup_steps=0)) == pytest.approx(0.2)
     assert learning_rate(5, 5, 2.0, Schedule(warmup_steps=5)) == pytest.approx(2.0)

@@ -103,6 +103,16 @@ def test_the_defaults_are_valid() -> None:
             "schedule.warmup_steps = 100 is more than training.steps = 99, so the learning rate would not reach its peak; use "
             "schedule.warmup_steps = 99 or less, or train longer",
         ),
+        (
+            dict(schedule=dict(decay_steps=10, decay_ratio=0.2)),
+            1,
+            "schedule.decay_ratio = 0.2 and schedule.decay_steps = 10 both set the length of the decay; set one of them to 0",
+        ),
+        (
+            dict(schedule=dict(decay_ratio=0.95)),
+            1,
+            "warmup_steps = 100 and schedule.decay_ratio = 0.95, which is 950 steps, are more than training.steps = 1000",
+        ),
         (dict(schedule=dict(decay_steps=1001)), 1, "100 + 1001 is more than training.steps = 1000"),
         (dict(schedule=dict(warmup_steps=0, decay_steps=1001)), 1, "0 + 1001 is more than training.steps = 1000"),
         (dict(schedule=dict(warmup_steps=600, decay_steps=401)), 1, "600 + 401 is more than training.steps = 1000"),

@@ -78,5 +78,14 @@ class Schedule:
     """Shape of the decay. `sqrt` (1 - sqrt) falls fast at first and is common after a long stable phase."""
     decay_steps: NonNegative = 0
     """Length of the decay in steps, ending at the last step. 0: all steps after the warmup, without a stable phase."""
+    decay_ratio: Fraction = 0.0
+    """Length of the decay as a fraction of `training.steps`, instead of `decay_steps`. A run that is resumed from its stable phase
+    may change this section and `training.steps`. 0: `decay_steps` applies."""
     min_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
+
+    def num_decay_steps(self, num_steps: int) -> int:
+        """Returns the length of the decay of a run with this number of steps."""
+        if self.decay_ratio:
+            return max(1, round(self.decay_ratio * num_steps))
+        return self.decay_steps or num_steps - self.warmup_steps

@@ -11,7 +11,7 @@ def learning_rate(step: int, num_steps: int, peak: float, section: Schedule) -> 
     """Returns the learning rate of one step, counted from 1. A function of the step, so it has no state to checkpoint."""
     if step < section.warmup_steps:
         return peak * step / section.warmup_steps
-    length = section.decay_steps or num_steps - section.warmup_steps
+    length = section.num_decay_steps(num_steps)
     progress = (step - (num_steps - length)) / max(length, 1)  # 0 at the start of the decay, 1 at the last step
     if progress <= 0 or section.decay == "none":
         return peak

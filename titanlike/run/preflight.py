@@ -166,6 +166,16 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
             f"schedule.warmup_steps = {schedule.warmup_steps} is more than training.steps = {steps}, so the learning rate would "
             f"not reach its peak; use schedule.warmup_steps = {steps} or less, or train longer"
         ]
+    if schedule.decay_ratio and schedule.decay_steps:
+        return [
+            f"schedule.decay_ratio = {schedule.decay_ratio} and schedule.decay_steps = {schedule.decay_steps} both set the length "
+            "of the decay; set one of them to 0"
+        ]
+    if schedule.decay_ratio and schedule.warmup_steps + schedule.num_decay_steps(steps) > steps:
+        return [
+            f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_ratio = {schedule.decay_ratio}, which is "
+            f"{schedule.num_decay_steps(steps)} steps, are more than training.steps = {steps}; shorten them or train longer"
+        ]
     if schedule.warmup_steps + schedule.decay_steps > steps:
         return [
             f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + {schedule.decay_steps} is more than "

@@ -9,6 +9,9 @@ from typing import Any
 
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import validate
+from titanlike.config.sections import Schedule
+from titanlike.optim.schedule import learning_rate
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
 
 # Sections that may change: they affect placement, logging and storage, and not what is computed. All other sections, including
@@ -26,16 +29,16 @@ FREE_SECTIONS = {
 }
 # Keys of other sections that may change. The location of the data is irrelevant: its fingerprint is compared.
 FREE_KEYS = {
-    "training.steps", "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
+    "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
     "training.non_finite", "training.skip_limit", "training.skip_window",
     "training.attention", "optimizer.fused", "tokenizer.encoding", "data.source", "data.path",
     "data.mixture", "data.validation_path", "data.cache", "data.prefetch", "data.workers", "data.bad_records",
     "data.chat_template", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
-# Free keys that change rounding or the number of steps: the resumed run is not bit-exact.
+# Free keys that change rounding: the resumed run is not bit-exact.
 INEXACT = (
-    "training.steps", "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
+    "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
     "parallelism.cpu_offload",
     "parallelism.pipeline_", "parallelism.async_tensor_parallel", "float8.", "compile.mode", "compile.backend",
     "activation_checkpoint.",
@@ -47,15 +50,31 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
 
     Returns the reasons why the resumed run is not bit-exact.
     """
-    differences = _differences(_with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe)), now.recipe)
+    before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
+    differences = _differences(before, now.recipe)
+    run = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
+    or_new_run = "or give --run.name to start a new run"
+    if saved.step > recipe.training.steps:
+        raise UserError(
+            f"{run}, past training.steps = {recipe.training.steps}; set it to {saved.step} or more, {or_new_run}"
+        )
+    # The schedule may change if every step taken so far has the same learning rate under both: as in the stable phase.
+    scheduled = {key for key in differences if key == "training.steps" or key.startswith("schedule.")}
+    problem = _learning_rate_problem(before, recipe, saved.step) if scheduled else ""
+    if not problem:
+        differences = {key: line for key, line in differences.items() if key not in scheduled}
     changed = {
         key: line
         for key, line in differences.items()
         if key == "run.seed" or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
     }
     refused = {key: line for key, line in changed.items() if key not in recipe.checkpoint.allow_changed}
-    run = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
-    or_new_run = "or give --run.name to start a new run"
+    if refused and refused.keys() <= scheduled:
+        raise UserError(
+            f"{run}, but {problem} ({'; '.join(refused.values())}); restore these values, resume from an earlier step with "
+            f"--checkpoint.resume_from, {or_new_run}; to resume with the changes: "
+            f"--checkpoint.allow_changed='{json.dumps(list(refused))}'"
+        )
     if refused:
         raise UserError(
             f"{run} that was trained with another recipe: {'; '.join(refused.values())}. Restore these values to resume, "
@@ -71,16 +90,30 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
             f"{run} that was trained on other data (fingerprint {saved.data}, now {now.data}). Restore the data to resume, "
             f"{or_new_run}"
         )
-    if saved.step > recipe.training.steps:
-        raise UserError(
-            f"{run}, past training.steps = {recipe.training.steps}; set it to {saved.step} or more, {or_new_run}"
-        )
     inexact = [line for key, line in differences.items() if key in changed or key.startswith(INEXACT)]
-    before, after = ({"layout": one.layout, **one.machine} for one in (saved, now))
-    inexact += _differences(before, after).values()
+    machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
+    inexact += _differences(machine_before, machine_now).values()
     if now.machine.get("device") == "cuda" and not recipe.run.deterministic:
         inexact.append("run.deterministic = false, and kernels of a GPU are not deterministic")
     return inexact
+
+
+def _learning_rate_problem(before: dict[str, Any], recipe: PretrainRecipe, num_taken: int) -> str:
+    """Names the first of the steps taken that has another learning rate under this recipe. Returns "" if there is none."""
+    try:
+        schedule, steps = validate(Schedule, before.get("schedule")), before["training"]["steps"]
+    except ValueError:
+        schedule = None
+    if schedule is None or type(recipe.schedule) is not Schedule:
+        return (
+            "the learning rates of the steps taken cannot be compared, because the program has its own schedule section"
+        )
+    for step in range(1, num_taken + 1):  # relative to the peak: `optimizer.lr` is compared by itself
+        old = learning_rate(step, steps, 1.0, schedule)
+        new = learning_rate(step, recipe.training.steps, 1.0, recipe.schedule)
+        if old != new:
+            return f"the learning rate of step {step} was {old:.4g} of the peak and would be {new:.4g}"
+    return ""
 
 
 def _default_recipe(recipe: PretrainRecipe) -> dict[str, Any]:
