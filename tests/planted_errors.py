@@ -56,6 +56,12 @@ ERRORS = {
         '"document_ids": 0 * document_ids[:, :-1]}',
         "tests/interop/test_finetuning.py",
     ),
+    "QK-norm gradient": Planted(
+        "titanlike/parallelisms/tensor.py",
+        '"qk_norm": Style(),',
+        '"qk_norm": Style(partial_gradient=False),',
+        "tests/distributed/test_qwen3.py",
+    ),
     "LoRA gradient": Planted(
         "titanlike/parallelisms/tensor.py",
         "sums = (style.partial_gradient or name in LORA) and",
