@@ -32,6 +32,10 @@ def measure(changes: dict[str, str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as runs:
         keys = changes | {
             "training.steps": "200",
+            "optimizer.lr": "1.5e-3",
+            "optimizer.groups": "[]",
+            "schedule.decay": "cosine",
+            "schedule.min_ratio": "0.1",
             "run.dir": runs,
             "run.name": "run",
             "sample.tokens": "0",

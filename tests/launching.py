@@ -15,11 +15,12 @@ from typing import Any
 
 from tests.forkserver import ROOT, Forked
 
-# Overrides of the debug recipe for a run of about a second.
+# Overrides of the debug recipe for a run of about a second, with AdamW alone.
 SMALL = {
     "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "96",
     "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "4",
     "training.local_batch_size": "2", "schedule.warmup_steps": "2", "validation.interval": "0",
+    "optimizer.lr": "1.5e-3", "optimizer.groups": "[]", "schedule.decay": "cosine", "schedule.min_ratio": "0.1",
     "sample.tokens": "0", "metrics.interval": "1", "metrics.tensorboard": "false", "training.steps": "6",
 }  # fmt: skip
 

@@ -144,11 +144,19 @@ def test_ctrl_c_during_startup_prints_no_traceback(tmp_path: Path, seconds: floa
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_run_killed_after_step_25_ends_like_an_undisturbed_one(tmp_path: Path, processes: int) -> None:
+MUON = '[{pattern = "layers", optimizer = "muon"}]'
+
+
+@pytest.mark.parametrize(
+    ("processes", "groups"),
+    [(1, "[]"), *(pytest.param(2, groups, marks=pytest.mark.slow) for groups in ("[]", MUON))],
+    ids=["1", "2", "2, Muon"],
+)
+def test_run_killed_after_step_25_ends_like_an_undisturbed_one(tmp_path: Path, processes: int, groups: str) -> None:
     variables = {"NPROC": str(processes)}
     # The steps are long enough to kill the run between the save at step 25 and the end.
     options = SMALL | {"training.steps": "40", "checkpoint.interval": "25", "training.seq_len": "128"}
+    options |= {"optimizer.groups": groups}
     undisturbed = run(tmp_path, variables=variables, **options | {"run.name": "undisturbed"})
     assert undisturbed.returncode == 0, undisturbed.stderr
 

@@ -1,0 +1,232 @@
+"""Speedrun: time and tokens until the validation loss of a recipe reaches a target, side by side with other choices.
+
+    python -m benchmarks.speedrun --runs 5 --out benchmarks/results/speedrun_cpu.json     measures all subjects, in turns
+    python -m benchmarks.speedrun --ingredients --out benchmarks/results/speedrun_cpu.json   adds each ingredient, on and off
+    python -m benchmarks.speedrun --table benchmarks/results/speedrun_cpu.json            prints the tables of docs/speedrun.md
+
+Every run is the shipped training program with `train_configs/debug.toml`: Python's standard library as bytes, with its held-out
+part and validation batches. A subject is a set of overrides. Run n of each subject has seed n, and the subjects take turns, so that
+other load on the machine slows all of them. Time is that of the training steps with data wait, without start-up and validation.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from benchmarks.figures import cpu_name
+from titanlike.run.run_dir import versions
+
+ROOT = Path(__file__).parents[1]
+TARGET = 1.49  # the final validation loss of `adamw`
+BASE = {
+    "checkpoint.enabled": "false", "sample.tokens": "0", "metrics.tensorboard": "false", "metrics.interval": "1",
+    "validation.interval": "10",
+}  # fmt: skip
+MUON = '{pattern = "layers", optimizer = "muon"}'
+ADAMW = {
+    "training.steps": "400", "training.global_batch_size": "16", "training.local_batch_size": "8", "optimizer.lr": "1.5e-3",
+    "optimizer.groups": "[]", "schedule.warmup_steps": "20", "schedule.decay": "cosine", "schedule.min_ratio": "0.1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Choices whose effect is measured."""
+
+    label: str
+    overrides: dict[str, str]
+
+
+SUBJECTS = {
+    "debug": Subject("`train_configs/debug.toml`", {}),
+    "adamw": Subject("AdamW, cosine to 10%: `debug.toml` until version 0.5", ADAMW),
+    "nanochat": Subject(
+        "nanochat's optimizers, learning rates and schedule, with QK-norm",
+        {
+            "model.name": "qwen3", "model.head_dim": "48", "training.steps": "400", "optimizer.lr": "0.02",
+            "optimizer.muon_lr_scaling": "spectral", "optimizer.beta1": "0.8", "optimizer.beta2": "0.95", "optimizer.eps": "1e-10",
+            "optimizer.weight_decay": "0", "schedule.warmup_steps": "0", "schedule.decay": "linear", "schedule.decay_steps": "80",
+            "schedule.min_ratio": "0",
+            # 0.2 and 0.004 at dimension 768, times (192 / 768)^-0.5; norms have no weights there, and here those of the LM head.
+            "optimizer.groups": f'[{MUON}, {{pattern = "tok_embeddings", lr_scale = 20.0}}, {{pattern = "*", lr_scale = 0.4}}]',
+        },
+    ),
+    "nanogpt": Subject(
+        "a plain GPT-2 with nanoGPT's settings for small models",
+        ADAMW | {
+            "model.name": "gpt", "model.dim": "192", "model.num_layers": "4", "model.num_heads": "4", "training.steps": "800",
+            "optimizer.lr": "1e-3", "optimizer.beta2": "0.99", "schedule.warmup_steps": "100",
+        },
+    ),
+}  # fmt: skip
+
+
+def train(overrides: dict[str, str], seed: int) -> dict[str, Any]:
+    """Trains once. Returns the validation losses with the steps, tokens and seconds of training until each."""
+    with tempfile.TemporaryDirectory() as runs:
+        keys = BASE | overrides | {"run.dir": runs, "run.name": "run", "run.seed": str(seed)}
+        program = [sys.executable, str(ROOT / "recipes/pretrain.py"), str(ROOT / "train_configs/debug.toml")]
+        subprocess.run(
+            [*program, *(f"--{key}={value}" for key, value in keys.items())],
+            check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        lines = (Path(runs) / "run/metrics.jsonl").read_text().splitlines()
+    seconds, curve, tokens = 0.0, [], 0
+    for record in map(json.loads, lines):
+        if "step_seconds" in record:  # each step has a record
+            seconds, tokens = seconds + record["step_seconds"], record["tokens"]
+        elif "validation_loss" in record:
+            curve.append([record["step"], tokens, round(seconds, 3), record["validation_loss"]])
+    return {"seed": seed, "curve": curve}
+
+
+def until(run: dict[str, Any], target: float) -> tuple[int, float] | None:
+    """Returns tokens and seconds at the first validation that reached the target, or None."""
+    return next(((tokens, seconds) for _, tokens, seconds, loss in run["curve"] if loss <= target), None)
+
+
+def debug_recipe() -> dict[str, str]:
+    """Returns the overrides that restore what a subject other than `debug` does not set."""
+    return {key: value for key, value in ADAMW.items() if key != "training.steps"}
+
+
+def measure(names: list[str], runs: int, out: Path) -> None:
+    """Runs the subjects in turns, and writes the result after each run."""
+    found = json.loads(out.read_text()) if out.exists() else {}
+    found |= {"target": TARGET, "cpu": cpu_name(), "python": platform.python_version(), "torch": versions()["torch"]}
+    found["subjects"] = {name: {"label": SUBJECTS[name].label, "runs": []} for name in names}
+    for seed in range(runs):
+        for name in names:
+            overrides = SUBJECTS[name].overrides
+            run = train(overrides if name == "debug" else debug_recipe() | overrides, seed)
+            found["subjects"][name]["runs"].append(run)
+            out.write_text(json.dumps(found) + "\n")
+            print(f"{name}, seed {seed}: {until(run, TARGET)}, final {run['curve'][-1]}", flush=True)
+
+
+# What is changed in `train_configs/debug.toml`, each alone and for the same number of tokens.
+INGREDIENTS = {
+    "without Muon: AdamW": {"optimizer.groups": "[]"},
+    "without Muon: AdamW, lr = 3e-3": {"optimizer.groups": "[]", "optimizer.lr": "3e-3"},
+    "half of the learning rate": {"optimizer.lr": "5e-3"},
+    "twice the learning rate": {"optimizer.lr": "2e-2"},
+    "decay to 10% instead of 0": {"schedule.min_ratio": "0.1"},
+    "cosine instead of linear decay": {"schedule.decay": "cosine"},
+    "decay in the last half only": {"schedule.decay_ratio": "0.5"},
+    "warmup of 5 steps": {"schedule.warmup_steps": "5"},
+    "no weight decay": {"optimizer.weight_decay": "0"},
+    "3 Newton-Schulz steps": {"optimizer.muon_steps": "3"},
+    "embeddings and LM head: 0.3 of the learning rate": {
+        "optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 0.3}}]'
+    },
+    "embeddings and LM head: 3 times the learning rate": {
+        "optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 3.0}}]'
+    },
+    "tied LM head": {"model.tied_head": "true"},
+    "QK-norm": {"model.name": "qwen3", "model.head_dim": "48"},
+}
+
+
+def measure_ingredients(runs: int, out: Path) -> None:
+    """Runs the debug recipe and each change of it in turns, and writes the result after each run."""
+    found = json.loads(out.read_text())
+    found["ingredients"] = {}
+    for seed in range(runs):
+        for name, overrides in ({"as it is": {}} | INGREDIENTS | batches()).items():
+            run = train(overrides, seed)
+            found["ingredients"].setdefault(name, []).append(run)
+            out.write_text(json.dumps(found) + "\n")
+            print(f"{name}, seed {seed}: final {run['curve'][-1]}", flush=True)
+
+
+def batches() -> dict[str, dict[str, str]]:
+    """Returns the changes of the batch size that keep the number of tokens."""
+    with (ROOT / "train_configs/debug.toml").open("rb") as file:
+        training = tomli.load(file)["training"]
+    size, steps = training["global_batch_size"], training["steps"]
+    return {
+        f"{name} batch size": {
+            "training.global_batch_size": str(int(size * factor)), "training.steps": str(int(steps / factor)),
+            "training.local_batch_size": str(min(8, int(size * factor))),
+        }
+        for name, factor in (("half of the", 0.5), ("twice the", 2.0))
+    }  # fmt: skip
+
+
+def table(found: dict[str, Any]) -> str:
+    """Returns the tables of the documentation: medians over the seeds."""
+    target = found["target"]
+    lines = [
+        f"| | Seconds to {target} | Relative | Tokens to {target} | Final loss | Steps |",
+        "|---|---|---|---|---|---|",
+    ]
+    baseline = _seconds(found["subjects"]["adamw"]["runs"], target)
+    for name, subject in found["subjects"].items():
+        runs = subject["runs"]
+        reached = [hit for hit in (until(run, target) for run in runs) if hit]
+        seconds, relative, tokens = "not reached", "", ""
+        if len(reached) == len(runs):
+            median = statistics.median(hit[1] for hit in reached)
+            seconds, tokens = f"{median:.1f}", f"{statistics.median(hit[0] for hit in reached):,.0f}"
+            # Runs with one seed follow each other: their ratio does not depend on other load on the machine.
+            ratios = [hit[1] / reference for hit, reference in zip(reached, baseline, strict=True) if reference]
+            relative = f"{statistics.median(ratios):.2f}" if name != "adamw" else "1"
+        final = statistics.median(run["curve"][-1][3] for run in runs)
+        lines.append(
+            f"| {subject['label']} | {seconds} | {relative} | {tokens} | {final:.3f} | {runs[0]['curve'][-1][0]} |"
+        )
+    if "ingredients" in found:
+        lines += ["", "| Change | Final loss | Difference | Time of a step |", "|---|---|---|---|"]
+        losses = {name: [run["curve"][-1][3] for run in runs] for name, runs in found["ingredients"].items()}
+        seconds_per_token = {
+            name: [run["curve"][-1][2] / run["curve"][-1][1] for run in runs]
+            for name, runs in found["ingredients"].items()
+        }
+        for name in losses:
+            difference = statistics.median(a - b for a, b in zip(losses[name], losses["as it is"], strict=True))
+            time = statistics.median(
+                a / b for a, b in zip(seconds_per_token[name], seconds_per_token["as it is"], strict=True)
+            )
+            lines.append(f"| {name} | {statistics.median(losses[name]):.3f} | {difference:+.3f} | {time:.2f} |")
+    return "\n".join(lines)
+
+
+def _seconds(runs: list[dict[str, Any]], target: float) -> list[float | None]:
+    return [hit[1] if hit else None for hit in (until(run, target) for run in runs)]
+
+
+def main() -> None:
+    """Measures, or prints the tables of a result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subjects", default=",".join(SUBJECTS), help="names separated by commas (default: all)")
+    parser.add_argument(
+        "--runs", type=int, default=1, help="runs of each subject, with the seeds 0, 1, ... (default: 1)"
+    )
+    parser.add_argument("--ingredients", action="store_true", help="measure changes of the debug recipe, one at a time")
+    parser.add_argument("--out", type=Path, help="JSON file of the result")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="print the tables of an existing result")
+    arguments = parser.parse_args()
+    if arguments.table is None:
+        if arguments.out is None:
+            parser.error("--out or --table is required")
+        if unknown := set(arguments.subjects.split(",")) - set(SUBJECTS):
+            parser.error(f"--subjects: unknown {sorted(unknown)}; use {', '.join(SUBJECTS)}")
+        if arguments.ingredients:
+            measure_ingredients(arguments.runs, arguments.out)
+        else:
+            measure(arguments.subjects.split(","), arguments.runs, arguments.out)
+    print(table(json.loads((arguments.table or arguments.out).read_text())))
+
+
+if __name__ == "__main__":
+    main()
