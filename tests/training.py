@@ -19,7 +19,7 @@ from recipes import pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models import build_model
@@ -34,6 +34,7 @@ mesh_of = functools.cache(build_mesh)
 
 LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 GPT_ = GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=320)
+QWEN2 = Qwen2Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
 QWEN3 = Qwen3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, tied_head=True
 )

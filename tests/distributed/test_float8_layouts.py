@@ -21,7 +21,7 @@ from tests.training import assert_same, build, full_tensor, tiny, train
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.layout import DIMENSIONS
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Float8Shard
@@ -37,6 +37,7 @@ MODELS: dict[str, Any] = {
     "llama": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320),
     "gpt": GPTConfig(dim=64, num_layers=2, num_heads=4, vocab_size=320),
 }
+QWEN2 = Qwen2Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320)
 QWEN3 = Qwen3Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=128, vocab_size=320)
 FLOAT8: dict[str, Any] = dict(scaling="tensorwise", skip_small=False, emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
@@ -45,7 +46,7 @@ ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 def recipe_for(
     folder: Path, name: str, layout: dict[str, Any], float8: dict[str, Any], **sections: Any
 ) -> PretrainRecipe:
-    model = {**MODELS, "qwen3": QWEN3}[sections.pop("model", "llama")]
+    model = {**MODELS, "qwen2": QWEN2, "qwen3": QWEN3}[sections.pop("model", "llama")]
     model = dataclasses.replace(model, num_layers=sections.pop("layers", model.num_layers))
     # Small updates: large ones would amplify a value that rounds to the other side.
     optimizer = dict(lr=1e-3, eps=1e-4) | sections.pop("optimizer", {})

@@ -16,7 +16,7 @@ from recipes import pretrain
 from tests.pool import Pool
 from tests.training import build, tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.data.loader import Batch
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -30,7 +30,7 @@ MARKER = 12345  # bytes, a size that no other tensor has
 STEPS = 3  # that are measured
 LLAMA = LlamaConfig(dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=384, vocab_size=2048)
 GPT = GPTConfig(dim=128, num_layers=6, num_heads=4, vocab_size=2048)
-
+QWEN2 = Qwen2Config(dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=384, vocab_size=2048)
 QWEN3 = Qwen3Config(
     dim=128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=384, vocab_size=2048, tied_head=True
 )
@@ -43,6 +43,7 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "FSDP, full": (dict(shard=2), dict(activation_checkpoint=dict(mode="full"))),
     "HSDP": (dict(replicate=2, shard=2), {}),
     "TP x FSDP": (dict(tensor=2, shard=2), {}),
+    "TP x FSDP, Qwen2": (dict(tensor=2, shard=2), dict(model=QWEN2)),
     "TP x FSDP, Qwen3": (dict(tensor=2, shard=2), dict(model=QWEN3)),
     "CP x FSDP": (dict(context=2, shard=2), {}),
     "PP x FSDP": (dict(pipeline=2, shard=2), {}),

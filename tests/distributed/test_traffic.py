@@ -15,7 +15,7 @@ from recipes import pretrain
 from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
-from tests.training import MODELS, QWEN3, Traffic, build, tiny
+from tests.training import MODELS, QWEN2, QWEN3, Traffic, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.loader import Batch
@@ -177,6 +177,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "*PP 1f1b x TP x FSDP, float8": (PP | TP | FSDP, LLAMA, float8() | TWO),
     "*PP zbv x TP x FSDP, float8": (PP | TP | FSDP | ZBV, LLAMA, float8() | TWO),
     "*PP zbv x FSDP, float8 all-gather": (PP | FSDP | ZBV, LLAMA, GATHER | TWO),
+    "TP x FSDP, Qwen2": (TP | FSDP, QWEN2, {}),
     "TP x FSDP, Qwen3": (TP | FSDP, QWEN3, {}),
     "*CP x TP, Qwen3, full checkpointing": (CP | TP, QWEN3, FULL),
     "*FSDP, LoRA": (FSDP, LLAMA, lora()),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint.format import ShardRange
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config, TransformerConfig
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config, TransformerConfig
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.weights import Weights
@@ -22,6 +22,9 @@ CONFIGS: dict[str, TransformerConfig] = {
     # The lengths are scaled down with the model: all three branches of the scaling take part.
     "Llama 3.1": dataclasses.replace(LLAMA, rope_scaling=8.0, rope_original_seq_len=64),
     "Llama 3.2": dataclasses.replace(LLAMA, rope_scaling=32.0, rope_original_seq_len=32, tied_head=True),
+    "Qwen2": Qwen2Config(
+        dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=112, vocab_size=301, max_seq_len=256
+    ),
     "Qwen3": Qwen3Config(
         dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=24, ffn_dim=112, vocab_size=301, max_seq_len=256
     ),

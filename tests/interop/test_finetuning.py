@@ -39,7 +39,10 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["grouped-query", "GPT-2", pytest.param("Qwen3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["grouped-query", "GPT-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen2", "Qwen3"))],
+)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model in a Hugging Face folder with a chat template, and a file of conversations beside it."""
     folder = tmp_path_factory.mktemp("base")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
 from titanlike.config import UserError
-from titanlike.config.model_configs import Qwen3Config
+from titanlike.config.model_configs import Qwen2Config, Qwen3Config
 from titanlike.interop import export as export_module
 from titanlike.interop.export import export
 from titanlike.interop.weights import open_weights
@@ -141,6 +141,32 @@ def test_the_published_config_of_qwen3_is_that_of_its_size() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Qwen3Config.from_hugging_face(QWEN3 | change)
+
+
+QWEN2 = {  # what the published config.json of Qwen2.5 0.5B has, in the form of transformers 4
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896,
+    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+    "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_the_published_config_of_qwen2_5_is_that_of_its_size() -> None:
+    found = Qwen2Config.from_hugging_face(QWEN2)
+    assert (found.size, found.label()) == ("2.5-0.5B", "qwen2 2.5-0.5B")
+    assert Qwen2Config.from_hugging_face(found.to_hugging_face()) == found
+    assert "attention_bias" not in found.to_hugging_face()
+    assert Qwen2Config.from_hugging_face(QWEN2 | {"max_position_embeddings": 131072}).max_seq_len == 131072
+    for change, message in (
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported; only False is"),
+        ({"use_mrope": True}, "use_mrope = True is not supported; only False is"),
+        ({"head_dim": 128}, "head_dim = 128 is not supported; only 64 is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Qwen2Config.from_hugging_face(QWEN2 | change)
+    with pytest.raises(ValueError, match="attention_bias = True is not supported; only False is"):
+        Qwen3Config.from_hugging_face(QWEN3 | {"attention_bias": True})
 
 
 def test_pickles_are_not_read(folder: Path) -> None:

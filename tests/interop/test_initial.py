@@ -42,6 +42,7 @@ def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("TP-FSDP", "GPT-2"),
+                ("TP-FSDP", "Qwen2"),
                 ("TP-FSDP", "Qwen3"),
                 ("PP", "Llama 3.2"),
                 ("FSDP", "Llama 3.2"),

@@ -61,9 +61,9 @@ def test_logits_equal_those_of_transformers(config: TransformerConfig, tmp_path:
         assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("wrong", ["theta", "scaling", "norm_eps", "permuted", "transposed", "q_norm"])
+@pytest.mark.parametrize("wrong", ["theta", "scaling", "norm_eps", "permuted", "transposed", "q_norm", "k_bias"])
 def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
-    config = CONFIGS["Qwen3" if wrong == "q_norm" else "Llama 3.1"]
+    config = CONFIGS[{"q_norm": "Qwen3", "k_bias": "Qwen2"}.get(wrong, "Llama 3.1")]
     model = model_of(config)
     folder = export_model(model, config, tmp_path / "hf")
     values = json.loads((folder / "config.json").read_text())
@@ -83,6 +83,8 @@ def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
             projection.copy_(projection.t().clone())
         if wrong == "q_norm":
             reference.model.layers[1].self_attn.q_norm.weight.fill_(1.0)
+        if wrong == "k_bias":
+            reference.model.layers[1].self_attn.k_proj.bias.zero_()
     assert difference(model, reference, config) > 1e-3
 
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from titanlike.config.model_configs import (
     GPT_SIZES,
     LLAMA_SIZES,
+    QWEN2_SIZES,
     QWEN3_SIZES,
     GPTConfig,
     LlamaConfig,
     LlamaFamilyConfig,
+    Qwen2Config,
     Qwen3Config,
     TransformerConfig,
 )
@@ -25,10 +27,11 @@ from titanlike.models.llama import rotary_angles, scale_rope_frequencies
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
+TINY_QWEN2 = Qwen2Config(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, rope_theta=100.0)
 TINY_QWEN3 = Qwen3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=48, vocab_size=37, rope_theta=100.0
 )
-CONFIGS = [TINY_LLAMA, TINY_QWEN3, TINY_GPT]
+CONFIGS = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_GPT]
 
 
 def build(config: TransformerConfig, seed: int = 0) -> nn.Module:
@@ -77,6 +80,8 @@ def llama_reference(config: LlamaFamilyConfig, w: dict[str, Tensor], tokens: Ten
         b = {name.removeprefix(f"layers.{i}."): value for name, value in w.items()}
         h = rms(x, b["attention_norm.weight"], config.norm_eps)
         q, k, v = (h @ b[f"attention.w{p}.weight"].T for p in "qkv")
+        if config.qkv_bias:
+            q, k, v = (part + b[f"attention.w{p}.bias"] for p, part in zip("qkv", (q, k, v), strict=True))
         q, k, v = (part.split(config.head_dim, -1) for part in (q, k, v))
         if config.qk_norm:
             q = [rms(head, b["attention.q_norm.weight"], config.norm_eps) for head in q]
@@ -128,9 +133,10 @@ def test_llama_matches_the_reference(num_kv_heads: int, tied: bool) -> None:
         torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("base", [TINY_QWEN2, TINY_QWEN3], ids=["qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_qwen3_matches_the_reference(tied: bool) -> None:
-    config = dataclasses.replace(TINY_QWEN3, tied_head=tied)
+def test_qwen_matches_the_reference(base: Qwen2Config | Qwen3Config, tied: bool) -> None:
+    config = dataclasses.replace(base, tied_head=tied)
     model = with_large_weights(build(config))
     tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
     for row, logits in zip(tokens, model(tokens), strict=True):
@@ -214,6 +220,7 @@ def test_rope_scaling_of_1_is_off() -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "fields"),
     [(LlamaConfig, size, fields) for size, fields in LLAMA_SIZES.items()]
+    + [(Qwen2Config, size, fields) for size, fields in QWEN2_SIZES.items()]
     + [(Qwen3Config, size, fields) for size, fields in QWEN3_SIZES.items()]
     + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
@@ -229,6 +236,22 @@ def test_parameter_counts_of_the_config_match_the_module(
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embeddings" not in name)
     tied = isinstance(model.output, TiedLMHead)
     assert config.num_matmul_parameters() == matrices + (config.vocab_size * config.dim if tied else 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        ("2.5-0.5B", 494_032_768),
+        ("2.5-1.5B", 1_543_714_304),
+        ("2.5-3B", 3_085_938_688),
+        ("2.5-7B", 7_615_616_512),
+        ("2.5-14B", 14_770_033_664),
+        ("2.5-32B", 32_763_876_352),
+        ("2.5-72B", 72_706_203_648),
+    ],
+)
+def test_sizes_of_qwen2_5_have_the_published_parameter_counts(size: str, parameters: int) -> None:
+    assert Qwen2Config(**{"size": size, **QWEN2_SIZES[size]}).num_parameters() == parameters
 
 
 def test_flops_are_six_per_weight_plus_full_attention() -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import planner_validation
 from benchmarks.published import ROWS
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
 from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
 from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
@@ -64,6 +64,7 @@ def passes(counts: Counts) -> list[Passes]:
     "model",
     [
         LLAMA_8B,
+        Qwen2Config(**{"size": "2.5-32B", **Qwen2Config.sizes["2.5-32B"]}),
         Qwen3Config(**{"size": "32B", **Qwen3Config.sizes["32B"]}),
         GPTConfig(**{"size": "1.3B", **GPTConfig.sizes["1.3B"], "vocab_size": 50304}),
     ],

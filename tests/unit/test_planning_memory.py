@@ -58,6 +58,8 @@ CASES |= {
 }
 QWEN3 = {"training": dict(local_batch_size=1), "activation_checkpoint": dict(mode="none")}
 CASES |= {
+    "Qwen2, FSDP": (job("qwen2_5_7b", 8, model=FOUR, **QWEN3), 0),
+    "Qwen2, TP x FSDP, selective": (job("qwen2_5_7b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
     "Qwen3, FSDP": (job("qwen3_8b", 8, model=FOUR, **QWEN3), 0),
     "Qwen3, TP x FSDP, full": (job("qwen3_14b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
     "Qwen3, FSDP, selective, compiled": (job("qwen3_8b", 8, model=FOUR, compile=COMPILED), 0),
@@ -133,6 +135,8 @@ def test_states_are_sharded_over_all_gpus() -> None:
         ("llama3_8b", "selective"),
         ("llama3_8b", "full"),
         ("llama3_8b", "memory_budget"),
+        ("qwen2_5_7b", "none"),
+        ("qwen2_5_7b", "selective"),
         ("qwen3_8b", "none"),
         ("qwen3_8b", "selective"),
         ("gpt2_124m", "none"),

@@ -29,7 +29,7 @@ from titanlike.config.base import (
     section,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, infer_shard, num_microbatches, split_blocks
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen3Config, TransformerConfig
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config, TransformerConfig
 from titanlike.config.optimizer import Optimizer, Schedule
 
 DType = Literal["float32", "bfloat16"]
@@ -410,7 +410,7 @@ class PretrainRecipe:
     recipe: FilePath = "pretrain"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path."""
     run: Run = Run()
-    model: Annotated[LlamaConfig | Qwen3Config | GPTConfig, Field(discriminator="name")] = LlamaConfig()
+    model: Annotated[LlamaConfig | Qwen2Config | Qwen3Config | GPTConfig, Field(discriminator="name")] = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
     training: Training = Training()

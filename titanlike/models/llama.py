@@ -104,6 +104,9 @@ class Llama(nn.Module):
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills one full parameter with its initial value."""
+        if name.endswith("bias"):
+            value.zero_()
+            return
         if name.endswith("norm.weight"):
             value.fill_(1.0)
             return
@@ -138,14 +141,14 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with rotary position embeddings and, if the config has it, QK-norm."""
+    """Grouped-query causal attention with rotary position embeddings and, if the config has them, biases and QK-norm."""
 
     def __init__(self, config: LlamaFamilyConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in range(2)

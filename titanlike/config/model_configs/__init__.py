@@ -5,8 +5,10 @@ from titanlike.config.model_configs.gpt import GPTConfig as GPTConfig
 from titanlike.config.model_configs.llama import LLAMA_SIZES as LLAMA_SIZES
 from titanlike.config.model_configs.llama import LlamaConfig as LlamaConfig
 from titanlike.config.model_configs.llama_family import LlamaFamilyConfig as LlamaFamilyConfig
+from titanlike.config.model_configs.qwen2 import QWEN2_SIZES as QWEN2_SIZES
+from titanlike.config.model_configs.qwen2 import Qwen2Config as Qwen2Config
 from titanlike.config.model_configs.qwen3 import QWEN3_SIZES as QWEN3_SIZES
 from titanlike.config.model_configs.qwen3 import Qwen3Config as Qwen3Config
 from titanlike.config.model_configs.transformer import TransformerConfig as TransformerConfig
 
-CONFIGS: tuple[type[TransformerConfig], ...] = (LlamaConfig, Qwen3Config, GPTConfig)  # of this package
+CONFIGS: tuple[type[TransformerConfig], ...] = (LlamaConfig, Qwen2Config, Qwen3Config, GPTConfig)  # of this package

@@ -70,9 +70,10 @@ class LlamaConfig(LlamaFamilyConfig):
     sizes: ClassVar[dict[str, dict[str, Any]]] = LLAMA_SIZES
 
     def to_hugging_face(self) -> dict[str, Any]:
-        return super().to_hugging_face() | {"mlp_bias": False, "pretraining_tp": 1}
+        return super().to_hugging_face() | {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
-        require(values, mlp_bias=False, head_dim=values["hidden_size"] // values["num_attention_heads"])
+        head_dim = values["hidden_size"] // values["num_attention_heads"]
+        require(values, attention_bias=False, mlp_bias=False, head_dim=head_dim)
         return cls.published(cls.fields_from_hugging_face(values))

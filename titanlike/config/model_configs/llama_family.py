@@ -1,4 +1,4 @@
-"""What the configs of Llama and of the models built like it share: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases.
+"""What the configs of Llama and of the models built like it share: RoPE, RMSNorm, SwiGLU, grouped-query attention.
 
 Does not import torch.
 """
@@ -38,9 +38,9 @@ class LlamaFamilyConfig(TransformerConfig):
         }
 
     def num_parameters(self) -> int:
-        norms = self.num_layers * sum(self.block_vectors().values()) + self.dim
+        vectors = self.num_layers * sum(self.block_vectors().values()) + self.dim
         embedding = 0 if self.tied_head else self.vocab_size * self.dim
-        return self.num_matmul_parameters() + norms + embedding
+        return self.num_matmul_parameters() + vectors + embedding
 
     def problems(self) -> list[str]:
         problems = self.head_dim_problems()
@@ -90,7 +90,6 @@ class LlamaFamilyConfig(TransformerConfig):
             "rope_theta": self.rope_theta,
             "rope_scaling": scaling or None,
             "tie_word_embeddings": self.tied_head,
-            "attention_bias": False,
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
             "use_cache": True,
@@ -99,7 +98,7 @@ class LlamaFamilyConfig(TransformerConfig):
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that a `config.json` describes, except for a head dimension of its own."""
-        require(values, hidden_act="silu", attention_bias=False, attention_dropout=0.0)
+        require(values, hidden_act="silu", attention_dropout=0.0)
         heads = values["num_attention_heads"]
         return {
             "dim": values["hidden_size"],

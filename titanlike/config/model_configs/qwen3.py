@@ -68,9 +68,10 @@ class Qwen3Config(LlamaFamilyConfig):
         return [f"model.head_dim = {self.head_dim} is odd, but RoPE rotates pairs; use {near}"]
 
     def to_hugging_face(self) -> dict[str, Any]:
-        return super().to_hugging_face() | {"use_sliding_window": False, "sliding_window": None}
+        window = {"use_sliding_window": False, "sliding_window": None}
+        return super().to_hugging_face() | {"attention_bias": False, **window}
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
-        require(values, use_sliding_window=False)
+        require(values, attention_bias=False, use_sliding_window=False)
         return cls.published(cls.fields_from_hugging_face(values) | {"head_dim": values.get("head_dim") or 128})

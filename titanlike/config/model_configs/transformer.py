@@ -12,6 +12,7 @@ from typing_extensions import Self
 from titanlike.config.base import UserError, divisors, one_of, validate
 
 NumLayers = Annotated[int, Field(ge=1, le=10_000)]
+QKV = ("attention.wq", "attention.wk", "attention.wv")
 
 
 class TransformerConfig:
@@ -37,6 +38,8 @@ class TransformerConfig:
     """Whether the matrices and the norms of a block, and the last norm, have a bias."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalized over the head dimension, before RoPE."""
+    qkv_bias: ClassVar[bool] = False
+    """Whether the projections of queries, keys and values have a bias, even if `biases` is False."""
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
 
@@ -66,14 +69,14 @@ class TransformerConfig:
 
     def block_vectors(self) -> dict[str, int]:
         """Returns the sizes of the norms and biases of a block, by parameter name. The default has two norms in each
-        block, and those of queries and keys."""
-        norms = {f"{norm}.weight": self.dim for norm in ("attention_norm", "ffn_norm")}
+        block, those of queries and keys, and the biases that the architecture has."""
+        vectors = {f"{norm}.weight": self.dim for norm in ("attention_norm", "ffn_norm")}
         if self.qk_norm:
-            norms |= {f"attention.{norm}.weight": self.head_dim for norm in ("q_norm", "k_norm")}
-        if not self.biases:
-            return norms
-        biases = {f"{norm}.bias": self.dim for norm in ("attention_norm", "ffn_norm")}
-        return norms | biases | {f"{name}.bias": outputs for name, (outputs, _) in self.block_matrices().items()}
+            vectors |= {f"attention.{norm}.weight": self.head_dim for norm in ("q_norm", "k_norm")}
+        if self.biases:
+            vectors |= {f"{norm}.bias": self.dim for norm in ("attention_norm", "ffn_norm")}
+        biased = self.block_matrices() if self.biases else QKV if self.qkv_bias else ()
+        return vectors | {f"{name}.bias": self.block_matrices()[name][0] for name in biased}
 
     def first_parameters(self) -> dict[str, tuple[int, ...]]:
         """Returns the sizes of the parameters before the blocks, by name: those that only the first pipeline stage has."""

@@ -1,0 +1,73 @@
+"""Config of Qwen2 and Qwen2.5 models: fields, published sizes, Hugging Face's config. Does not import torch."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Self
+
+from titanlike.config.base import Positive, PositiveFloat, Share, section
+from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
+from titanlike.config.model_configs.transformer import NumLayers, require
+
+# The dense base models of Qwen2.5. All have 32,768 positions here; `from_hugging_face` takes those of a config.json.
+QWEN2_SIZES: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "2.5-0.5B": dict(dim=896, num_layers=24, num_heads=14, num_kv_heads=2, ffn_dim=4864),
+    "2.5-1.5B": dict(dim=1536, num_layers=28, num_heads=12, num_kv_heads=2, ffn_dim=8960),
+    "2.5-3B": dict(dim=2048, num_layers=36, num_heads=16, num_kv_heads=2, ffn_dim=11008),
+    "2.5-7B": dict(dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, ffn_dim=18944),
+    "2.5-14B": dict(dim=5120, num_layers=48, num_heads=40, num_kv_heads=8, ffn_dim=13824),
+    "2.5-32B": dict(dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, ffn_dim=27648),
+    "2.5-72B": dict(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=29568),
+}
+for _size in ("2.5-0.5B", "2.5-1.5B", "2.5-3B"):
+    QWEN2_SIZES[_size] |= dict(vocab_size=151936, tied_head=True)
+for _size in ("2.5-7B", "2.5-14B", "2.5-32B", "2.5-72B"):
+    QWEN2_SIZES[_size] |= dict(vocab_size=152064)
+
+
+@section
+class Qwen2Config(LlamaFamilyConfig):
+    """Qwen2 and Qwen2.5 (dense): the blocks of Llama with biases in the projections of queries, keys and values."""
+
+    name: Literal["qwen2"] = "qwen2"
+    """Architecture. It decides which keys this section has."""
+    size: Literal["debug", "2.5-0.5B", "2.5-1.5B", "2.5-3B", "2.5-7B", "2.5-14B", "2.5-32B", "2.5-72B"] = "debug"
+    """Published size. It sets every key below that the recipe does not."""
+    dim: Positive = 192
+    """Model dimension: the width of the residual stream."""
+    num_layers: NumLayers = 4
+    """Number of transformer blocks."""
+    num_heads: Positive = 4
+    """Number of query heads. A head dimension (`dim / num_heads`) of 64 or 128 is fast; smaller ones are slow."""
+    num_kv_heads: Positive = 2
+    """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
+    ffn_dim: Positive = 512
+    """Hidden dimension of the feed-forward layers."""
+    vocab_size: Positive = 320
+    """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
+    max_seq_len: Positive = 32768
+    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of RMSNorm."""
+    rope_theta: PositiveFloat = 1000000.0
+    """Base of the RoPE frequencies. Larger values give longer wavelengths."""
+    tied_head: bool = False
+    """Share the weight of the embedding and the LM head, as the models up to 3B do."""
+    dropout: Share = 0.0
+    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
+    step and the token, not on the layout."""
+
+    hf_architecture = "Qwen2ForCausalLM"
+    hf_model_type = "qwen2"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = QWEN2_SIZES
+    qkv_bias = True
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        return super().to_hugging_face() | {"use_sliding_window": False, "sliding_window": None}
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+        head_dim = values["hidden_size"] // values["num_attention_heads"]
+        require(values, use_sliding_window=False, use_mrope=False, head_dim=head_dim)
+        return cls.published(cls.fields_from_hugging_face(values))
