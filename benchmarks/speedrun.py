@@ -3,19 +3,18 @@
     python -m benchmarks.speedrun --runs 5 --out benchmarks/results/speedrun_cpu.json     measures all subjects, in turns
     python -m benchmarks.speedrun --ingredients --out benchmarks/results/speedrun_cpu.json   adds each ingredient, on and off
     python -m benchmarks.speedrun --table benchmarks/results/speedrun_cpu.json            prints the tables of docs/speedrun.md
+    python -m benchmarks.speedrun --model gpt2_124m --out speedrun_gpu.json               GPT-2 124M on the GPUs of this machine
 
-Every run is the shipped training program with `train_configs/debug.toml`: Python's standard library as bytes, with its held-out
-part and validation batches. A subject is a set of overrides. Run n of each subject has seed n, and the subjects take turns, so that
-other load on the machine slows all of them. Time is that of the training steps with data wait, without start-up and validation.
+Every run is the shipped training program with one recipe, by default `train_configs/debug.toml`, its data, its held-out part and
+its validation batches. A subject is a set of overrides. Run n of each subject has seed n, and the subjects take turns, so that other
+load on the machine slows all of them. Time is that of the training steps with data wait, without start-up and validation.
 """
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +26,8 @@ from benchmarks.figures import cpu_name
 from titanlike.run.run_dir import versions
 
 ROOT = Path(__file__).parents[1]
-TARGET = 1.49  # the final validation loss of `adamw`
 BASE = {
     "checkpoint.enabled": "false", "sample.tokens": "0", "metrics.tensorboard": "false", "metrics.interval": "1",
-    "validation.interval": "10",
 }  # fmt: skip
 MUON = '{pattern = "layers", optimizer = "muon"}'
 ADAMW = {
@@ -47,15 +44,25 @@ class Subject:
     overrides: dict[str, str]
 
 
-SUBJECTS = {
-    "debug": Subject("`train_configs/debug.toml`", {}),
-    "adamw": Subject("AdamW, cosine to 10%: `debug.toml` until version 0.5", ADAMW),
+@dataclass(frozen=True)
+class Speedrun:
+    """A recipe, what it is compared with, and the loss to reach."""
+
+    recipe: str
+    target: float
+    validation_interval: int
+    subjects: dict[str, Subject]
+
+
+DEBUG_SUBJECTS = {
+    "adamw": Subject("AdamW with cosine decay to 10%", ADAMW),
+    "debug": Subject("`train_configs/debug.toml`: Muon", {}),
     "nanochat": Subject(
         "nanochat's optimizers, learning rates and schedule, with QK-norm",
-        {
+        ADAMW | {
             "model.name": "qwen3", "model.head_dim": "48", "training.steps": "400", "optimizer.lr": "0.02",
             "optimizer.muon_lr_scaling": "spectral", "optimizer.beta1": "0.8", "optimizer.beta2": "0.95", "optimizer.eps": "1e-10",
-            "optimizer.weight_decay": "0", "schedule.warmup_steps": "0", "schedule.decay": "linear", "schedule.decay_steps": "80",
+            "optimizer.weight_decay": "0", "schedule.warmup_steps": "0", "schedule.decay": "linear", "schedule.decay_ratio": "0.2",
             "schedule.min_ratio": "0",
             # 0.2 and 0.004 at dimension 768, times (192 / 768)^-0.5; norms have no weights there, and here those of the LM head.
             "optimizer.groups": f'[{MUON}, {{pattern = "tok_embeddings", lr_scale = 20.0}}, {{pattern = "*", lr_scale = 0.4}}]',
@@ -69,17 +76,31 @@ SUBJECTS = {
         },
     ),
 }  # fmt: skip
+GPT2_SUBJECTS = {
+    "adamw": Subject(
+        "AdamW with cosine decay to 10%",
+        {
+            "training.steps": "19000", "optimizer.lr": "6e-4", "optimizer.groups": "[]", "schedule.warmup_steps": "700",
+            "schedule.decay": "cosine", "schedule.decay_ratio": "0", "schedule.min_ratio": "0.1",
+        },
+    ),
+    "muon": Subject("`train_configs/gpt2_124m_speedrun.toml`: Muon", {}),
+}  # fmt: skip
+MODELS = {  # 1.49 is the final validation loss of AdamW
+    "debug": Speedrun("debug", 1.49, 10, DEBUG_SUBJECTS),
+    "gpt2_124m": Speedrun("gpt2_124m_speedrun", 3.28, 125, GPT2_SUBJECTS),
+}
 
 
-def train(overrides: dict[str, str], seed: int) -> dict[str, Any]:
+def train(speedrun: Speedrun, overrides: dict[str, str], seed: int) -> dict[str, Any]:
     """Trains once. Returns the validation losses with the steps, tokens and seconds of training until each."""
     with tempfile.TemporaryDirectory() as runs:
-        keys = BASE | overrides | {"run.dir": runs, "run.name": "run", "run.seed": str(seed)}
-        program = [sys.executable, str(ROOT / "recipes/pretrain.py"), str(ROOT / "train_configs/debug.toml")]
+        keys = BASE | {"validation.interval": str(speedrun.validation_interval)} | overrides
+        keys |= {"run.dir": runs, "run.name": "run", "run.seed": str(seed)}
+        program = [str(ROOT / "run_train.sh"), str(ROOT / f"train_configs/{speedrun.recipe}.toml")]
         subprocess.run(
-            [*program, *(f"--{key}={value}" for key, value in keys.items())],
-            check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            [*program, *(f"--{key}={value}" for key, value in keys.items())], check=True, stdout=subprocess.DEVNULL
+        )
         lines = (Path(runs) / "run/metrics.jsonl").read_text().splitlines()
     seconds, curve, tokens = 0.0, [], 0
     for record in map(json.loads, lines):
@@ -95,29 +116,26 @@ def until(run: dict[str, Any], target: float) -> tuple[int, float] | None:
     return next(((tokens, seconds) for _, tokens, seconds, loss in run["curve"] if loss <= target), None)
 
 
-def debug_recipe() -> dict[str, str]:
-    """Returns the overrides that restore what a subject other than `debug` does not set."""
-    return {key: value for key, value in ADAMW.items() if key != "training.steps"}
-
-
-def measure(names: list[str], runs: int, out: Path) -> None:
+def measure(speedrun: Speedrun, names: list[str], runs: int, out: Path) -> None:
     """Runs the subjects in turns, and writes the result after each run."""
     found = json.loads(out.read_text()) if out.exists() else {}
-    found |= {"target": TARGET, "cpu": cpu_name(), "python": platform.python_version(), "torch": versions()["torch"]}
-    found["subjects"] = {name: {"label": SUBJECTS[name].label, "runs": []} for name in names}
+    found |= {"target": speedrun.target, "cpu": cpu_name(), "python": platform.python_version()}
+    found["torch"] = versions()["torch"]
+    # Subjects of an earlier call remain in the file.
+    found["subjects"] = {name: subject for name, subject in found.get("subjects", {}).items() if name not in names}
+    found["subjects"] |= {name: {"label": speedrun.subjects[name].label, "runs": []} for name in names}
     for seed in range(runs):
         for name in names:
-            overrides = SUBJECTS[name].overrides
-            run = train(overrides if name == "debug" else debug_recipe() | overrides, seed)
+            run = train(speedrun, speedrun.subjects[name].overrides, seed)
             found["subjects"][name]["runs"].append(run)
             out.write_text(json.dumps(found) + "\n")
-            print(f"{name}, seed {seed}: {until(run, TARGET)}, final {run['curve'][-1]}", flush=True)
+            print(f"{name}, seed {seed}: {until(run, speedrun.target)}, final {run['curve'][-1]}", flush=True)
 
 
 # What is changed in `train_configs/debug.toml`, each alone and for the same number of tokens.
 INGREDIENTS = {
-    "without Muon: AdamW": {"optimizer.groups": "[]"},
-    "without Muon: AdamW, lr = 3e-3": {"optimizer.groups": "[]", "optimizer.lr": "3e-3"},
+    "AdamW with its learning rate, 1.5e-3": {"optimizer.groups": "[]", "optimizer.lr": "1.5e-3"},
+    "AdamW, 3e-3": {"optimizer.groups": "[]", "optimizer.lr": "3e-3"},
     "half of the learning rate": {"optimizer.lr": "5e-3"},
     "twice the learning rate": {"optimizer.lr": "2e-2"},
     "decay to 10% instead of 0": {"schedule.min_ratio": "0.1"},
@@ -126,12 +144,9 @@ INGREDIENTS = {
     "warmup of 5 steps": {"schedule.warmup_steps": "5"},
     "no weight decay": {"optimizer.weight_decay": "0"},
     "3 Newton-Schulz steps": {"optimizer.muon_steps": "3"},
-    "embeddings and LM head: 0.3 of the learning rate": {
-        "optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 0.3}}]'
-    },
-    "embeddings and LM head: 3 times the learning rate": {
-        "optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 3.0}}]'
-    },
+    "embeddings and LM head: Muon's learning rate": {"optimizer.groups": f"[{MUON}]"},
+    "embeddings and LM head: 3 times Muon's": {"optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 3.0}}]'},
+    "embeddings and LM head: 12 times Muon's": {"optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 12.0}}]'},
     "tied LM head": {"model.tied_head": "true"},
     "QK-norm": {"model.name": "qwen3", "model.head_dim": "48"},
 }
@@ -143,7 +158,7 @@ def measure_ingredients(runs: int, out: Path) -> None:
     found["ingredients"] = {}
     for seed in range(runs):
         for name, overrides in ({"as it is": {}} | INGREDIENTS | batches()).items():
-            run = train(overrides, seed)
+            run = train(MODELS["debug"], overrides, seed)
             found["ingredients"].setdefault(name, []).append(run)
             out.write_text(json.dumps(found) + "\n")
             print(f"{name}, seed {seed}: final {run['curve'][-1]}", flush=True)
@@ -179,7 +194,7 @@ def table(found: dict[str, Any]) -> str:
             median = statistics.median(hit[1] for hit in reached)
             seconds, tokens = f"{median:.1f}", f"{statistics.median(hit[0] for hit in reached):,.0f}"
             # Runs with one seed follow each other: their ratio does not depend on other load on the machine.
-            ratios = [hit[1] / reference for hit, reference in zip(reached, baseline, strict=True) if reference]
+            ratios = [hit[1] / reference for hit, reference in zip(reached, baseline, strict=False) if reference]
             relative = f"{statistics.median(ratios):.2f}" if name != "adamw" else "1"
         final = statistics.median(run["curve"][-1][3] for run in runs)
         lines.append(
@@ -208,7 +223,8 @@ def _seconds(runs: list[dict[str, Any]], target: float) -> list[float | None]:
 def main() -> None:
     """Measures, or prints the tables of a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subjects", default=",".join(SUBJECTS), help="names separated by commas (default: all)")
+    parser.add_argument("--model", choices=MODELS, default="debug", help="model and recipe (default: debug)")
+    parser.add_argument("--subjects", default="", help="names separated by commas (default: all of the model)")
     parser.add_argument(
         "--runs", type=int, default=1, help="runs of each subject, with the seeds 0, 1, ... (default: 1)"
     )
@@ -219,12 +235,14 @@ def main() -> None:
     if arguments.table is None:
         if arguments.out is None:
             parser.error("--out or --table is required")
-        if unknown := set(arguments.subjects.split(",")) - set(SUBJECTS):
-            parser.error(f"--subjects: unknown {sorted(unknown)}; use {', '.join(SUBJECTS)}")
+        speedrun = MODELS[arguments.model]
+        names = arguments.subjects.split(",") if arguments.subjects else list(speedrun.subjects)
+        if unknown := set(names) - set(speedrun.subjects):
+            parser.error(f"--subjects: unknown {', '.join(unknown)}; use {', '.join(speedrun.subjects)}")
         if arguments.ingredients:
             measure_ingredients(arguments.runs, arguments.out)
         else:
-            measure(arguments.subjects.split(","), arguments.runs, arguments.out)
+            measure(speedrun, names, arguments.runs, arguments.out)
     print(table(json.loads((arguments.table or arguments.out).read_text())))
 
 

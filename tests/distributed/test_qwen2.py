@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.test_float8_layouts import ALL_GATHER, FLOAT8, _gradients, recipe_for, relative_error
 from tests.distributed.test_muon_layouts import MUON
-from tests.distributed.test_qwen3 import LORA, slow_unless
+from tests.distributed.test_qwen3 import LORA, tiers
 from tests.parity import COMPILED, SELECTIVE
 from tests.pool import Pool
 from tests.training import QWEN2, assert_same, tiny, train, world_size
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_unless("TP", CASES))
+@pytest.mark.parametrize("case", tiers("TP", CASES))
 def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, case: str) -> None:
     layout, size, sections = CASES[case]
     one = {name: sections[name] for name in ("optimizer", "lora") if name in sections}

@@ -35,8 +35,12 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-def slow_unless(quick: str, cases: Any) -> list[Any]:
-    return [pytest.param(case, marks=[] if case == quick else [pytest.mark.slow]) for case in cases]
+SLOW = ("PP zbv x TP", "TP x FSDP", "TP x FSDP, compiled, selective", "TP x FSDP, Muon")
+
+
+def tiers(quick: str, cases: Any) -> list[Any]:
+    marks = {quick: []} | {case: [pytest.mark.slow] for case in SLOW}
+    return [pytest.param(case, marks=marks.get(case, [pytest.mark.every])) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,7 @@ def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return get
 
 
-@pytest.mark.parametrize("case", slow_unless("TP", CASES))
+@pytest.mark.parametrize("case", tiers("TP", CASES))
 def test_layout_matches_one_process(
     ranks: Ranks, baseline: Callable[[dict[str, Any]], Result], tmp_path: Path, case: str
 ) -> None:

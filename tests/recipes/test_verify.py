@@ -115,9 +115,9 @@ def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
         ("validate=recipe.validation.interval > 0", "validate=False"),
     )
     (tmp_path / "own.py").write_text(program)
-    (tmp_path / "own.toml").write_text(
-        (ROOT / "train_configs/debug.toml").read_text().replace('"pretrain"', '"own"').replace("lr =", "peak =")
-    )
+    before, _, rest = (ROOT / "train_configs/debug.toml").read_text().partition("[optimizer]")
+    after = rest[rest.index("[schedule]") :]
+    (tmp_path / "own.toml").write_text(before.replace('"pretrain"', '"own"') + "[optimizer]\npeak = 1.5e-3\n\n" + after)
     done = verify(tmp_path, "own.toml", "--layout", "shard=2", "--steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
