@@ -106,6 +106,7 @@ def parallelize(
                 vocab_group=mesh.vocab_group,
                 backend=compile.backend if compile.mode == "block" else "",
                 retain_graph=isinstance(model, Pipeline) and model.schedule_spec.splits_backward,
+                z_loss=training.z_loss,
             )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
     apply_compile(model, layers, mode=compile.mode, backend=compile.backend)

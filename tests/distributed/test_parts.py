@@ -133,17 +133,17 @@ def test_context_parallel_load_is_balanced(rank: int) -> None:
     assert len(position_ids.unique()) == 16
 
 
-def _vocab_parallel_loss(scale: float) -> tuple[float, float, float, float]:
+def _vocab_parallel_loss(scale: float, z_loss: float | None) -> tuple[float, float, float, float]:
     group = mesh_of("cpu", tensor=2).tensor.get_group()
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(2, 8, 64, generator=generator) * scale).requires_grad_()
     labels = torch.randint(0, 64, (2, 8), generator=generator)
     labels[0, 3] = IGNORE
-    expected = cross_entropy_sum(logits, labels)
+    expected = cross_entropy_sum(logits, labels, z_loss=z_loss)
     expected.backward()
     shard = slice(32 * group.rank(), 32 * (group.rank() + 1))
     local = logits.detach()[..., shard].clone().requires_grad_()
-    found = cross_entropy_sum(local, labels, group)
+    found = cross_entropy_sum(local, labels, group, z_loss=z_loss)
     found.backward()
     assert local.grad is not None and logits.grad is not None
     return (
@@ -154,9 +154,9 @@ def _vocab_parallel_loss(scale: float) -> tuple[float, float, float, float]:
     )
 
 
-@pytest.mark.parametrize("scale", [1.0, 1000.0])
-def test_vocab_parallel_loss_matches_the_loss(ranks: Ranks, scale: float) -> None:
-    for found, expected, gradient, ignored in ranks(2).run(_vocab_parallel_loss, scale):
+@pytest.mark.parametrize(("scale", "z_loss"), [(1.0, None), (1000.0, None), (1.0, 0.1)])
+def test_vocab_parallel_loss_matches_the_loss(ranks: Ranks, scale: float, z_loss: float | None) -> None:
+    for found, expected, gradient, ignored in ranks(2).run(_vocab_parallel_loss, scale, z_loss):
         assert found == pytest.approx(expected, rel=1e-6)
         assert gradient < 1e-6
         assert ignored == 0.0

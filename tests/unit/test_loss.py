@@ -51,16 +51,70 @@ def test_chunked_loss_and_gradients_match_torch(chunk: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
 
 
+def z_loss_reference(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    """The summed loss with its z-loss term, in plain PyTorch."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    squares = logits.logsumexp(-1).square().where(labels != IGNORE, 0.0)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") + z_loss * squares.sum()
+
+
+@pytest.mark.parametrize("z_loss", [1e-4, 0.1])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_z_loss_and_its_gradients_match_torch(chunk: int, z_loss: float) -> None:
+    x, weight, labels = inputs()
+    expected = z_loss_reference(x.double() @ weight.double().t(), labels, z_loss)
+    assert expected > reference(x, weight, labels) + 100 * z_loss  # the term takes part
+    gradients = torch.autograd.grad(expected / 19, (x, weight))
+    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk, z_loss=z_loss)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), gradients)
+
+
+def test_z_loss_of_logits_matches_torch() -> None:
+    x, weight, labels = inputs()
+    logits = (x @ weight.t()).detach().requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    expected = z_loss_reference(exact, labels, 0.1)
+    loss = chunked_linear_cross_entropy(logits, None, labels, z_loss=0.1)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient.double(), torch.autograd.grad(expected, exact)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_z_loss_gradients_match_finite_differences() -> None:
+    x, weight, labels = inputs()
+    generator = torch.Generator().manual_seed(1)
+    loss = partial(chunked_linear_cross_entropy, labels=labels, chunk=7, z_loss=0.1)
+    gradients = torch.autograd.grad(loss(x, weight), (x, weight))
+    for moved, gradient in zip((x, weight), gradients, strict=True):
+        step = 1e-2 * torch.randn(moved.shape, generator=generator)
+        ahead, behind = (loss(*(v + s * step if v is moved else v for v in (x, weight))).item() for s in (1, -1))
+        assert (ahead - behind) / 2 == pytest.approx((gradient * step).sum().item(), rel=1e-3)
+
+
+def test_without_gradients_there_is_no_z_loss() -> None:
+    x, weight, labels = inputs()
+    with torch.no_grad():
+        for args in ((x, weight), (x @ weight.t(), None)):
+            found = chunked_linear_cross_entropy(*args, labels, chunk=7, z_loss=0.1)
+            assert torch.equal(found, chunked_linear_cross_entropy(*args, labels, chunk=7))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_matches_eager(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_compiled_matches_eager(backend: str, dtype: torch.dtype, z_loss: float) -> None:
     torch._dynamo.reset()
     compiled.cache_clear()
     x, weight, labels = inputs(dtype)
-    expected = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=7) / 19, (x, weight))
-    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7, backend=backend)
-    torch.testing.assert_close(loss, chunked_linear_cross_entropy(x, weight, labels, chunk=7))
+    eager = chunked_linear_cross_entropy(x, weight, labels, chunk=7, z_loss=z_loss)
+    expected = torch.autograd.grad(eager / 19, (x, weight))
+    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=7, backend=backend, z_loss=z_loss)
+    torch.testing.assert_close(loss, eager)
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
+    with torch.no_grad():  # without z-loss
+        found = chunked_linear_cross_entropy(x, weight, labels, chunk=7, backend=backend, z_loss=z_loss)
+    torch.testing.assert_close(found, chunked_linear_cross_entropy(x, weight, labels, chunk=7))
 
 
 def test_loss_of_logits_matches_torch() -> None:
@@ -234,24 +288,26 @@ def test_the_full_logits_never_exist() -> None:
     assert largest.numbers == 512 * 64
 
 
+@pytest.mark.parametrize("z_loss", [None, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_overwrites_the_logits_without_a_copy(dtype: torch.dtype) -> None:
+def test_the_gradient_overwrites_the_logits_without_a_copy(dtype: torch.dtype, z_loss: float | None) -> None:
     logits, labels = torch.randn(64, 320).to(dtype), torch.zeros(64, dtype=torch.long)
     kept = logits.clone()
     with LogitCopies() as made:
-        cross_entropy_inplace(logits, labels)
+        cross_entropy_inplace(logits, labels, z_loss=z_loss)
     assert made.numbers == (0 if dtype == torch.float32 else 1)  # bfloat16: one float32 copy
     exact = kept.double().requires_grad_()
-    (gradient,) = torch.autograd.grad(F.cross_entropy(exact, labels, reduction="sum"), exact)
+    (gradient,) = torch.autograd.grad(z_loss_reference(exact, labels, z_loss or 0.0), exact)
     torch.testing.assert_close(logits, gradient.to(dtype))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("z_loss", [None, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_in_place_loss_allocates_no_copy(dtype: torch.dtype) -> None:
+def test_compiled_in_place_loss_allocates_no_copy(dtype: torch.dtype, z_loss: float | None) -> None:
     torch._dynamo.reset()
     logits, labels = torch.randn(64, 320).to(dtype), torch.zeros(64, dtype=torch.long)
-    _, codes = run_and_get_code(torch.compile(cross_entropy_inplace, fullgraph=True), logits, labels)
+    _, codes = run_and_get_code(torch.compile(cross_entropy_inplace, fullgraph=True), logits, labels, None, z_loss)
     sizes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "".join(codes))
     assert sizes
     assert set(sizes) <= {"64, 1", "64", ""}  # one element per token, and the sum

@@ -23,6 +23,7 @@ from titanlike.config.base import (
     Fraction,
     Name,
     NonNegative,
+    NonNegativeFloat,
     Positive,
     PositiveFloat,
     matches,
@@ -142,6 +143,10 @@ class Training:
     gradients are accumulated over the rest."""
     max_norm: PositiveFloat = 1.0
     """Maximum global gradient norm. Larger gradients are scaled down to it."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the z-loss, which keeps the logits from growing: the square of their log-sum-exp, averaged over the tokens
+    with a loss, is added to the training loss and to its logged value. PaLM uses 1e-4. Validation and evaluation exclude it. 0
+    disables it."""
     compute_dtype: DType = "bfloat16"
     """Precision of the forward and backward pass."""
     master_dtype: DType = "float32"

@@ -1,4 +1,4 @@
-"""Cross-entropy, summed over valid tokens. The caller divides by the number of valid tokens in the global batch.
+"""Cross-entropy and z-loss, summed over valid tokens. The caller divides by the number of valid tokens in the global batch.
 
 The gradient of the logits is computed together with the loss, in place: neither the logits nor the probabilities (N, V) are kept
 for the backward pass, and `chunked_linear_cross_entropy` holds them for one chunk of tokens at a time. It accumulates the gradient
@@ -21,12 +21,15 @@ IGNORE = -100  # label of a token that does not contribute to the loss
 BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None) -> Tensor:
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None, *, z_loss: float | None = None
+) -> Tensor:
     """Returns the cross-entropy of logits (B, T, V), summed over the valid labels (B, T), in float32.
 
-    If the ranks of `vocab_group` share the vocabulary, each passes its shard of the logits, and all get the full sum.
+    If the ranks of `vocab_group` share the vocabulary, each passes its shard of the logits, and all get the full sum. `z_loss` is
+    the coefficient of the squared log-sum-exp of each token's logits, which is added.
     """
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group)
+    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group, z_loss)
 
 
 def chunked_linear_cross_entropy(
@@ -38,6 +41,7 @@ def chunked_linear_cross_entropy(
     vocab_group: dist.ProcessGroup | None = None,
     backend: str = "",
     retain_graph: bool = False,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Returns the summed cross-entropy of the logits `x @ weight.T`, computed for `chunk` tokens at a time.
 
@@ -49,17 +53,23 @@ def chunked_linear_cross_entropy(
         backend: `torch.compile` backend for everything but the matmuls; empty: eager.
         retain_graph: allows several backward passes, which take another buffer of the size of the weight. Otherwise the first one
             overwrites the gradients that the forward pass computed, and autograd raises an error in the second.
+        z_loss: coefficient of the squared log-sum-exp of each token's logits, which is added where gradients are enabled: without
+            them, as in validation, the result is the cross-entropy.
     """
+    # None disables it. Compiled code would treat a float that changes between calls as an input.
+    coefficient = z_loss if z_loss and torch.is_grad_enabled() else None
     if weight is None:
-        return cross_entropy_sum(x, labels, vocab_group)
+        return cross_entropy_sum(x, labels, vocab_group, z_loss=coefficient)
     x, labels = x.flatten(0, -2), labels.flatten()
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _ChunkedLinearCrossEntropy.apply(
-        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph
+        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient
     )
 
 
-def cross_entropy_inplace(logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None) -> Tensor:
+def cross_entropy_inplace(
+    logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None, z_loss: float | None = None
+) -> Tensor:
     """Returns the summed loss of logits (N, V) and overwrites them with their gradient."""
     valid = labels != IGNORE
     largest = logits.amax(-1, keepdim=True)  # for numerical stability; it cancels out
@@ -84,13 +94,18 @@ def cross_entropy_inplace(logits: Tensor, labels: Tensor, vocab_group: dist.Proc
     total = probs.sum(-1, keepdim=True)
     if vocab_group is not None:
         total, label_logits = (all_reduce(term, "sum", vocab_group) for term in (total, label_logits))
-    losses = (total.log() - label_logits).where(valid[:, None], 0.0)
+    losses = total.log() - label_logits
+    factor: Tensor | float = 1.0  # of the probabilities, the gradient of the log-sum-exp
+    if z_loss is not None:
+        log_sum_exp = largest + total.log()
+        losses = losses + z_loss * log_sum_exp.square()
+        factor = 1.0 + 2.0 * z_loss * log_sum_exp
     if compiling:
-        probs = (logits.float() - (largest + total.log())).exp().where(valid[:, None], 0.0)
+        probs = ((logits.float() - (largest + total.log())).exp() * factor).where(valid[:, None], 0.0)
         logits.copy_(probs - is_label.float())
     else:
-        logits.copy_(probs.mul_(valid[:, None] / total).scatter_add_(-1, label_ids, -local.float()))
-    return losses.sum()
+        logits.copy_(probs.mul_(valid[:, None] * factor / total).scatter_add_(-1, label_ids, -local.float()))
+    return losses.where(valid[:, None], 0.0).sum()
 
 
 def num_valid(labels: Tensor) -> Tensor:
@@ -129,16 +144,18 @@ def compiled(function: Any, backend: str) -> Any:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None, z_loss: float | None
+    ) -> Tensor:
         gradient = logits.clone()
-        loss = cross_entropy_inplace(gradient, labels, vocab_group)
+        loss = cross_entropy_inplace(gradient, labels, vocab_group, z_loss)
         ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return scaled(gradient, scale, gradient.dtype), None, None
+        return scaled(gradient, scale, gradient.dtype), None, None, None
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -153,6 +170,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         backend: str,
         needs_grad: bool,
         retain_graph: bool,
+        z_loss: float | None,
     ) -> Tensor:
         ctx.dtype = weight.dtype
         # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
@@ -168,7 +186,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(first, first + chunk)
             logits = x[rows] @ compute_weight.t()
             # Not in place: torch 2.11's compiler, if it compiles the model, would lose the gradient of an output changed in place.
-            total = total + compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group)
+            total = total + compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group, z_loss)
             if needs_grad:
                 x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
                 add_product(weight_grad, logits.t(), x[rows])
@@ -182,4 +200,4 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         x_grad, weight_grad = ctx.saved_tensors
         x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
         weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
-        return x_grad, weight_grad, None, None, None, None, None, None
+        return x_grad, weight_grad, *[None] * 7

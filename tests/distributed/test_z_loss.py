@@ -1,0 +1,60 @@
+"""The z-loss in training: parity with one process, where it is logged, and what excludes it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_float8_layouts import FLOAT8
+from tests.distributed.test_qwen3 import slow_unless
+from tests.parity import COMPILED
+from tests.pool import Pool
+from tests.training import LLAMA, assert_same, tiny, train, world_size
+from titanlike.config.sections import Parallelism
+
+Ranks = Callable[[int], Pool]
+Z_LOSS = 0.1
+FOUR = dataclasses.replace(LLAMA, num_layers=4)
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "TP": (dict(tensor=2), {}),
+    "CP x TP": (dict(context=2, tensor=2), {}),
+    "PP zbv x TP": (dict(pipeline=2, pipeline_schedule="zbv", tensor=2), dict(model=FOUR)),
+    "TP x FSDP, compiled": (dict(tensor=2, shard=2), COMPILED),
+    "FSDP, compiled model": (dict(shard=2), dict(compile=dict(mode="model", backend="aot_eager"))),
+}
+
+
+def recipe_of(folder: Path, name: str, *, z_loss: float = Z_LOSS, size: int = 2, **sections: Any) -> Any:
+    training = dict(steps=2, local_batch_size=size, loss_chunk=20, z_loss=z_loss)
+    return tiny(folder, name, training=training, **sections)
+
+
+@pytest.mark.parametrize("case", slow_unless("TP", CASES))
+def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    layout, sections = CASES[case]
+    expected = train(ranks(1), recipe_of(tmp_path, "one", size=8, model=sections.get("model", LLAMA)))
+    several = recipe_of(tmp_path, "several", parallelism=Parallelism(**({"shard": 1} | layout)), **sections)
+    assert_same(train(ranks(world_size(several)), several), expected)
+
+
+def test_the_logged_training_loss_includes_it_and_the_validation_loss_does_not(ranks: Ranks, tmp_path: Path) -> None:
+    # So small a learning rate does not move the model.
+    still = dict(optimizer=dict(lr=1e-12))
+    plain = train(ranks(1), recipe_of(tmp_path, "plain", z_loss=0.0, **still))
+    found = train(ranks(1), recipe_of(tmp_path, "z-loss", **still))
+    # An untrained model has logits near 0: their log-sum-exp is near log(320) = 5.77.
+    terms = [loss - without for loss, without in zip(found.losses, plain.losses, strict=True)]
+    assert terms == pytest.approx([Z_LOSS * 5.77**2] * 2, rel=0.02)
+    assert found.validation == pytest.approx(plain.validation, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_float8_head_has_it(ranks: Ranks, tmp_path: Path) -> None:
+    float8 = dict(float8=FLOAT8 | dict(head=True))
+    plain, found = (
+        train(ranks(1), recipe_of(tmp_path, f"z-{z_loss}", z_loss=z_loss, **float8)) for z_loss in (0.0, Z_LOSS)
+    )
+    assert found.losses[0] - plain.losses[0] == pytest.approx(Z_LOSS * 5.77**2, rel=0.02)
