@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/own_optimizer.py
 
-In a copy of recipes/pretrain.py, replace `build_optimizer(...)` by it. Checkpoints hold the tensors of `optimizer.state`.
+In a copy of recipes/pretrain.py, replace `build_optimizer(...)` by it. Checkpoints hold `optimizer.state`, and the
+options of parameter groups that the optimizer changes (docs/optimizers.md).
 """
 
 import copy

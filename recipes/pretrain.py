@@ -97,6 +97,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     )
     initialize(model, device, seed, offload=parallelism.cpu_offload)
     optimizer = build_optimizer(model, recipe.optimizer, seed)
+    checkpoints.register(model, optimizer)
     seed_generators(seed)
     if resume.checkpoint:
         checkpoints.load(model, optimizer, resume.checkpoint)

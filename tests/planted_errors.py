@@ -80,6 +80,12 @@ ERRORS = {
         "pass",
         "tests/faults",
     ),
+    "optimizer values": Planted(
+        "titanlike/checkpoint/loader.py",
+        "    values.load(records)\n",
+        "",
+        "tests/distributed/test_own_optimizer.py",
+    ),
     "commit": Planted(
         "titanlike/checkpoint/store.py",
         "        self._partial(step).rename(self.path / name_of(step))\n        fsync_directory(self.path)",

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 import tomli
 
-from titanlike.config import UserError
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import nearest
+from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Data, Float8, Parallelism, Tokenizer
 from titanlike.distributed import environment
 from titanlike.run.start import REPOSITORY
@@ -114,6 +115,10 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
         print(
             f"  {' and '.join(missing)}: not in this recipe; an optimizer that amplifies rounding may require --tolerance"
         )
+    own = [f"[{name}]" for name in values if name not in PretrainRecipe.__dataclass_fields__]
+    own += [f"optimizer.{key}" for key in values.get("optimizer", {}) if key not in Optimizer.__dataclass_fields__]
+    if own:
+        print(f"not changed, because only this program has them: {', '.join(own)}")
     print(flush=True)
     alone: dict[str, Any] = {f"parallelism.{name}": 1 for name in DIMENSIONS}
     alone |= {"parallelism.pipeline_split": [], "parallelism.pipeline_stages": 0}
@@ -157,11 +162,8 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     """Returns overrides that make a resolved recipe run within seconds on a CPU and keep it divisible by the layout."""
     model, parallelism, training = values["model"], values["parallelism"], values["training"]
     tensor, context, pipeline = (parallelism[name] for name in ("tensor", "context", "pipeline"))
-    optimizer, split, stages = (
-        values.get("optimizer", {}),
-        parallelism.get("pipeline_split", []),
-        _num_stages(parallelism),
-    )
+    optimizer, split = values.get("optimizer", {}), parallelism.get("pipeline_split", [])
+    stages = _num_stages(parallelism)
     heads = model["num_heads"]
     kv_heads = model.get("num_kv_heads", heads)
     small_kv = min(kv_heads, max(tensor, 2))  # one or two per rank

@@ -106,11 +106,27 @@ if __name__ == "__main__":
     recipe = start(OwnRecipe)"""
 
 
+COUNTING = """\
+import torch
+
+
+class Counting(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = group["k"]
+
+"""
+
+
 def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
         ('if __name__ == "__main__":\n    recipe = start(PretrainRecipe)', OWN_OPTIMIZER),
-        ("build_optimizer(model, recipe.optimizer, seed)", "torch.optim.SGD(model.parameters(), momentum=0.9)"),
+        ("import torch\n", COUNTING),
+        ("build_optimizer(model, recipe.optimizer, seed)", "Counting(model.parameters(), momentum=0.9)"),
         ("recipe.optimizer.lr, recipe.schedule", "recipe.optimizer.peak, recipe.schedule"),
         ("validate=recipe.validation.interval > 0", "validate=False"),
     )
@@ -124,6 +140,7 @@ def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
         "optimizer.lr and optimizer.eps: not in this recipe; an optimizer that amplifies rounding may require"
         in done.stdout
     )
+    assert "\nnot changed, because only this program has them: optimizer.peak\n" in done.stdout
     assert "validation  " not in done.stdout  # the program does not validate
 
 

@@ -1,17 +1,21 @@
 """Checkpoint contents: the tensors of a model and its optimizer, under names that do not depend on the layout."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.format import CheckpointCorrupt, Entry, Reader, ShardRange, read_header
+from titanlike.checkpoint.optimizer_values import OptimizerValues
 from titanlike.config import UserError
 from titanlike.utils.compat import local_shape_and_offset
 from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.json_values import is_exact
 
 
 def named_tensors(
@@ -24,9 +28,8 @@ def named_tensors(
         yield f"model.{copies.get(name, name)}", value
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
-                raise UserError(f"optimizer state {key} = {value!r} of {name}: only tensors can be saved")
-            yield f"optimizer.{copies.get(name, name)}.{key}", value
+            if isinstance(value, Tensor):
+                yield f"optimizer.{copies.get(name, name)}.{key}", value
     for module_name, module in others.items():
         for name, value in module.state_dict().items():
             yield f"{module_name}.{name}", value
@@ -47,11 +50,13 @@ def load_tensors(
     optimizer: torch.optim.Optimizer,
     others: Mapping[str, nn.Module],
     reader: Reader,
+    values: OptimizerValues,
+    records: Mapping[str, Any],
     *,
     num_threads: int = 1,
 ) -> None:
-    """Loads a checkpoint into a model, its optimizer and other modules, whatever layout saved it. `num_threads` tensors are read at
-    a time."""
+    """Loads a checkpoint into a model, its optimizer and other modules, whatever layout saved it. `records` are the values of the
+    optimizer that are not tensors. `num_threads` tensors are read at a time."""
     _initialize_state(optimizer)
     copies: dict[str, str] = getattr(model, "copies", {})
     parameters = {copies.get(name, name): parameter for name, parameter in model.named_parameters()}
@@ -67,6 +72,7 @@ def load_tensors(
 
     with ThreadPoolExecutor(num_threads) as threads:
         found = list(threads.map(lambda shard: fill(*shard), shards))
+    values.load(records)
     for (name, *_), was_found in zip(shards, found, strict=True):
         if not was_found:
             if not name.startswith("optimizer."):
@@ -81,16 +87,22 @@ def load_tensors(
 
 
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the optimizer's state by a step with zero gradients and a learning rate of 0."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """Creates the optimizer's state by a step with zero gradients and a learning rate of 0. Options of parameter groups that the
+    optimizer changes in this step are reset."""
+    options = [
+        {key: copy.deepcopy(value) if is_exact(value) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        for key in group.keys() - before.keys() - {"params"}:
+            del group[key]
+        group.update(before)
 
 
 def read_whole(checkpoint: Path) -> dict[str, dict[str, Tensor]]:

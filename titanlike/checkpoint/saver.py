@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike.checkpoint import format, loader, store
+from titanlike.checkpoint import format, loader, optimizer_values, store
 from titanlike.checkpoint.format import CheckpointCorrupt, Entry, FileDigest, Header, Reader, ShardSpec
+from titanlike.checkpoint.optimizer_values import OptimizerValues, ValuesDiffer
 from titanlike.checkpoint.owner import Claim, LocationLost
 from titanlike.checkpoint.staging import Stage
 from titanlike.checkpoint.store import CheckpointMetadata, file_of, name_of, open_store
@@ -56,10 +57,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.store = open_store(location)
         self.section = section
         self._claim = Claim(self.store, owner, allow_other="run.dir" in section.allow_changed)
-        self._location_lost = False
+        self._must_stop = False  # no later save can succeed
         self.shutdown_timeout = shutdown_timeout
         self.step = 0  # of the newest valid checkpoint known
         self._entries: dict[str, dict[str, Entry]] = {}  # of each file of that checkpoint
+        self._records: dict[str, Any] = {}  # of its optimizer: values that are not tensors
+        self._values: OptimizerValues | None = None
         self._last_seconds = 0.0  # duration of the last successful save
         self._failures = 0  # consecutive
         self._error = ""  # of the last save
@@ -82,7 +85,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 process_group.warn(f"{problem}; falling back to the previous checkpoint")
             problem, metadata = self._verify(candidate)
             if metadata:
-                self.step = candidate
+                self.step, self._records = candidate, metadata.optimizer
                 return metadata
         if problem and step:
             raise UserError(f"checkpoint.resume_from = {step}: {problem}; choose another step, or omit the key")
@@ -124,6 +127,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         problem = next((problem for problem, *_ in found if problem), "")
         return problem, None if problem else metadata
 
+    def register(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_new: bool = True) -> OptimizerValues:
+        """Registers an optimizer before its first step, after which state that cannot be saved is refused. Options of parameter
+        groups that it changes are saved; without `is_new`, those that differ from its defaults."""
+        if self._values is None or self._values.optimizer is not optimizer:
+            self._values = OptimizerValues(model, optimizer, is_new=is_new)
+        return self._values
+
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, metadata: CheckpointMetadata, **others: nn.Module
     ) -> None:
@@ -133,7 +143,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             raise UserError(f"step {metadata.step} was not verified; call find() before load()")
         files = {name: self.store.open(metadata.step, name) for name in sorted(self._entries)}
         reader = Reader(Header(file, self._entries[name], {}) for name, file in files.items())
-        loader.load_tensors(model, optimizer, others, reader, num_threads=self.store.num_readers)
+        values, num_threads = self.register(model, optimizer), self.store.num_readers
+        loader.load_tensors(model, optimizer, others, reader, values, self._records, num_threads=num_threads)
         if len(files) == process_group.world_size():
             restore_generators(format.read_header(files[file_of(dist.get_rank())]).notes["generators"])
         self._entries = {}
@@ -188,8 +199,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             )
         started = time.perf_counter()
         self.wait()
+        values = self.register(model, optimizer, is_new=False).as_text()
         shards = self._stage.copy(loader.named_tensors(model, optimizer, others), optimizer)
-        run = functools.partial(self._run_save, metadata, shards, {"generators": generator_states()}, started)
+        run = functools.partial(self._run_save, metadata, shards, {"generators": generator_states()}, values, started)
         self._save = start_daemon_thread(f"save of step {metadata.step}", run)
         if wait or self.section.mode == "sync":
             self.wait()
@@ -205,7 +217,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def has_failed(self) -> bool:
         """Whether `checkpoint.max_failures` consecutive saves have failed, or all others will. May differ between ranks until
         they synchronize."""
-        return self._failures >= self.section.max_failures or self._location_lost
+        return self._failures >= self.section.max_failures or self._must_stop
 
     def wait(self, *, last: bool = False) -> None:
         """Waits for the save in progress. Raises if too many consecutive saves failed, or if the `last` one of the run did."""
@@ -245,18 +257,19 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.step, self._last_seconds = result.step, result.seconds
 
     def _run_save(
-        self, metadata: CheckpointMetadata, shards: list[ShardSpec], notes: dict[str, Any], started: float
+        self, metadata: CheckpointMetadata, shards: list[ShardSpec], notes: dict[str, Any], values: str, started: float
     ) -> SaveResult:
         """Does all of a save but the copy to host memory, in a thread."""
         size, stall = self._stage.size, time.perf_counter() - started
         error = cleanup_error = ""
         try:
+            merged = optimizer_values.merge(values, lambda text: self._on_all_ranks(lambda: text))
+            metadata = replace(metadata, optimizer=merged)
             self._on_all_ranks(lambda: self._begin(metadata.step, size), main_only=True)
             digests = self._on_all_ranks(lambda: self._write(metadata.step, shards, notes))
             cleanup_error = self._on_all_ranks(lambda: self._commit(metadata, digests), main_only=True)[0]
-        except _SaveError as failure:
-            error = str(failure)
-            self._location_lost = failure.location_lost
+        except (_SaveError, ValuesDiffer) as failure:
+            error, self._must_stop = str(failure), isinstance(failure, ValuesDiffer) or failure.location_lost
         return SaveResult(metadata.step, size, stall, time.perf_counter() - started, error, cleanup_error)
 
     def _begin(self, step: int, size: int) -> None:

@@ -47,6 +47,7 @@ class CheckpointMetadata:
     position: list[Any] | None = None  # of a data stream; the position in all other data is a function of the step
     skipped: list[int] = field(default_factory=list)  # recent steps whose update was skipped
     versions: dict[str, str] = field(default_factory=dict)  # of libraries
+    optimizer: dict[str, Any] = field(default_factory=dict)  # Python values in its state, by parameter; set by the save
 
 
 def name_of(step: int) -> str:

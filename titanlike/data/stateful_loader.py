@@ -1,16 +1,15 @@
 """A user's own dataset, read with torchdata's StatefulDataLoader or any other loader with a state."""
 
-import base64
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torchdata.nodes import Stateful
 
 from titanlike.config import UserError
 from titanlike.data.packed_dataset import Position, SequenceBatch
+from titanlike.utils.json_values import from_json, to_json
 
 
 class StatefulLoader(Stateful, Protocol):
@@ -86,7 +85,7 @@ class StatefulLoaderSource:
         while True:
             loader = self.build_loader(rank, num_ranks, epoch)
             if state:
-                loader.load_state_dict(_from_json(state))  # before `iter`, which would start from the first item
+                loader.load_state_dict(from_json(state))  # before `iter`, which would start from the first item
             items = iter(loader)
             item = next(items, None)
             if item is None:
@@ -109,40 +108,11 @@ class StatefulLoaderSource:
         return array
 
 
-def _to_json(value: Any) -> Any:
-    """Converts a state to what JSON can hold, so that a checkpoint needs no pickle."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_to_json(each) for each in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_to_json(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, torch.Tensor):
-        content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return {
-            "tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), base64.b64encode(content).decode()]
-        }
-    raise UserError(
-        "a loader's state_dict() may hold only tensors, numbers, strings, bytes, None, lists, tuples and dicts, not "
-        f"{type(value).__name__}"
-    )
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_from_json(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    [(kind, content)] = value.items()
-    if kind == "tuple":
-        return tuple(_from_json(each) for each in content)
-    if kind == "dict":
-        return {_from_json(key): _from_json(each) for key, each in content}
-    if kind == "bytes":
-        return base64.b64decode(content)
-    dtype, shape, text = content
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=getattr(torch, dtype)).reshape(shape)
+def _to_json(state: Any) -> Any:
+    try:
+        return to_json(state)
+    except TypeError as error:
+        raise UserError(
+            "a loader's state_dict() may hold only tensors, numbers, strings, bytes, None, lists, tuples and dicts, not "
+            f"{error}"
+        ) from None

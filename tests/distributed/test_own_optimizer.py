@@ -1,0 +1,319 @@
+"""An optimizer of a user's own, with Python values in its state and its parameter groups, saved and resumed."""
+
+import json
+import math
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recipes import pretrain
+from tests.pool import Pool
+from tests.training import result, tiny, train_on_rank
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from titanlike.checkpoint.format import CheckpointCorrupt
+from titanlike.checkpoint.optimizer_values import OptimizerValues
+from titanlike.config import UserError
+from titanlike.config.sections import Checkpoint, Parallelism
+from titanlike.parallelisms.fsdp import apply_fsdp
+from titanlike.parallelisms.mesh import build_mesh
+from titanlike.utils.dtensor import is_dtensor, local_tensor
+
+Ranks = Callable[[int], Pool]
+WEIGHT = "layers.0.attention.wq.weight"
+
+
+class Adaptive(torch.optim.Optimizer):
+    """SGD whose step sizes depend on every kind of value that it keeps."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float, decay: float = 0.9) -> None:
+        super().__init__(parameters, dict(lr=lr, decay=decay, k=0, d=1.0, phase="warmup", bounds=(0, 1.0)))
+        for group in self.param_groups:
+            group["history"] = []  # a default would be one list for all groups
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 0.97
+            group["history"].append(group["d"])
+            group["phase"] = "warmup" if group["k"] < 3 else "stable"
+            group["bounds"] = (group["k"], group["d"])
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"momentum": torch.zeros_like(parameter), "step": 0, "first": True, "scale": 1.0}
+                    state |= {"seen": torch.zeros(()), "columns": torch.zeros(parameter.shape[-1])}
+                    state["log"] = {"steps": [], "note": None}
+                weight, gradient, momentum = map(local_tensor, (parameter, parameter.grad, state["momentum"]))
+                state["step"] += 1
+                state["scale"] *= 0.9 + 0.1 / state["step"]
+                state["seen"] += 1
+                state["columns"] += state["step"]
+                state["log"]["steps"].append(state["step"])
+                state["first"] = False
+                momentum.lerp_(gradient, 1 - group["decay"])
+                factor = group["d"] * state["scale"] / (1 + state["seen"].item() / 50 + state["columns"][0].item() / 90)
+                factor *= 0.5 + sum(group["history"]) / (1 + group["k"]) if group["phase"] == "stable" else 1.0
+                weight -= group["lr"] * factor * momentum
+
+
+def build_adaptive(model: torch.nn.Module, section: Any, seed: int) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "decay": section.beta1},
+    ]
+    return Adaptive([group for group in groups if group["params"]], lr=section.lr)
+
+
+def train_adaptive(recipe: Any) -> None:
+    built_in = pretrain.build_optimizer
+    pretrain.build_optimizer = build_adaptive
+    try:
+        train_on_rank(recipe)
+    finally:
+        pretrain.build_optimizer = built_in
+
+
+def saved_values(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "state.json").read_text())["optimizer"]
+    return values
+
+
+def steps_of(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Parallelism(shard=1),
+        Parallelism(shard=2),
+        Parallelism(shard=1, pipeline=2),
+        pytest.param(Parallelism(shard=1, pipeline=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=["one", "shard", "pipeline", "pipeline-tensor"],
+)
+def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, layout: Parallelism) -> None:
+    recipe = tiny(
+        tmp_path, "run", parallelism=layout, training=dict(steps=4), checkpoint=dict(interval=2), validation=dict(interval=0)
+    )  # fmt: skip
+    pool = ranks(math.prod(layout.dimensions().values()))
+    pool.run(train_adaptive, recipe)
+    expected, values = result(recipe), saved_values(steps_of(tmp_path / "run")[-1])
+    shutil.rmtree(steps_of(tmp_path / "run")[-1])  # as if the run had been killed before
+    pool.run(train_adaptive, recipe)
+    again = result(recipe)
+    assert again.losses == expected.losses
+    for kind, tensors in expected.state.items():
+        assert tensors.keys() == again.state[kind].keys()
+        for name, value in tensors.items():
+            assert torch.equal(value, again.state[kind][name]), name
+    found = saved_values(steps_of(tmp_path / "run")[-1])
+    assert json.dumps(found) == json.dumps(values)
+    assert found[WEIGHT]["state"] == {
+        "first": False, "log": {"dict": [["steps", [1, 2, 3, 4]], ["note", None]]}, "scale": pytest.approx(0.95 * 14 / 15 * 0.925),
+        "step": 4,
+    }  # fmt: skip
+    d = found[WEIGHT]["options"]["d"]
+    assert found["norm.weight"]["options"] == {  # not "decay", which the optimizer does not change
+        "bounds": {"tuple": [4, d]}, "d": d, "history": [0.97, 0.97**2, pytest.approx(0.97**3), d], "k": 4, "phase": "stable",
+    }  # fmt: skip
+    assert len(found) == len(expected.state["model"])
+
+
+def test_values_follow_the_parameters_to_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(training=dict(steps=4), checkpoint=dict(interval=2), validation=dict(interval=0))
+    recipe = tiny(tmp_path, "run", parallelism=Parallelism(shard=1, pipeline=2), **options)
+    ranks(2).run(train_adaptive, recipe)
+    expected, values = result(recipe), saved_values(steps_of(tmp_path / "run")[-1])
+    shutil.rmtree(steps_of(tmp_path / "run")[-1])
+    ranks(1).run(train_adaptive, tiny(tmp_path, "run", **options))
+    assert saved_values(steps_of(tmp_path / "run")[-1]) == values
+    assert result(recipe).losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def small(value: Callable[[Tensor], Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Returns a model on all ranks, and an optimizer with one value in the state of each parameter."""
+
+    class Stateful(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["value"] = value(parameter)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 6, bias=False))
+    if dist.get_world_size() > 1:
+        apply_fsdp(model, build_mesh("cpu", shard=dist.get_world_size()).fsdp)
+    return model, Stateful(model.parameters(), {"lr": 0.1})
+
+
+VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "infinite": lambda parameter: [math.inf, -0.0, 2**70, {"a": (1, None)}],
+    "gram": lambda parameter: torch.full((6, 6), 2.0),
+    "sharded": torch.zeros_like,
+    "deque": lambda parameter: deque([1]),
+    "tensors": lambda parameter: [torch.ones(1)],
+    "float64": lambda parameter: __import__("numpy").float64(1),
+    "complex": lambda parameter: torch.ones(1, dtype=torch.complex64),
+    "local": lambda parameter: torch.zeros_like(local_tensor(parameter)),
+    "rank": lambda parameter: dist.get_rank() + 0.5,
+    "scalar": lambda parameter: torch.tensor(dist.get_rank()),
+    "factor": lambda parameter: torch.full((3,), float(dist.get_rank())),
+}
+
+
+def save_and_load(folder: Path, name: str) -> tuple[str, str]:
+    """Returns the error of the first step, and that of the save. Without one, the loaded state is compared."""
+    model, optimizer = small(VALUES[name])
+    with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.register(model, optimizer)
+        dist.barrier()  # a rank that is refused destroys its process group, to which the other may still connect
+        try:
+            optimizer.step()
+        except UserError as error:
+            return str(error), ""
+        try:
+            checkpoints.save(model, optimizer, CheckpointMetadata(1))
+        except UserError as error:
+            return "", str(error)
+        assert not checkpoints.has_failed
+        other, fresh = small(lambda parameter: torch.empty_like(VALUES[name](parameter)) if name in TENSORS else 0)
+        found = checkpoints.find()
+        assert found is not None
+        checkpoints.load(other, fresh, found)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        expected, value = optimizer.state[one]["value"], fresh.state[two]["value"]
+        assert is_dtensor(value) == is_dtensor(expected)
+        assert torch.equal(expected, value) if name in TENSORS else repr(value) == repr(expected)
+    return "", ""
+
+
+TENSORS = ("gram", "sharded")
+
+
+@pytest.mark.parametrize(
+    ("name", "on_step", "on_save"),
+    [
+        ("infinite", "", ""),
+        ("gram", "", ""),
+        ("sharded", "", ""),
+        ("deque", "optimizer state value of 0.weight is a deque, which cannot be saved; use a tensor, or a number, bool", ""),
+        ("tensors", "optimizer state value of 0.weight is a list, which cannot be saved", ""),
+        ("float64", "optimizer state value of 0.weight is a float64, which cannot be saved", ""),
+        ("complex", "optimizer state value of 0.weight has dtype torch.complex64, which cannot be saved", ""),
+        ("local", "value of 0.weight is a plain tensor with the shape (2, 4) of this rank's shard, which cannot be resharded", ""),
+        ("rank", "", "optimizer state value of 0.weight differs across ranks: 0.5 on rank 0, 1.5 on rank 1; compute it from"),
+        ("scalar", "", "optimizer state value of 0.weight differs across ranks: 0 on rank 0, 1 on rank 1"),
+        ("factor", "", 'optimizer state value of 0.weight differs across ranks: "float32[3] '),
+    ],
+)  # fmt: skip
+def test_a_value_is_restored_exactly_or_refused(
+    ranks: Ranks, tmp_path: Path, name: str, on_step: str, on_save: str
+) -> None:
+    for step_error, save_error in ranks(2).run(save_and_load, tmp_path, name):
+        assert (on_step in step_error) if on_step else step_error == ""
+        assert (on_save in save_error) if on_save else save_error == ""
+
+
+def options_of_changed_optimizers(folder: Path) -> tuple[list[str], list[dict[str, Any]], str]:
+    """Returns the errors of options that cannot be saved, options after a load, and the error of merged parameter groups."""
+
+    def build(change: Callable[[dict[str, Any]], object], *, merged: bool = False) -> Any:
+        class Changing(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self, closure: None = None) -> None:  # type: ignore[override]
+                for group in self.param_groups:
+                    change(group)
+
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+        parameters = list(model.parameters())
+        groups = [{"params": parameters}] if merged else [{"params": [each]} for each in parameters]
+        optimizer = Changing(groups, {"lr": 0.1, "k": 0, "decay": 0.1, "fixed": object(), "tensor": torch.ones(2)})
+        return model, optimizer
+
+    errors = []
+    for change in (lambda group: group.update(d=object()), lambda group: group["tensor"].add_(1)):
+        model, optimizer = build(change)
+        with CheckpointManager(str(folder / "no"), Checkpoint()) as checkpoints:
+            checkpoints.register(model, optimizer)
+            try:
+                optimizer.step()
+            except UserError as error:
+                errors.append(str(error))
+    model, optimizer = build(dict.copy)
+    optimizer.state["global"] = {"step": 1}
+    with CheckpointManager(str(folder / "no"), Checkpoint()) as checkpoints:
+        checkpoints.register(model, optimizer)
+        try:
+            optimizer.step()
+        except UserError as error:
+            errors.append(str(error))
+    model, optimizer = build(lambda group: group.update(k=group["k"] + 1, new="x", lr=7.0))
+    with CheckpointManager(str(folder), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.register(model, optimizer)
+        optimizer.step()
+        optimizer.param_groups[1]["k"] = 5
+        checkpoints.save(model, optimizer, CheckpointMetadata(1))
+        found = checkpoints.find()
+        assert found is not None
+        model, optimizer = build(lambda group: group.update(k=group["k"] + 1, other=1))
+        for group in optimizer.param_groups:
+            group["decay"] = 0.3  # of a recipe that has changed
+        checkpoints.load(model, optimizer, found)
+        after = [
+            {key: value for key, value in group.items() if key not in ("params", "fixed", "tensor")}
+            for group in optimizer.param_groups
+        ]
+        model, optimizer = build(dict.copy, merged=True)
+        checkpoints.find()
+        try:
+            checkpoints.load(model, optimizer, found)
+        except UserError as error:
+            return errors, after, str(error)
+    return errors, after, ""
+
+
+def test_options_that_the_optimizer_changes_are_restored_and_others_are_those_of_the_recipe(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (tmp_path / "no").mkdir()
+    ((errors, after, merged),) = ranks(1).run(options_of_changed_optimizers, tmp_path)
+    assert errors == [
+        "the optimizer changed option d of the parameter group of 0.weight to a object, which cannot be saved; use a number, "
+        "bool, string or None, or lists, tuples and dicts of those",
+        "the optimizer changed option tensor of the parameter group of 0.weight to a Tensor, which cannot be saved; use a "
+        "number, bool, string or None, or lists, tuples and dicts of those",
+        "optimizer.state has values of 'global', which is not a parameter of the model; keep values that belong to no "
+        "parameter in optimizer.param_groups",
+    ]
+    assert after == [{"lr": 0.1, "k": 1, "decay": 0.3, "new": "x"}, {"lr": 0.1, "k": 5, "decay": 0.3, "new": "x"}]
+    assert merged == (
+        "the checkpoint has option k = 1 for 0.weight and 5 for 1.weight, which are in one parameter group now; use the "
+        "parameter groups of the checkpoint"
+    )
+
+
+@pytest.mark.parametrize("records", [["weight"], {"weight": 5}, {"weight": {"state": {"k": {"set": 1, "of": 2}}}}])
+def test_corrupt_values_are_refused(records: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    values = OptimizerValues(model, torch.optim.SGD(model.parameters()), is_new=True)
+    with pytest.raises(CheckpointCorrupt, match=r"the optimizer's values in the checkpoint are corrupt: "):
+        values.load(records)
+
+
+def test_a_group_without_parameters_has_the_options_that_all_parameters_agree_on() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": []}])
+    values = OptimizerValues(model, optimizer, is_new=True)
+    values.load({name: {"options": {"k": 3, "d": math.nan}} for name in ("weight", "bias")})
+    for group in optimizer.param_groups:
+        assert group["k"] == 3 and math.isnan(group["d"])
