@@ -104,7 +104,6 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         data.training.source.load_position(resume.checkpoint.position)
     elif recipe.checkpoint.initial:
         load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
-
     run.open(device, resumed_step=resume.first_step - 1)
     checkpoints.archive_after(resume.first_step - 1)
     monitor = Monitor(
