@@ -6,8 +6,9 @@
     python -m benchmarks.speedrun --model gpt2_124m --out speedrun_gpu.json               GPT-2 124M on the GPUs of this machine
 
 Every run is the shipped training program with one recipe, by default `train_configs/debug.toml`, its data, its held-out part and
-its validation batches. A subject is a set of overrides. Run n of each subject has seed n, and the subjects take turns, so that
-other load on the machine slows all of them. Time is that of the training steps with data wait, without start-up and validation.
+its validation batches. A subject is a set of overrides. Run n of each subject has seed n, which selects the validation batches, too:
+the target of a seed is the final loss of AdamW with it. The subjects take turns, so that other load on the machine slows all of them.
+Time is that of the training steps with data wait, without start-up and validation.
 """
 
 import argparse
@@ -49,7 +50,7 @@ class Speedrun:
     """A recipe, what it is compared with, and the loss to reach."""
 
     recipe: str
-    target: float
+    target: float | None  # None: the final loss of `adamw` with the same seed
     validation_interval: int
     subjects: dict[str, Subject]
 
@@ -86,8 +87,8 @@ GPT2_SUBJECTS = {
     ),
     "muon": Subject("`train_configs/gpt2_124m_speedrun.toml`: Muon", {}),
 }  # fmt: skip
-MODELS = {  # 1.49 is the final validation loss of AdamW
-    "debug": Speedrun("debug", 1.49, 10, DEBUG_SUBJECTS),
+MODELS = {
+    "debug": Speedrun("debug", None, 10, DEBUG_SUBJECTS),
     "gpt2_124m": Speedrun("gpt2_124m_speedrun", 3.28, 125, GPT2_SUBJECTS),
 }
 
@@ -129,7 +130,7 @@ def measure(speedrun: Speedrun, names: list[str], runs: int, out: Path) -> None:
             run = train(speedrun, speedrun.subjects[name].overrides, seed)
             found["subjects"][name]["runs"].append(run)
             out.write_text(json.dumps(found) + "\n")
-            print(f"{name}, seed {seed}: {until(run, speedrun.target)}, final {run['curve'][-1]}", flush=True)
+            print(f"{name}, seed {seed}: final {run['curve'][-1]}", flush=True)
 
 
 # What is changed in `train_configs/debug.toml`, each alone and for the same number of tokens.
@@ -180,22 +181,23 @@ def batches() -> dict[str, dict[str, str]]:
 
 def table(found: dict[str, Any]) -> str:
     """Returns the tables of the documentation: medians over the seeds."""
-    target = found["target"]
     lines = [
-        f"| | Seconds to {target} | Relative | Tokens to {target} | Final loss | Steps |",
+        "| | Seconds to the target | Relative | Tokens to the target | Final loss | Steps |",
         "|---|---|---|---|---|---|",
     ]
-    baseline = _seconds(found["subjects"]["adamw"]["runs"], target)
+    adamw = {run["seed"]: run for run in found["subjects"]["adamw"]["runs"]}
+    targets = {seed: found["target"] or run["curve"][-1][3] for seed, run in adamw.items()}
     for name, subject in found["subjects"].items():
         runs = subject["runs"]
-        reached = [hit for hit in (until(run, target) for run in runs) if hit]
+        reached = {run["seed"]: hit for run in runs if (hit := until(run, targets[run["seed"]]))}
         seconds, relative, tokens = "not reached", "", ""
         if len(reached) == len(runs):
-            median = statistics.median(hit[1] for hit in reached)
-            seconds, tokens = f"{median:.1f}", f"{statistics.median(hit[0] for hit in reached):,.0f}"
+            seconds = f"{statistics.median(hit[1] for hit in reached.values()):.1f}"
+            tokens = f"{statistics.median(hit[0] for hit in reached.values()):,.0f}"
             # Runs with one seed follow each other: their ratio does not depend on other load on the machine.
-            ratios = [hit[1] / reference for hit, reference in zip(reached, baseline, strict=False) if reference]
-            relative = f"{statistics.median(ratios):.2f}" if name != "adamw" else "1"
+            baseline = {seed: until(adamw[seed], targets[seed]) for seed in reached}
+            ratios = [hit[1] / before[1] for seed, hit in reached.items() if (before := baseline[seed])]
+            relative = f"{statistics.median(ratios):.2f}" if ratios and name != "adamw" else "1" if ratios else ""
         final = statistics.median(run["curve"][-1][3] for run in runs)
         lines.append(
             f"| {subject['label']} | {seconds} | {relative} | {tokens} | {final:.3f} | {runs[0]['curve'][-1][0]} |"
@@ -214,10 +216,6 @@ def table(found: dict[str, Any]) -> str:
             )
             lines.append(f"| {name} | {statistics.median(losses[name]):.3f} | {difference:+.3f} | {time:.2f} |")
     return "\n".join(lines)
-
-
-def _seconds(runs: list[dict[str, Any]], target: float) -> list[float | None]:
-    return [hit[1] if hit else None for hit in (until(run, target) for run in runs)]
 
 
 def main() -> None:

@@ -15,6 +15,14 @@ def test_until_returns_the_first_validation_at_or_below_the_target() -> None:
     assert speedrun.until(found, 1.0) is None
 
 
+def test_the_target_of_a_seed_is_the_final_loss_of_adamw() -> None:
+    adamw = [run(0, (10, 100, 5.0, 2.0), (20, 200, 10.0, 1.5)), run(1, (10, 100, 5.0, 3.0), (20, 200, 10.0, 2.5))]
+    debug = [run(0, (10, 100, 4.0, 2.0), (20, 200, 8.0, 1.4)), run(1, (10, 100, 4.0, 2.4), (20, 200, 8.0, 2.0))]
+    subjects = {name: {"label": name, "runs": runs} for name, runs in (("adamw", adamw), ("debug", debug))}
+    rows = speedrun.table({"target": None, "subjects": subjects}).splitlines()[2:]
+    assert rows == ["| adamw | 10.0 | 1 | 200 | 2.000 | 20 |", "| debug | 6.0 | 0.60 | 150 | 1.700 | 20 |"]
+
+
 def test_ratios_are_those_of_runs_with_the_same_seed() -> None:
     def subject(*seconds: float) -> dict[str, object]:
         return {"label": "x", "runs": [run(n, (10, 100, value, 1.0)) for n, value in enumerate(seconds)]}
