@@ -6,9 +6,9 @@
     python -m benchmarks.speedrun --model gpt2_124m --out speedrun_gpu.json               GPT-2 124M on the GPUs of this machine
 
 Every run is the shipped training program with one recipe, by default `train_configs/debug.toml`, its data, its held-out part and
-its validation batches. A subject is a set of overrides. Run n of each subject has seed n, which selects the validation batches, too:
-the target of a seed is the final loss of AdamW with it. The subjects take turns, so that other load on the machine slows all of them.
-Time is that of the training steps with data wait, without start-up and validation.
+its validation batches. A subject is a set of overrides. Run n of each subject has seed n, which selects the validation batches,
+too: the target of a seed is the final loss of AdamW with it. The subjects take turns, so that other load on the machine slows all
+of them. Time is that of the training steps with data wait, without start-up and validation.
 """
 
 import argparse
