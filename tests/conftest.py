@@ -25,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", help="write what the parity tests measure to this JSON file")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the tests that take minutes to the front, so that none of them runs alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
     """Returns a function: `ranks(4)` is a pool of four processes in one gloo group, kept for the session."""

@@ -100,6 +100,7 @@ def test_figures_exclude_starts_killed_before_their_first_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.skipif(sys.platform != "linux", reason="lists processes in /proc")
 def test_a_run_killed_three_times_equals_the_undisturbed_run(tmp_path: Path) -> None:
     arguments = f"--kills 3 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"

@@ -21,7 +21,8 @@ def first_hour(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-@pytest.mark.every  # minutes; to be run before a GPU is
+@pytest.mark.slow
+@pytest.mark.minutes
 def test_the_first_hour_runs_on_a_cpu(tmp_path: Path) -> None:
     done = first_hour(tmp_path, "first-hour", "limits_1b")
     assert done.returncode == 0, done.stdout + done.stderr
