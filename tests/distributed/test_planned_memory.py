@@ -107,7 +107,7 @@ def test_simulated_memory_is_that_of_a_real_step(ranks: Ranks, tmp_path: Path, c
     found = ranks(num_ranks).run(_peaks_of_a_step, recipe)
     for rank in range(job.layout.pipeline):
         # Both can miss that memory is freed: the profiler by threads of gloo, the tracker while torch keeps a Python object.
-        # A pipeline stage receives while it computes, so that its peak depends on when a message arrives.
-        rel = 0.05 if job.layout.pipeline > 1 else 0.02
+        # A pipeline stage receives while it computes, so that its peak depends on when messages arrive.
+        rel = 0.1 if job.layout.pipeline > 1 else 0.02
         in_use, allocated = (pytest.approx(peak, rel=rel) for peak in found[rank * num_ranks // job.layout.pipeline])
         assert simulate(job, rank, "cpu").allocated in (in_use, allocated), f"pipeline rank {rank}"

@@ -1,5 +1,6 @@
 """Memory from formulas against that of simulated steps."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,14 @@ def test_states_are_sharded_over_all_gpus() -> None:
     assert many.parameters == pytest.approx(few.parameters / 16, rel=0.01)
 
 
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Resets the compiler, with the memory budget, which applies to all models."""
+    torch._dynamo.reset()
+    yield
+    torch._functorch.config.activation_memory_budget = 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
@@ -143,7 +152,7 @@ def test_states_are_sharded_over_all_gpus() -> None:
         ("gpt2_124m", "full"),
     ],
 )
-def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str) -> None:
+def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str, compiler: None) -> None:
     sizes: dict[str, Any] = dict(num_layers=1, dim=64, num_heads=8, vocab_size=640)
     if name != "gpt2_124m":
         sizes |= dict(num_kv_heads=2, ffn_dim=200)
@@ -151,7 +160,6 @@ def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str) -> N
         sizes |= dict(head_dim=8)
     one = dict(seq_len=256, local_batch_size=1, global_batch_size=1, compute_dtype="float32")
     planned = job(name, 1, model=sizes, training=one, activation_checkpoint=dict(mode=mode), compile=COMPILED)
-    torch._dynamo.reset()
     model = build_model(planned.recipe.model)
     apply_activation_checkpoint(blocks(model), mode=mode, preserve_rng_state=False)
     apply_compile(model, blocks(model), mode="block", backend="aot_eager_decomp_partition")  # inductor's partitioner

@@ -41,18 +41,18 @@ def block_activations(job: Job) -> BlockActivations:
     sequence = 2 * keys * (layout.context - 1)
     compiled = job.recipe.compile.mode != "none"
     norms = gathered or 2 * hidden
-    copies, streams = 0.0, 2  # the inputs of attention and feed-forward
+    copies = 0.0
     if compiled:
-        # What the compiler's partitioner keeps, counted in compiled blocks: it recomputes some pointwise operators.
-        intermediates = 3 * ffn if is_gated else ffn
-        norms, streams = (norms, 2) if is_gated else (gathered, 1)
+        # What the compiler's partitioner keeps, counted in compiled blocks: it recomputes the product of a gated feed-forward.
+        intermediates = (3 if is_gated else 2) * ffn
     else:
         intermediates = (4 if is_gated else 2) * ffn
         copies = 2 * queries + 3 * keys if layout.context > 1 else 0.0
     num_kv_heads = getattr(model, "num_kv_heads", model.num_heads)
     # QK-norm reads its inputs and their root mean squares in the backward pass.
     qk_norm = queries + keys + 4 * (model.num_heads + num_kv_heads) / tensor if model.qk_norm else 0.0
-    kept = streams * stream + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
+    # The inputs of attention and feed-forward, and what they compute.
+    kept = 2 * stream + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
     # Every second matmul, in the order of the forward pass: wq, wv, w1 and, if there are two inner matrices, w2.
     selective = stream + queries + keys + ffn + attention
     if layout.context > 1:
