@@ -4,6 +4,7 @@ A section is a frozen pydantic dataclass. It rejects unknown keys, values of ano
 NaN and infinity. The docstring under a field is its documentation in `--help`, the schema and docs/config.md.
 """
 
+import inspect
 import json
 import math
 from dataclasses import field
@@ -54,7 +55,21 @@ class UserError(ValueError):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def section(cls: type[T]) -> type[T]:
-    """Turns a class of annotated fields into a recipe section, or into a recipe made of sections."""
+    """Turns a class of annotated fields into a recipe section, or into a recipe made of sections.
+
+    A section may derive from another one. It inherits fields with their docstrings, which pydantic alone would drop.
+    """
+    own = inspect.get_annotations(cls)
+    inherited = {
+        name: Annotated[info.rebuild_annotation(), Field(description=info.description)]
+        for name, info in getattr(cls, "__pydantic_fields__", {}).items()
+        if name not in own and info.description
+    }
+    for name in inherited:
+        setattr(
+            cls, name, getattr(cls, name)
+        )  # the default, without which the annotation would make the field required
+    cls.__annotations__ = inherited | own
     return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))
 
 

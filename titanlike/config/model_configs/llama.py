@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from titanlike.config.base import Positive, PositiveFloat, Share, section
+from titanlike.config.base import Positive, PositiveFloat, section
 from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
-from titanlike.config.model_configs.transformer import NumLayers, require
+from titanlike.config.model_configs.transformer import require
 
 # The fields of each published size that differ from the defaults below.
 LLAMA_SIZES: dict[str, dict[str, Any]] = {
@@ -36,20 +36,6 @@ class LlamaConfig(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    dim: Positive = 192
-    """Model dimension: the width of the residual stream."""
-    num_layers: NumLayers = 4
-    """Number of transformer blocks."""
-    num_heads: Positive = 4
-    """Number of query heads. A head dimension (`dim / num_heads`) of 64 or 128 is fast; smaller ones are slow."""
-    num_kv_heads: Positive = 2
-    """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
-    ffn_dim: Positive = 512
-    """Hidden dimension of the feed-forward layers."""
-    vocab_size: Positive = 320
-    """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
-    max_seq_len: Positive = 8192
-    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of RMSNorm."""
     rope_theta: PositiveFloat = 500000.0
@@ -58,11 +44,6 @@ class LlamaConfig(LlamaFamilyConfig):
     """Llama 3.1's RoPE scaling factor of the low frequencies: 8 for Llama 3.1, 32 for Llama 3.2; 1 disables it."""
     rope_original_seq_len: Positive = 8192
     """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
-    tied_head: bool = False
-    """Share the weight of the embedding and the LM head, as the small Llama 3.2 models do."""
-    dropout: Share = 0.0
-    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
-    step and the token, not on the layout."""
 
     hf_architecture = "LlamaForCausalLM"
     hf_model_type = "llama"

@@ -6,20 +6,44 @@ Does not import torch.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from titanlike.config.base import divisors, one_of
-from titanlike.config.model_configs.transformer import TransformerConfig, require
+from titanlike.config.base import Positive, PositiveFloat, Share, divisors, one_of, section
+from titanlike.config.model_configs.transformer import NumLayers, TransformerConfig, require
 
 
+@section
 class LlamaFamilyConfig(TransformerConfig):
-    """Base of the configs that `models/llama.py` builds. A subclass is a `@section` with the annotated fields."""
+    """Base of the configs that `models/llama.py` builds. A subclass is a `@section` that adds fields and sets defaults."""
 
-    num_kv_heads: int
-    ffn_dim: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: float = 1.0
-    rope_original_seq_len: int = 8192
+    name: str = ""
+    """Architecture. It decides which keys this section has."""
+    size: str = ""
+    """Published size. It sets every key below that the recipe does not."""
+    dim: Positive = 192
+    """Model dimension: the width of the residual stream."""
+    num_layers: NumLayers = 4
+    """Number of transformer blocks."""
+    num_heads: Positive = 4
+    """Number of query heads. A head dimension (`dim / num_heads`) of 64 or 128 is fast; smaller ones are slow."""
+    num_kv_heads: Positive = 2
+    """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
+    ffn_dim: Positive = 512
+    """Hidden dimension of the feed-forward layers."""
+    vocab_size: Positive = 320
+    """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
+    max_seq_len: Positive = 8192
+    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of RMSNorm."""
+    rope_theta: PositiveFloat = 1000000.0
+    """Base of the RoPE frequencies. Larger values give longer wavelengths."""
+    tied_head: bool = False
+    """Share the weight of the embedding and the LM head, as the small published sizes do."""
+    dropout: Share = 0.0
+    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
+    step and the token, not on the layout."""
 
+    rope_scaling = 1.0  # not a field of all architectures, as head_dim
+    rope_original_seq_len = 8192
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
     """The RoPE types of transformers that the fields can express."""
     hf_model_type: ClassVar[str] = ""

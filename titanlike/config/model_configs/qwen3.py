@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from titanlike.config.base import Positive, PositiveFloat, Share, section
+from titanlike.config.base import Positive, section
 from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
-from titanlike.config.model_configs.transformer import NumLayers, require
+from titanlike.config.model_configs.transformer import require
 
 PUBLISHED = dict(head_dim=128, num_kv_heads=8, vocab_size=151936)
 QWEN3_SIZES: dict[str, dict[str, Any]] = {
@@ -29,32 +29,13 @@ class Qwen3Config(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "0.6B", "1.7B", "4B", "8B", "14B", "32B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    dim: Positive = 192
-    """Model dimension: the width of the residual stream."""
-    num_layers: NumLayers = 4
-    """Number of transformer blocks."""
     num_heads: Positive = 4
     """Number of query heads."""
-    num_kv_heads: Positive = 2
-    """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
     published sizes have 128."""
-    ffn_dim: Positive = 512
-    """Hidden dimension of the feed-forward layers."""
-    vocab_size: Positive = 320
-    """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
     max_seq_len: Positive = 40960
     """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
-    norm_eps: PositiveFloat = 1e-6
-    """Epsilon of RMSNorm."""
-    rope_theta: PositiveFloat = 1000000.0
-    """Base of the RoPE frequencies. Larger values give longer wavelengths."""
-    tied_head: bool = False
-    """Share the weight of the embedding and the LM head, as the models up to 4B do."""
-    dropout: Share = 0.0
-    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
-    step and the token, not on the layout."""
 
     hf_architecture = "Qwen3ForCausalLM"
     hf_model_type = "qwen3"
