@@ -40,6 +40,7 @@ from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
+from titanlike.run.completion import completion_message
 from titanlike.run.resume import plan_resume
 from titanlike.run.run_dir import RunDirectory, run_metadata, summary
 from titanlike.utils.garbage_collector import GarbageCollector
@@ -57,6 +58,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     mesh = build_mesh(device.type, **parallelism.dimensions())
 
     # Data: text to tokens to batches, which depend on the seed and the step, not on the layout.
+    process_group.announce(f"reading data: {recipe.data.source}")
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     data = build_dataloaders(
         recipe.data,
@@ -82,6 +84,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     resume = plan_resume(run, checkpoints, metadata, recipe)
 
     # The model: built on the meta device, sharded, then allocated and initialized.
+    process_group.announce(f"building the model: {recipe.model.label()}")
     with torch.device("meta"):
         model = build_model(recipe.model)
     model = parallelize(
@@ -150,13 +153,13 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks; 0: continue
             if data.validation and not stop_signal and is_due(step, recipe.validation.interval, training.steps):
-                with monitor.exclude_from_throughput(), watchdog.pause():
+                with monitor.exclude_from_throughput("validating"), watchdog.pause():
                     monitor.validation(step, validate(model, data.validation, recipe.validation.batches, mesh))
             if evaluator.is_due(step) and not stop_signal:
-                with monitor.exclude_from_throughput(), watchdog.pause():
+                with monitor.exclude_from_throughput("evaluating"), watchdog.pause():
                     monitor.evaluation(step, evaluator(step, model, mesh))
             if recipe.checkpoint.enabled and (stop_signal or is_due(step, recipe.checkpoint.interval, training.steps)):
-                with monitor.exclude_from_throughput(), watchdog.pause():
+                with monitor.exclude_from_throughput("saving"), watchdog.pause():
                     guard.flush()  # a non-finite step is never saved
                     metadata = replace(metadata, step=step, tokens=step * training.tokens_per_step)
                     metadata = replace(metadata, position=data.training.position(), skipped=guard.skipped)
@@ -177,7 +180,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     if recipe.checkpoint.export != "none" and process_group.is_main():
         export(open_weights(checkpoints.newest()), run.path / "hf", dtype=recipe.checkpoint.export, replace=True)
     monitor.print(evaluator.last_sample(model, mesh))
-    monitor.print(run.completion_message(device, monitor.measured()))
+    monitor.print(completion_message(run, device, monitor.measured()))
 
 
 def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh, sync: str) -> tuple[Tensor, Tensor]:

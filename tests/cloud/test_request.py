@@ -227,7 +227,7 @@ def test_requests_are_validated_with_botocore() -> None:
 def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
     values: dict[str, float | None] = dict(
         loss=2.5, grad_norm=0.5, learning_rate=1e-4, tokens_per_second=71000.4, tflops_per_device=412.3, mfu=0.417,
-        memory_gib=71.25, step_seconds=1.5,
+        memory_gib=71.25, data_wait=0.0, elapsed_seconds=1.5,
     )  # fmt: skip
     console = Console(20000, 1)
     console.log(12, values)

@@ -52,7 +52,15 @@ def test_debug_recipe_learns_and_writes_all_files(debug: Debug) -> None:
     metadata = json.loads((folder / "environment.json").read_text())
     assert {"torch", "python", "device", "git_commit", "host", "command"} <= metadata.keys()
     assert "sample after 20 steps:\ndef " in output
-    assert output.splitlines()[-1] == f"done: runs/{folder.name}"
+    done, best, *others = output.splitlines()[-6:]
+    assert done == f"done: runs/{folder.name}"
+    assert best == f"best    validation loss {validation[1]:.4f} at step 20"
+    assert others == [
+        f"weights runs/{folder.name}/checkpoints",
+        f"next    titanlike generate runs/{folder.name} --prompt TEXT",
+        f"        titanlike export runs/{folder.name} FOLDER",
+        f"        titanlike compare runs/{folder.name} OTHER_RUN",
+    ]
 
 
 def test_single_process_imports_only_what_it_uses(debug: Debug) -> None:
@@ -76,7 +84,7 @@ def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
         arguments, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
     )
     assert done.returncode == 7
-    assert re.fullmatch(r"run     runs/debug-\d{8}-\d{6}-\w{4}\n", done.stdout)
+    assert re.fullmatch(r"run     runs/debug-\d{8}-\d{6}-\w{4}\nstart   importing torch\n", done.stdout)
 
 
 def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
@@ -286,7 +294,7 @@ def test_resume_with_another_recipe_is_refused_and_changes_nothing(tmp_path: Pat
     assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
 
 
-def test_terminal_shows_one_live_line(tmp_path: Path) -> None:
+def test_terminal_shows_a_status_that_is_updated_in_place(tmp_path: Path) -> None:
     controller, terminal = os.openpty()
     options = SMALL | {"validation.interval": "3", "validation.batches": "1", "run.name": "r"}
     running = subprocess.Popen(
@@ -302,14 +310,15 @@ def test_terminal_shows_one_live_line(tmp_path: Path) -> None:
     os.close(controller)
     assert running.wait() == 0
     output = received.decode()
-    # The line is redrawn in place: a carriage return between two steps, and no newline.
-    first, _, after = output.partition("step      5/6  loss ")
-    between = after.partition("step      6/6  loss ")[0]
-    assert "step      4/6  loss " in first
-    assert "\r" in between
-    assert "\n" not in between.split("GiB")[1]
+    # The three lines of the status are redrawn in place: the cursor goes up twice, and each line is erased.
+    first, _, after = output.partition("step      5/6")
+    between = after.partition("step      6/6")[0]
+    assert "step      4/6" in first
+    assert "warming up" in first
+    assert "\r\x1b[2K\x1b[1A\x1b[2K\x1b[1A\x1b[2K" in between
     assert "  val " in between
     assert "tok/s" in between
+    assert "\r\x1b[2K\x1b[1A\x1b[2K\x1b[1A\x1b[2Kstep      3/6  val " in output  # a permanent line
     assert "\x1b[?25h" in output  # shows the cursor again
 
 

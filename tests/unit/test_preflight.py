@@ -470,12 +470,13 @@ def test_the_summary_shows_the_layout() -> None:
         training=dict(global_batch_size=8, local_batch_size=2, seq_len=128),
     )
     shown = summary(chosen, chosen.parallelism.resolve(8).dimensions(), torch.device("cpu"), "").splitlines()
-    assert shown[-5:] == [
+    assert shown[-6:] == [
         "batch   8 sequences x 128 tokens per step; per rank 2 x 2",
         f"ranks   8 on {device_name(torch.device('cpu'))}; compute bfloat16, compile block",
         "          pipeline     2  interleaved_1f1b, stages of 1 + 2 + 2 + 1 blocks",
         "          shard        2  shards of weights, gradients and optimizer state",
         "          tensor       2  shards of a matrix, 2 heads each",
+        "start   compiling: the first step takes longer",
     ]
 
 

@@ -220,6 +220,12 @@ def barrier_and_exit(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def announce(activity: str) -> None:
+    """Prints what a run does before its first step, on rank 0."""
+    if is_main():
+        print(f"start   {activity}", flush=True)
+
+
 def warn(text: str) -> None:
     """Prints a warning on rank 0."""
     if is_main():

@@ -64,12 +64,16 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._data_wait += time.perf_counter() - start
 
     @contextmanager
-    def exclude_from_throughput(self) -> Iterator[None]:
-        """Excludes the time of the block, such as validation, from throughput."""
+    def exclude_from_throughput(self, activity: str = "") -> Iterator[None]:
+        """Excludes the time of the block from throughput. The status line shows the activity, such as "validating"."""
         self._flush()
+        if self._console:
+            self._console.refresh(activity)
         start = time.perf_counter()
         yield
         self._window_started += time.perf_counter() - start
+        if self._console:
+            self._console.refresh()
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
         """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it."""

@@ -24,9 +24,7 @@ from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
-from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
-from titanlike.metrics.trackers import JSONLWriter
 from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.regular_file import read_regular
@@ -124,31 +122,6 @@ class RunDirectory:
         """Returns the command that resumes this run."""
         return f"./run_train.sh {shlex.quote(str(self.path / 'recipe.toml'))}"
 
-    def completion_message(self, device: torch.device, measured: Measured) -> str:
-        """Returns the message for a complete run. On GPUs, compares memory and throughput with the plan, and records both."""
-        message = f"done: {self.path}"
-        if device.type != "cuda" or not process_group.is_main():
-            return message
-        from titanlike.run.planned import compare, comparison_line, hardware_of_device  # not needed to start
-
-        ranks = environment.rank_info()
-        size = torch.cuda.get_device_properties(device).total_memory / 2**30
-        try:
-            values = compare(
-                self.recipe,
-                ranks.world_size,
-                ranks.local_world_size,
-                hardware_of_device(device_name(device), size),
-                memory_gib=measured.memory_gib,
-                tokens_per_second=measured.tokens_per_second,
-            )
-            writer = JSONLWriter(self.metrics)
-            writer.log(self.recipe.training.steps, values)
-            writer.close()
-        except Exception as error:  # noqa: BLE001  a run that is complete does not fail because of its plan
-            return f"{message}\nplan    not compared: {error}"
-        return f"{message}\n{comparison_line(values)}"
-
     def shutdown_message(self, number: int = 0) -> str:
         """Returns the message for a run that was stopped by a signal, or by Ctrl-C if `number` is 0."""
         stopped = f"stopped by {signal.Signals(number).name}" if number else "stopped"
@@ -205,6 +178,7 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
             compiled=recipe.compile.mode != "none",
             sharded=layout["shard"] * layout["context"] > 1,
         ),
+        *(["start   compiling: the first step takes longer"] if recipe.compile.mode != "none" else []),
     ]
     return "\n".join(lines)
 

@@ -142,7 +142,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":
         system.set_variables(system.skip_isa_checks())
     if ranks.rank == 0:
-        output.print(f"run     {Path(run.dir, run.name)}")  # visible during the slow import of torch
+        others = f" and joining {ranks.world_size} processes" if ranks.world_size > 1 else ""
+        output.print(f"run     {Path(run.dir, run.name)}\nstart   importing torch{others}")  # which takes seconds
     program = Path(sys.argv[0]).resolve()
     if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory

@@ -1,0 +1,71 @@
+"""The last lines of a complete run: its best validation loss, its weights and what to do with them."""
+
+import json
+import shlex
+from pathlib import Path
+
+import torch
+
+from titanlike.distributed import environment, process_group
+from titanlike.metrics import Measured
+from titanlike.metrics.hardware import device_name
+from titanlike.metrics.trackers import JSONLWriter
+from titanlike.run.run_dir import RunDirectory
+
+
+def completion_message(run: RunDirectory, device: torch.device, measured: Measured) -> str | None:
+    """Returns the message for a complete run, on rank 0. On GPUs, memory and throughput are compared with the plan and recorded."""
+    if not process_group.is_main():
+        return None
+    lines = [_best_validation(run.metrics), *_next_commands(run)]
+    if device.type == "cuda":
+        lines.append(_compare_with_plan(run, device, measured))
+    return "\n".join([f"done: {run.path}", *filter(None, lines)])
+
+
+def _best_validation(metrics: Path) -> str:
+    records = [json.loads(line) for line in metrics.read_text().splitlines() if '"validation_loss"' in line]
+    losses = [
+        (record["validation_loss"], record["step"]) for record in records if record["validation_loss"] is not None
+    ]
+    if not losses:
+        return ""
+    best, step = min(losses)
+    last = f"; {losses[-1][0]:.4f} at the last step" if losses[-1][0] > best else ""
+    return f"best    validation loss {best:.4f} at step {step}{last}"
+
+
+def _next_commands(run: RunDirectory) -> list[str]:
+    """Returns the location of the weights, and the commands that use them."""
+    if not run.recipe.checkpoint.enabled:
+        return ["weights not saved: checkpoint.enabled = false"]
+    path = shlex.quote(str(run.path))
+    exported = run.path / "hf"
+    return [
+        f"weights {run.checkpoints}" + (f", {exported}" if exported.exists() else ""),
+        f"next    titanlike generate {path} --prompt TEXT",
+        f"        titanlike export {path} FOLDER",
+        f"        titanlike compare {path} OTHER_RUN",
+    ]
+
+
+def _compare_with_plan(run: RunDirectory, device: torch.device, measured: Measured) -> str:
+    from titanlike.run.planned import compare, comparison_line, hardware_of_device  # not needed to start
+
+    ranks = environment.rank_info()
+    size = torch.cuda.get_device_properties(device).total_memory / 2**30
+    try:
+        values = compare(
+            run.recipe,
+            ranks.world_size,
+            ranks.local_world_size,
+            hardware_of_device(device_name(device), size),
+            memory_gib=measured.memory_gib,
+            tokens_per_second=measured.tokens_per_second,
+        )
+        writer = JSONLWriter(run.metrics)
+        writer.log(run.recipe.training.steps, values)
+        writer.close()
+    except Exception as error:  # noqa: BLE001  a run that is complete does not fail because of its plan
+        return f"plan    not compared: {error}"
+    return comparison_line(values)
