@@ -115,7 +115,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         num_devices=process_group.world_size(),
         first_step=resume.first_step,
         num_steps=training.steps,
-        tokens_per_step=training.tokens_per_step,
+        num_tokens=training.num_tokens,
         flops_per_token=recipe.model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0),
         interval=recipe.metrics.interval,
         tensorboard=recipe.metrics.tensorboard,
@@ -161,7 +161,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
             if recipe.checkpoint.enabled and (stop_signal or is_due(step, recipe.checkpoint.interval, training.steps)):
                 with monitor.exclude_from_throughput("saving"), watchdog.pause():
                     guard.flush()  # a non-finite step is never saved
-                    metadata = replace(metadata, step=step, tokens=step * training.tokens_per_step)
+                    metadata = replace(metadata, step=step, tokens=training.num_tokens(step))
                     metadata = replace(metadata, position=data.training.position(), skipped=guard.skipped)
                     checkpoints.save(model, optimizer, metadata, wait=stop_signal > 0)
             monitor.record_saves(checkpoints.poll())

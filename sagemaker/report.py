@@ -25,7 +25,7 @@ def report(options: argparse.Namespace, job: Job, request: dict[str, Any], bundl
     num_gpus = job.num_instances * hardware.num_gpus
     layout = ", ".join(f"{k} {n}" for k, n in recipe.parallelism.resolve(num_gpus).dimensions().items() if n > 1)
     training = recipe.training
-    num_tokens = training.steps * training.global_batch_size * training.seq_len
+    num_tokens = training.num_tokens(training.steps)
     efa = ", connected by EFA" if "FI_PROVIDER" in request["Environment"] else ""
     sizes = {name: len(content) for name, content in bundle.contents.items()}
     plan = plan_of(recipe, num_gpus, job)

@@ -140,6 +140,7 @@ def fitting_batch(parallelism: dict[str, Any], processes: int) -> dict[str, Any]
     """Returns the smallest batch of two or more micro-batches that the layout and its pipeline schedule support."""
     num_data_ranks = processes // math.prod(parallelism[name] for name in ("tensor", "context", "pipeline"))
     return {
+        "training.batch_ramp": [],
         "training.global_batch_size": num_data_ranks * max(2, _num_stages(parallelism)),
         "training.local_batch_size": 1,
     }

@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def build_monitor(folder: Path | None, **overrides: Any) -> Monitor:
     options: dict[str, Any] = dict(
-        folder=folder, device=torch.device("cpu"), num_devices=2, first_step=1, num_steps=5, tokens_per_step=1000,
+        folder=folder, device=torch.device("cpu"), num_devices=2, first_step=1, num_steps=5, num_tokens=lambda step: 1000 * step,
         flops_per_token=10**9, interval=2, tensorboard=False,
     )  # fmt: skip
     return Monitor(**options | overrides)

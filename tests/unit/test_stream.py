@@ -42,9 +42,14 @@ def text_of(files: Sequence[File]) -> list[str]:
     return sorted(json.loads(line)["text"] for file in files for line in Path(file.name).read_text().splitlines())
 
 
+def rows_of(source: Stream, reader: int) -> range:
+    num_rows = source.batch_sizes.final // source.num_readers
+    return range(reader * num_rows, (reader + 1) * num_rows)
+
+
 def tokens_of_reader(source: Stream, reader: int, steps: int) -> list[int]:
     """Returns the tokens of a reader in order, without the one that consecutive sequences share."""
-    rows = range(reader * source.rows_per_reader, (reader + 1) * source.rows_per_reader)
+    rows = rows_of(source, reader)
     return np.concatenate([source.read(step, rows).tokens[:, :-1].ravel() for step in range(1, steps + 1)]).tolist()
 
 
@@ -62,10 +67,10 @@ def test_each_reader_yields_its_documents_once_an_epoch(tmp_path: Path, sizes: l
         expected = text_of(files[reader::readers])
         if not expected:
             with pytest.raises(UserError, match=r"part02\.jsonl: no document found"):
-                source.read(1, range(reader * source.rows_per_reader, (reader + 1) * source.rows_per_reader))
+                source.read(1, rows_of(source, reader))
             continue
         length = sum(len(text) + 1 for text in expected)
-        steps = 2 * length // (16 * source.rows_per_reader) + 2
+        steps = 2 * length // (16 * len(rows_of(source, reader))) + 2
         found = split(tokens_of_reader(source, reader, steps))
         first, second = found[: len(expected)], found[len(expected) : 2 * len(expected)]
         assert sorted(first) == sorted(second) == expected

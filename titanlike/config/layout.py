@@ -4,13 +4,15 @@ The preflight checks, the pipeline and the run summary share these functions, so
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlike.config.base import UserError, divisors, one_of
+from titanlike.config.base import LIMIT, UserError, divisors, one_of
 
 # Dimensions of the device mesh, outermost first. The innermost ones communicate most, so their ranks share a node.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+
+Ramp = tuple[tuple[int, int], ...]  # pairs of a number of steps and the sequences of each of them
 
 # Block size of the quantized optimizer states. A shard boundary must not fall inside a block.
 BLOCK = 64
@@ -109,6 +111,47 @@ def infer_shard(dimensions: Mapping[str, int], world_size: int) -> int:
             f"{product * shard}" + ("" if world_size % product else ", or set parallelism.shard = -1")
         )
     return shard
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The number of sequences of each step: those of `ramp`, pairs of a number of steps and a size, and then `final`."""
+
+    final: int
+    ramp: Ramp = ()
+
+    def stages(self) -> Iterator[tuple[int, int, int]]:
+        """Yields the stages of the ramp: the first step, the number of steps and the size of each."""
+        first = 1
+        for num_steps, size in self.ramp:
+            yield first, num_steps, size
+            first += num_steps
+        yield first, LIMIT, self.final
+
+    def constant_around(self, step: int) -> tuple[range, int]:
+        """Returns the steps of the stage that contains a step, and the size of their batches."""
+        return next((range(first, first + n), size) for first, n, size in self.stages() if step < first + n)
+
+    def of(self, step: int) -> int:
+        """Returns the number of sequences of a step, which counts from 1."""
+        return self.constant_around(step)[1]
+
+    def through(self, step: int) -> int:
+        """Returns the number of sequences of all steps up to and including this one."""
+        return sum(num_steps * size for num_steps, size in self.until(step))
+
+    def until(self, step: int) -> list[tuple[int, int]]:
+        """Returns the number of steps and the size of each stage up to and including this step."""
+        merged: list[tuple[int, int]] = []
+        for first, n, size in self.stages():
+            if (num_steps := min(n, step - first + 1)) > 0:
+                same = merged.pop() if merged and merged[-1][1] == size else (0, size)
+                merged.append((same[0] + num_steps, size))
+        return merged
+
+    def divisor(self) -> int:
+        """Returns the greatest number that divides all sizes."""
+        return math.gcd(self.final, *(size for _, size in self.ramp))
 
 
 def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ranks: int) -> int:

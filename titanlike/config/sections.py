@@ -29,7 +29,7 @@ from titanlike.config.base import (
     matches,
     section,
 )
-from titanlike.config.layout import DIMENSIONS, SCHEDULES, infer_shard, num_microbatches, split_blocks
+from titanlike.config.layout import DIMENSIONS, SCHEDULES, BatchSizes, infer_shard, num_microbatches, split_blocks
 from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config, TransformerConfig
 from titanlike.config.optimizer import Optimizer, Schedule
 
@@ -138,6 +138,10 @@ class Training:
     global_batch_size: Positive = 32
     """Sequences in an optimizer step, over all ranks. Independent of the number of ranks, so that the layout does not change
     the result."""
+    batch_ramp: tuple[tuple[Positive, Positive], ...] = ()
+    """Batch-size ramp: pairs of a number of steps and the sequences of each of them. `[[100, 8], [50, 16]]` trains 100 steps with
+    8 sequences, then 50 with 16, and the others with `global_batch_size`. The sequences and their order are those of a run
+    without it; `schedule` and all intervals count steps. Every size must be a multiple of the micro-batches of all ranks."""
     local_batch_size: Positive = 4
     """Maximum number of sequences of a rank in one forward pass (the micro-batch size). Use the largest that fits in memory;
     gradients are accumulated over the rest."""
@@ -177,8 +181,17 @@ class Training:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step, over all ranks."""
+        """Tokens of an optimizer step, over all ranks, after the batch-size ramp."""
         return self.global_batch_size * self.seq_len
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The number of sequences of each step."""
+        return BatchSizes(self.global_batch_size, self.batch_ramp)
+
+    def num_tokens(self, step: int) -> int:
+        """Returns the tokens of all steps up to and including this one."""
+        return self.batch_sizes.through(step) * self.seq_len
 
     def num_microbatches(self, num_data_ranks: int) -> int:
         """Returns the number of forward and backward passes of one rank in a step."""

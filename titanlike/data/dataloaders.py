@@ -1,7 +1,9 @@
 """The batches of a run: opens the data that a recipe names and shards each global batch over the data-parallel ranks."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,12 @@ def build_dataloaders(
         vocab_size: that of the model; data with other tokens is refused.
         open_sources: opens the data; replace it to read a dataset of your own.
     """
+    if training.batch_ramp and "batch_ramp" not in inspect.signature(open_sources).parameters:
+        raise UserError(
+            "training.batch_ramp is set, but the data source of this program has batches of one size; give its open_sources the "
+            "parameter batch_ramp, or remove the key"
+        )
+    ramp: dict[str, Any] = {"batch_ramp": training.batch_ramp} if training.batch_ramp else {}
     sources = open_sources(
         section,
         tokenizer,
@@ -56,11 +64,12 @@ def build_dataloaders(
         global_batch_size=training.global_batch_size,
         seed=seed,
         validate=validate,
+        **ramp,
     )
     _check_sources(sources, training.seq_len, validate)
     fingerprint = process_group.assert_equal_across_ranks("the data", sources.training.fingerprint)
 
-    def loader(source: BatchSource, *, dropout_bits: bool = False) -> BatchLoader:
+    def loader(source: BatchSource, **others: Any) -> BatchLoader:
         return BatchLoader(
             source,
             global_batch_size=training.global_batch_size,
@@ -71,12 +80,12 @@ def build_dataloaders(
             seed=seed,
             device=device,
             document_separator=tokenizer.separator if section.document_masks else None,
-            dropout_bits=dropout_bits,
             vocab_size=vocab_size,
+            **others,
         )
 
     validation = loader(sources.validation) if sources.validation else None
-    return DataLoaders(loader(sources.training, dropout_bits=dropout), validation, fingerprint)
+    return DataLoaders(loader(sources.training, dropout_bits=dropout, **ramp), validation, fingerprint)
 
 
 def _check_sources(sources: Sources, seq_len: int, validate: bool) -> None:

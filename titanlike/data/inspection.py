@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.layout import BatchSizes
 from titanlike.data.packed_dataset import SequenceBatch, separate_documents
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
@@ -22,10 +23,11 @@ def inspect_recipe(
 ) -> None:
     """Prints up to `limit` of the sequences that data-parallel rank `rank` of `ranks` reads in a step."""
     training = recipe.training
-    if training.global_batch_size % ranks or rank >= ranks:
+    sizes = BatchSizes(training.global_batch_size, () if validation else training.batch_ramp)
+    if sizes.divisor() % ranks or rank >= ranks:
         raise UserError(
-            f"--rank {rank} --ranks {ranks}: training.global_batch_size = {training.global_batch_size} must be divisible by "
-            "--ranks, and --rank counts from 0"
+            f"--rank {rank} --ranks {ranks}: training.global_batch_size = {training.global_batch_size} and the sizes of "
+            "training.batch_ramp must be divisible by --ranks, and --rank counts from 0"
         )
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     data = open_sources(
@@ -35,14 +37,14 @@ def inspect_recipe(
         global_batch_size=training.global_batch_size,
         seed=recipe.run.seed,
         validate=validation,
+        batch_ramp=training.batch_ramp,
     )
     source = data.validation if validation else data.training
     assert source is not None
-    num_rows = training.global_batch_size // ranks
-    rows = range(rank * num_rows, (rank + 1) * num_rows)
     first = 1 if source.position() is not None else step  # a stream has to be read from its start
     for each in range(first, step + 1):
-        batch = source.read(each, rows)
+        num_rows = sizes.of(each) // ranks
+        batch = source.read(each, range(rank * num_rows, (rank + 1) * num_rows))
     name = "validation" if validation else recipe.data.source
     console.print(
         f"data    {name}: {source.describe(recipe.validation.batches if validation else training.steps)}\n"

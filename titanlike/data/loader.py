@@ -12,6 +12,7 @@ from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
 from titanlike.config import UserError
+from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.packed_dataset import (
     BatchSource,
     Position,
@@ -43,6 +44,7 @@ class BatchLoader:
         source: BatchSource,
         *,
         global_batch_size: int,
+        batch_ramp: Ramp = (),
         local_batch_size: int,
         data_rank: int,
         num_data_ranks: int,
@@ -57,15 +59,15 @@ class BatchLoader:
         `document_separator`, positions count from 0 in each document and `document_ids` are added for the attention mask. With
         `vocab_size`, other tokens are refused."""
         self.source = source
-        self.local_batch_size = local_batch_size
-        num_rows = global_batch_size // num_data_ranks
-        self.rows = range(data_rank * num_rows, (data_rank + 1) * num_rows)
+        self.local_batch_size = min(local_batch_size, global_batch_size // num_data_ranks)
+        self.batch_sizes = BatchSizes(global_batch_size, batch_ramp)
+        self.data_rank, self.num_data_ranks = data_rank, num_data_ranks
         self.seed = seed
         self.device = device
         all_positions = torch.arange(source.seq_len)
         self.position_ids = all_positions if position_ids is None else position_ids
         self.holds_all_positions = torch.equal(self.position_ids, all_positions)
-        self.default_position_ids = self.position_ids.repeat(num_rows, 1)
+        self.default_position_ids = self.position_ids.repeat(global_batch_size // num_data_ranks, 1)
         self.document_separator = document_separator
         self.dropout_bits = dropout_bits
         self.vocab_size = vocab_size
@@ -114,13 +116,17 @@ class BatchLoader:
 
     def build(self, step: int) -> _Item:
         """Returns the step, the CPU tensors of all its micro-batches, and the position of the source after it."""
-        batch = self.source.read(step, self.rows)
-        self._check(step, batch.tokens)
+        num_rows = self.batch_sizes.of(step) // self.num_data_ranks
+        batch = self.source.read(step, range(self.data_rank * num_rows, (self.data_rank + 1) * num_rows))
+        self._check(step, batch.tokens, num_rows)
         tensors = {name: torch.from_numpy(values) for name, values in self._arrays(batch).items()}
         if not self.holds_all_positions:
             tensors = {name: tensor[:, self.position_ids] for name, tensor in tensors.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        tensors.setdefault("position_ids", self.default_position_ids)
+        if "position_ids" not in tensors:
+            if len(self.default_position_ids) != num_rows:
+                self.default_position_ids = self.position_ids.repeat(num_rows, 1)
+            tensors["position_ids"] = self.default_position_ids
         if self.dropout_bits:
             bits = _dropout_bits(self.seed, batch.sequence_ids, self.position_ids.numpy())
             tensors["dropout_bits"] = torch.from_numpy(bits)
@@ -128,8 +134,8 @@ class BatchLoader:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return step, tensors, self.source.position()
 
-    def _check(self, step: int, tokens: npt.NDArray[np.int64]) -> None:
-        expected = (len(self.rows), self.source.seq_len + 1)
+    def _check(self, step: int, tokens: npt.NDArray[np.int64], num_rows: int) -> None:
+        expected = (num_rows, self.source.seq_len + 1)
         if tokens.shape != expected:
             raise UserError(
                 f"step {step}: the data source {type(self.source).__name__} has tokens of shape {tokens.shape}, not {expected}"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlike.config import UserError
+from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.shuffle import Mixture, Numbers, shuffled_epochs
 from titanlike.data.text.tokenizer import Separator
 
@@ -172,15 +173,16 @@ class ShuffledMixture:
         *,
         seed: int,
         global_batch_size: int,
+        batch_ramp: Ramp = (),
     ) -> None:
         self.datasets = datasets
         self.seq_len = datasets[0].seq_len
-        self.global_batch_size = global_batch_size
+        self.batch_sizes = BatchSizes(global_batch_size, batch_ramp)
         # The first dataset keeps the plain seed, so a mixture of one equals that dataset alone.
         self.seeds = [seed + number * 0x9E3779B9 for number in range(len(datasets))]
         self.weights = list(weights)
         self.mixture = Mixture(weights, seed)
-        self._scheduled_for: tuple[int, range] | None = None
+        self._scheduled_for = (range(0), range(0))  # steps and rows
 
     @property
     def fingerprint(self) -> str:
@@ -191,7 +193,7 @@ class ShuffledMixture:
     def num_distinct(self) -> int:
         """Number of global batches before a sequence repeats, at least 1."""
         before_repeat = [data.num_sequences / share for data, share in zip(self.datasets, self.shares, strict=True)]
-        return max(1, int(min(before_repeat)) // self.global_batch_size)
+        return max(1, int(min(before_repeat)) // self.batch_sizes.final)
 
     @property
     def shares(self) -> list[float]:
@@ -200,7 +202,7 @@ class ShuffledMixture:
 
     def epochs(self, steps: int) -> list[float]:
         """Returns how many epochs of each dataset `steps` steps read."""
-        total = steps * self.global_batch_size
+        total = self.batch_sizes.through(steps)
         return [total * share / data.num_sequences for data, share in zip(self.datasets, self.shares, strict=True)]
 
     def describe(self, steps: int) -> str:
@@ -218,9 +220,9 @@ class ShuffledMixture:
         return None
 
     def read(self, step: int, rows: range) -> SequenceBatch:
-        block, offset = divmod(step - 1, SCHEDULED_STEPS)
-        if self._scheduled_for != (block, rows):
-            self._schedule(block, rows)
+        if step not in self._scheduled_for[0] or rows != self._scheduled_for[1]:
+            self._schedule(step, rows)
+        offset = step - self._scheduled_for[0].start
         sequence_ids, sources, indices = (values[offset] for values in self._scheduled)
         if len(self.datasets) == 1:
             return SequenceBatch(sequence_ids, *self.datasets[0].read(indices))
@@ -238,18 +240,20 @@ class ShuffledMixture:
             sequence_ids, tokens, loss_mask if masked else None, document_ids if has_documents else None
         )
 
-    def _schedule(self, block: int, rows: range) -> None:
-        """Chooses the sequences of a block of steps: their ids, source datasets and indices there, (S, N) each.
+    def _schedule(self, step: int, rows: range) -> None:
+        """Chooses the sequences of a step and of those that follow: their ids, source datasets and indices there, (S, N) each.
 
         One call for many steps, because for a few sequences numpy's call overhead exceeds the time to read them."""
-        steps = np.arange(block * SCHEDULED_STEPS, (block + 1) * SCHEDULED_STEPS)[:, None]
-        sequence_ids = steps * self.global_batch_size + np.array(rows)
+        stage, size = self.batch_sizes.constant_around(step)
+        steps = range(step, min(step + SCHEDULED_STEPS, stage.stop))
+        first_ids = self.batch_sizes.through(step - 1) + size * np.arange(len(steps))
+        sequence_ids = first_ids[:, None] + np.array(rows)
         sources, offsets = self.mixture.pick(sequence_ids.ravel())
         indices = np.empty_like(offsets)
         for source, dataset in enumerate(self.datasets):
             selected = sources == source
             indices[selected] = shuffled_epochs(offsets[selected], dataset.num_sequences, self.seeds[source])
-        self._scheduled_for = (block, rows)
+        self._scheduled_for = (steps, rows)
         self._scheduled = sequence_ids, sources.reshape(sequence_ids.shape), indices.reshape(sequence_ids.shape)
 
 

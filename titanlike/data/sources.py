@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
 from titanlike.data.packed_dataset import (
     BatchSource,
@@ -50,7 +51,14 @@ class Sources:
 
 
 def open_sources(
-    section: Data, tokenizer: Tokenizer, *, seq_len: int, global_batch_size: int, seed: int, validate: bool
+    section: Data,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    validate: bool,
+    batch_ramp: Ramp = (),
 ) -> Sources:
     """Opens the training data and, with `validate`, the validation data. Text is tokenized first unless the cache has it."""
     mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
@@ -58,7 +66,7 @@ def open_sources(
     training: BatchSource
     validation: ShuffledMixture | None = None
     if section.source in CHATS:
-        return _open_chats(section, tokenizer, mix, seq_len=seq_len, validate=validate)
+        return _open_chats(section, tokenizer, mix, seq_len=seq_len, validate=validate, batch_ramp=batch_ramp)
     if section.source == "stream":
         from titanlike.data.stream import Stream  # imports torch
 
@@ -68,7 +76,7 @@ def open_sources(
         fingerprint = hash_of([fingerprints, weights])
         training = Stream(
             files, weights, tokenizer, fields=_fields(section), seq_len=seq_len, workers=section.workers,
-            skip_bad=section.bad_records == "skip", seed=seed, global_batch_size=global_batch_size,
+            skip_bad=section.bad_records == "skip", seed=seed, global_batch_size=global_batch_size, batch_ramp=batch_ramp,
             fingerprint=fingerprint,
         )  # fmt: skip
     else:
@@ -76,7 +84,9 @@ def open_sources(
         splits = [_validation_split(array) for array in arrays]
         every = 0 if section.validation_path or any(splits) else section.holdout_every
         pack = partial(PackedDataset, seq_len=seq_len, holdout_every=every)
-        training = mix([pack(array, name=path) for array, path in zip(arrays, paths, strict=True)], weights)
+        training = mix(
+            [pack(array, name=path) for array, path in zip(arrays, paths, strict=True)], weights, batch_ramp=batch_ramp
+        )
         if validate and not section.validation_path:
             if not any(splits) and not every:
                 raise UserError(
@@ -97,7 +107,13 @@ def open_sources(
 
 
 def _open_chats(
-    section: Data, tokenizer: Tokenizer, mix: Callable[..., ShuffledMixture], *, seq_len: int, validate: bool
+    section: Data,
+    tokenizer: Tokenizer,
+    mix: Callable[..., ShuffledMixture],
+    *,
+    seq_len: int,
+    validate: bool,
+    batch_ramp: Ramp,
 ) -> Sources:
     """Opens conversations. Those of a mixture are held out of each file or folder."""
     from titanlike.data.chats import PackedChats  # imports jinja2
@@ -109,7 +125,9 @@ def _open_chats(
     every = 0 if section.validation_path else section.holdout_every
     pack = partial(PackedChats, tokenizer=tokenizer, seq_len=seq_len, too_long=section.long_chats)
     training = mix(
-        [pack(each, holdout_every=every, name=path) for each, path in zip(chats, paths, strict=True)], weights
+        [pack(each, holdout_every=every, name=path) for each, path in zip(chats, paths, strict=True)],
+        weights,
+        batch_ramp=batch_ramp,
     )
     if not validate:
         return Sources(training)

@@ -19,6 +19,7 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from titanlike.config import UserError
+from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.packed_dataset import Flags, Position, SequenceBatch
 from titanlike.data.shuffle import Mixture, Numbers, shuffled
 from titanlike.data.text.documents import BadRecord, Document, Fields, read_documents
@@ -56,6 +57,7 @@ class Stream:
         fields: Fields,
         seq_len: int,
         global_batch_size: int,
+        batch_ramp: Ramp = (),
         seed: int,
         workers: int = 1,
         skip_bad: bool = False,
@@ -66,11 +68,10 @@ class Stream:
         self.sources = sources
         self.weights = weights
         self.seed = seed
-        self.global_batch_size = global_batch_size
+        self.batch_sizes = BatchSizes(global_batch_size, batch_ramp)
         self.workers = workers
         most = min([MAX_READERS, *map(len, sources)])
-        self.num_readers = max(number for number in range(1, most + 1) if global_batch_size % number == 0)
-        self.rows_per_reader = global_batch_size // self.num_readers
+        self.num_readers = max(n for n in range(1, most + 1) if self.batch_sizes.divisor() % n == 0)
         self._open_text = partial(PackedText, tokenizer=tokenizer, fields=fields, seq_len=seq_len, skip_bad=skip_bad)
         self._pool: ThreadPool | None = None
         self._readers: dict[int, Reader] = {}
@@ -86,10 +87,13 @@ class Stream:
 
     def read(self, step: int, rows: range) -> SequenceBatch:
         """Returns these rows of the global batch. Steps must be read in order."""
-        first = rows.start // self.rows_per_reader
-        readers = [self._reader(number) for number in range(first, (rows.stop - 1) // self.rows_per_reader + 1)]
-        expected = (step - 1) * self.rows_per_reader
-        assert all(reader.num_read == expected for reader in readers), "a stream is read in the order of the steps"
+        rows_per_reader = self.batch_sizes.of(step) // self.num_readers
+        first = rows.start // rows_per_reader
+        readers = [self._reader(number) for number in range(first, (rows.stop - 1) // rows_per_reader + 1)]
+        num_earlier = self.batch_sizes.through(step - 1)
+        for reader in readers:
+            assert reader.num_read == num_earlier // self.num_readers, "a stream is read in the order of the steps"
+            reader.num_rows = rows_per_reader
         if self.workers > 1 and len(readers) > 1:
             # torchdata's ParallelMapper is not used: its threads call torch.set_num_threads(1), which also applies to every
             # thread that torch starts later, and to the main thread if it has not computed yet.
@@ -99,9 +103,9 @@ class Stream:
             packed = self._pool.map(next, readers, chunksize=1)
         else:
             packed = [next(reader) for reader in readers]
-        start = rows.start - first * self.rows_per_reader
+        start = rows.start - first * rows_per_reader
         tokens, loss_mask = (np.concatenate(part)[start : start + len(rows)] for part in zip(*packed, strict=True))
-        sequence_ids = np.array(rows, np.int64) + (step - 1) * self.global_batch_size
+        sequence_ids = np.array(rows, np.int64) + num_earlier
         return SequenceBatch(sequence_ids, tokens, None if loss_mask.all() else loss_mask)
 
     def position(self) -> Position:
@@ -116,17 +120,19 @@ class Stream:
             ]
             # The label determines the order of the data: do not rename it.
             mixture = Mixture(self.weights, derive_seed(self.seed, f"lane {number}"))
-            reader = self._readers[number] = Reader(texts, mixture, self.rows_per_reader)
+            reader = self._readers[number] = Reader(texts, mixture)
             reader.reset(self._resumed.get(number))
         return self._readers[number]
 
 
 class Reader(BaseNode[Packed]):
-    """Yields the rows that one reader contributes to each step: tokens (N, T + 1) and their loss mask."""
+    """Yields the `num_rows` rows that one reader contributes to a step: tokens (N, T + 1) and their loss mask."""
 
-    def __init__(self, texts: "Sequence[PackedText]", mixture: Mixture, rows_per_step: int) -> None:
+    num_rows: int
+
+    def __init__(self, texts: "Sequence[PackedText]", mixture: Mixture) -> None:
         super().__init__()
-        self.texts, self.mixture, self.rows_per_step = texts, mixture, rows_per_step
+        self.texts, self.mixture = texts, mixture
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
@@ -135,9 +141,9 @@ class Reader(BaseNode[Packed]):
             text.reset(initial_state["texts"][index] if initial_state else None)
 
     def next(self) -> Packed:
-        sources, _ = self.mixture.pick(np.arange(self.num_read, self.num_read + self.rows_per_step))
+        sources, _ = self.mixture.pick(np.arange(self.num_read, self.num_read + self.num_rows))
         rows = [next(self.texts[source]) for source in sources.tolist()]
-        self.num_read += self.rows_per_step
+        self.num_read += self.num_rows
         tokens, loss_mask = (np.stack(part) for part in zip(*rows, strict=True))
         return tokens, loss_mask
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class Monitor(AbstractContextManager["Monitor"]):
     num_devices: int
     num_steps: int
     first_step: int
-    tokens_per_step: int
+    num_tokens: Callable[[int], int]  # of all steps up to and including one
     flops_per_token: int
     interval: int
     folder: Path | None
@@ -93,7 +93,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         loss, grad_norm = values.read()
         now = time.perf_counter()  # after the read: the device has completed the steps
         seconds = now - self._window_started
-        tokens_per_second = self._window_steps * self.tokens_per_step / seconds
+        tokens = self.num_tokens(step)
+        tokens_per_second = (tokens - self.num_tokens(step - self._window_steps)) / seconds
         flops = tokens_per_second * self.flops_per_token / self.num_devices
         self._rates.append(tokens_per_second)
         self._peak_memory_gib = peak_memory_gib(self.device)
@@ -103,7 +104,7 @@ class Monitor(AbstractContextManager["Monitor"]):
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "learning_rate": learning_rate,
-                "tokens": step * self.tokens_per_step,
+                "tokens": tokens,
                 "tokens_per_second": tokens_per_second,
                 "tflops_per_device": flops / 1e12,
                 "mfu": flops / self.peak_flops if self.peak_flops else None,

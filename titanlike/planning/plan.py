@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from titanlike.planning.cost import Rank, StepTime, step_time
@@ -88,7 +88,21 @@ class Plan:
     @property
     def hours(self) -> float:
         """Hours of all steps, without startup, validation and checkpointing."""
-        return self.job.recipe.training.steps * self.time.seconds / 3600
+        training = self.job.recipe.training
+        seconds = 0.0
+        for num_steps, size in training.batch_sizes.until(training.steps):
+            seconds += num_steps * (
+                self.time.seconds if size == training.global_batch_size else self._step_seconds(size)
+            )
+        return seconds / 3600
+
+    def _step_seconds(self, global_batch_size: int) -> float:
+        """Returns the time of a step of the batch-size ramp."""
+        recipe = self.job.recipe
+        recipe = replace(recipe, training=replace(recipe.training, global_batch_size=global_batch_size, batch_ramp=()))
+        job = Job(recipe, self.job.num_gpus)
+        traffics = [list(traffic(job, rank)) for rank in range(job.layout.pipeline)]
+        return step_time(job, self.hardware, traffics).seconds
 
     @property
     def gpu_hours(self) -> float:

@@ -162,7 +162,7 @@ def _time_table(plan: Plan) -> Table:
 def result_lines(plan: Plan) -> list[str]:
     """Returns throughput, and the duration and cost of the run."""
     training = plan.job.recipe.training
-    tokens = training.steps * training.tokens_per_step
+    tokens = training.num_tokens(training.steps)
     return [
         f"speed     {plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {plan.tokens_per_second:,.0f} in total, "
         f"MFU {plan.mfu:.1%}",

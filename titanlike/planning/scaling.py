@@ -46,7 +46,8 @@ def scaling(recipe: PretrainRecipe, counts: Sequence[int], hardware: Hardware, c
 
 
 def weakly_scaled(recipe: PretrainRecipe, first: int, num_gpus: int) -> PretrainRecipe:
-    """Returns a recipe with a batch proportional to the number of GPUs and the same number of tokens."""
+    """Returns a recipe with a batch proportional to the number of GPUs and the same number of tokens, without a batch-size
+    ramp."""
     training, schedule = recipe.training, recipe.schedule
     batch, rest = divmod(training.global_batch_size * num_gpus, first)
     if rest:
@@ -65,6 +66,6 @@ def weakly_scaled(recipe: PretrainRecipe, first: int, num_gpus: int) -> Pretrain
         warmup = min(warmup, max(0, steps - schedule.num_decay_steps(steps)))  # both are rounded
     return replace(
         recipe,
-        training=replace(training, global_batch_size=batch, steps=steps),
+        training=replace(training, global_batch_size=batch, batch_ramp=(), steps=steps),
         schedule=replace(schedule, warmup_steps=warmup, decay_steps=decay),
     )

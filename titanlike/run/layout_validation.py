@@ -138,6 +138,25 @@ def microbatch_problems(recipe: PretrainRecipe, num_microbatches: int, sequences
     ]
 
 
+def batch_ramp_problems(recipe: PretrainRecipe, num_data_ranks: int) -> list[str]:
+    """Whether the sizes of the batch-size ramp are made of the same micro-batches as the final size."""
+    training = recipe.training
+    num_microbatches = training.num_microbatches(num_data_ranks)
+    sequences = training.global_batch_size // num_microbatches  # of a micro-batch of all ranks
+    problems = []
+    for _, size in training.batch_ramp:
+        if size % sequences:
+            multiples = [n * sequences for n in (size // sequences, size // sequences + 1) if n]
+            problems.append(
+                f"training.batch_ramp has a size of {size}, which is no multiple of the {sequences} sequences of a micro-batch on "
+                f"{num_data_ranks} data-parallel ranks; use {one_of(multiples)}, or a smaller training.local_batch_size"
+            )
+        else:
+            found = microbatch_problems(recipe, size // sequences, size // num_data_ranks)
+            problems += [f"training.batch_ramp has a size of {size}: {problem}" for problem in found]
+    return problems
+
+
 def adamw_section(recipe: PretrainRecipe) -> Optimizer:
     """Returns the section of AdamW, with its defaults if the program has another optimizer and a section of its own for it."""
     return recipe.optimizer if isinstance(recipe.optimizer, Optimizer) else Optimizer()

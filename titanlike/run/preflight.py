@@ -16,6 +16,7 @@ from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_conf
 from titanlike.optim.validation import optimizer_group_problems
 from titanlike.run.layout_validation import (
     adamw_section,
+    batch_ramp_problems,
     microbatch_problems,
     pipeline_stage_problems,
     tensor_parallel_problems,
@@ -49,6 +50,7 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
         sequences_per_rank = recipe.training.global_batch_size // num_data_ranks
         problems += microbatch_problems(recipe, num_microbatches, sequences_per_rank)
         problems += token_problems(recipe, sequences_per_rank // num_microbatches)
+        problems += batch_ramp_problems(recipe, num_data_ranks)
     except UserError as problem:
         problems.append(str(problem))
     if problems:

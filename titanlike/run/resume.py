@@ -10,6 +10,7 @@ from typing import Any
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import validate
+from titanlike.config.layout import BatchSizes
 from titanlike.config.sections import Schedule
 from titanlike.optim.schedule import learning_rate
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
@@ -36,6 +37,8 @@ FREE_KEYS = {
     "data.chat_template", "float8.all_gather",
     "float8.emulate",
 }  # fmt: skip
+# Keys that may change if the batches of the steps taken do not.
+BATCH_SIZE_KEYS = {"training.batch_ramp", "training.global_batch_size"}
 # Free keys that change rounding: the resumed run is not bit-exact.
 INEXACT = (
     "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
@@ -63,6 +66,8 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     problem = _learning_rate_problem(before, recipe, saved.step) if scheduled else ""
     if not problem:
         differences = {key: line for key, line in differences.items() if key not in scheduled}
+    if _same_batches(before, recipe, saved.step):
+        differences = {key: line for key, line in differences.items() if key not in BATCH_SIZE_KEYS}
     changed = {
         key: line
         for key, line in differences.items()
@@ -114,6 +119,16 @@ def _learning_rate_problem(before: dict[str, Any], recipe: PretrainRecipe, num_t
         if old != new:
             return f"the learning rate of step {step} was {old:.4g} of the peak and would be {new:.4g}"
     return ""
+
+
+def _same_batches(before: dict[str, Any], recipe: PretrainRecipe, num_taken: int) -> bool:
+    """Whether the steps taken have the same batches under both batch-size ramps."""
+    training = before["training"]
+    ramp = tuple((num_steps, size) for num_steps, size in training["batch_ramp"])
+    old, new = BatchSizes(training["global_batch_size"], ramp), recipe.training.batch_sizes
+    # The readers of a stream are as many as divide every size.
+    same_readers = recipe.data.source != "stream" or old.divisor() == new.divisor()
+    return same_readers and old.until(num_taken) == new.until(num_taken)
 
 
 def _default_recipe(recipe: PretrainRecipe) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import titanlike
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
+from titanlike.config.sections import Training
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
@@ -167,7 +168,7 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
         f"{model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0) / 1e6:,.0f} MFLOP per token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens per step; per rank "
-        f"{num_microbatches} x {microbatch_size}",
+        f"{num_microbatches} x {microbatch_size}{_ramp(training)}",
         f"ranks   {ranks} on {device_name(device)}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {dimensions[name]}" for name, size in layout.items() if size > 1),
         *_lora_lines(recipe),
@@ -181,6 +182,11 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
         *(["start   compiling: the first step takes longer"] if recipe.compile.mode != "none" else []),
     ]
     return "\n".join(lines)
+
+
+def _ramp(training: Training) -> str:
+    stages = [f"{size} for {num_steps:,} steps" for num_steps, size in training.batch_ramp]
+    return f"; before, {', then '.join(stages)}" if stages else ""
 
 
 def _lora_lines(recipe: PretrainRecipe) -> list[str]:
