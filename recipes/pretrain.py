@@ -27,6 +27,7 @@ from titanlike.inference.evaluator import Evaluator
 from titanlike.interop.export import export
 from titanlike.interop.weights import load_initial, open_weights
 from titanlike.metrics import Monitor
+from titanlike.metrics.profiler import Profiler
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.models.layers import attention_backend
@@ -127,6 +128,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     with (
         monitor,
         checkpoints,
+        Profiler(recipe.profiling, run.path, device, monitor.exclude_from_throughput) as profiler,
         GracefulShutdown() as shutdown,
         GarbageCollector(training.gc_interval) as garbage_collector,
         attention_backend(training.attention),
@@ -136,6 +138,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         monitor.print(resume.message)
         for step in range(resume.first_step, training.steps + 1):
             watchdog.step(step)
+            profiler.step(step)
             with monitor.data_wait():
                 microbatches = data.training.microbatches(step)
 

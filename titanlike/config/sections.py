@@ -422,6 +422,21 @@ class Metrics:
 
 
 @section
+class Profiling:
+    """Traces of training steps. `titanlike profile` prints where their time goes; Perfetto (ui.perfetto.dev) shows them."""
+
+    steps: tuple[Positive, ...] = ()
+    """Steps at which to begin a trace, such as `[10, 1000]`. Default: no traces, at no cost."""
+    num_steps: Positive = 3
+    """Number of consecutive steps in a trace."""
+    ranks: tuple[NonNegative, ...] = (0,)
+    """Ranks that are traced."""
+    memory: bool = False
+    """On GPUs, also record all allocations, and write a memory snapshot with each trace and at an out-of-memory error, for
+    pytorch.org/memory_viz. Recording slows down the host."""
+
+
+@section
 class PretrainRecipe:
     """The recipe of `recipes/pretrain.py`."""
 
@@ -444,3 +459,4 @@ class PretrainRecipe:
     evaluation: Evaluation = Evaluation()
     sample: Sample = Sample()
     metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()

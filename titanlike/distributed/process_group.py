@@ -139,8 +139,9 @@ def _destroy_process_group(*, abort: bool) -> None:
 _subgroups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
 
-def subgroup(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Returns the group that contains this rank, of groups that partition all ranks. All ranks call this together.
+def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dist.ProcessGroup:
+    """Returns the group that contains this rank, of groups that partition all ranks. All ranks call this together. Traces name
+    the collectives of a new group.
 
     All meshes of a process share their groups: DTensor caches results by the ranks of a mesh, so that a second mesh with groups of
     its own would get those of the first for some tensors, on some ranks.
@@ -151,9 +152,13 @@ def subgroup(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     if not compat.exists(_subgroups.get(key)):  # not created yet, or destroyed since
         timeout = _timeout()
         if len(key[0]) == 1:
-            found: Any = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+            found: Any = dist.new_group(
+                [dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc=name
+            )
         else:
-            found, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in key], timeout=timeout)
+            found, _ = dist.new_subgroups_by_enumeration(
+                [list(ranks) for ranks in key], timeout=timeout, group_desc=name
+            )
         _subgroups[key] = found  # typed as possibly not a group, which ranks outside it would get
     return _subgroups[key]
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from titanlike.checkpoint import SaveResult
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
 from titanlike.metrics.terminal import Console
+from titanlike.metrics.trace import DATA_WAIT
 from titanlike.metrics.trackers import JSONLWriter, TensorBoardWriter
 from titanlike.utils.async_d2h import AsyncD2H
 
@@ -60,7 +62,8 @@ class Monitor(AbstractContextManager["Monitor"]):
     def data_wait(self) -> Iterator[None]:
         """Counts the time of the block as data wait, a part of the step."""
         start = time.perf_counter()
-        yield
+        with record_function(DATA_WAIT):
+            yield
         self._data_wait += time.perf_counter() - start
 
     @contextmanager

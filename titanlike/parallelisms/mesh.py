@@ -56,11 +56,11 @@ def build_mesh(
             f"there are {dist.get_world_size()} processes"
         )
     grid = torch.arange(dist.get_world_size()).view(pipeline, replicate, shard * context, tensor)
-    groups = [_group_along(grid, dimension) for dimension in range(grid.ndim)]
+    groups = [_group_along(grid, dimension, name) for dimension, name in enumerate(names)]
     mesh: Any = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
     if grid.numel() == 1:  # slicing a mesh imports the compiler in torch 2.15, which takes a second
         mesh = {name: DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=(name,)) for name in names}
-    context_group = _group_along(grid.view(-1, context, tensor), 1)
+    context_group = _group_along(grid.view(-1, context, tensor), 1, "context")
     return Mesh(
         sizes=sizes,
         fsdp=mesh["replicate", "shard"] if replicate > 1 else mesh["shard"],
@@ -72,6 +72,6 @@ def build_mesh(
     )
 
 
-def _group_along(grid: Tensor, dimension: int) -> dist.ProcessGroup:
+def _group_along(grid: Tensor, dimension: int, name: str) -> dist.ProcessGroup:
     """Returns this rank's process group along a dimension of the grid."""
-    return process_group.subgroup(grid.movedim(dimension, -1).flatten(0, -2).tolist())
+    return process_group.subgroup(grid.movedim(dimension, -1).flatten(0, -2).tolist(), name)

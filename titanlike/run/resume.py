@@ -27,6 +27,7 @@ FREE_SECTIONS = {
     "evaluation",
     "sample",
     "metrics",
+    "profiling",
 }
 # Keys of other sections that may change. The location of the data is irrelevant: its fingerprint is compared.
 FREE_KEYS = {

@@ -26,6 +26,7 @@ from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
 from titanlike.metrics.hardware import device_name
+from titanlike.run.out_of_memory import out_of_memory_error
 from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.regular_file import read_regular
@@ -57,7 +58,11 @@ class RunDirectory:
             Watchdog(section.hang_timeout, self.path) as watchdog,
             self.locked(),
         ):
-            yield device, watchdog
+            try:
+                yield device, watchdog
+            except torch.OutOfMemoryError as error:
+                ranks = environment.rank_info()
+                raise out_of_memory_error(self.recipe, ranks.world_size, ranks.rank, str(error)) from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -137,6 +137,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0))
     if recipe.compile.cache:  # read when torch is imported
         system.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
+    if recipe.profiling.steps:
+        system.set_variables({"KINETO_LOG_LEVEL": "99"})  # the profiler would print lines; read when torch is imported
     if recipe.run.device != "cpu":
         system.reduce_fragmentation()
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+MEMORY_EVENTS = 1_000_000  # of a memory snapshot: the last allocations and frees
+
 # Module, attribute path, and what uses it. `tests/unit/test_compat.py` checks them against the installed torch.
 REQUIRED = (
     ("torch", "_foreach_norm", "gradient norms and float8 scales in one kernel"),
@@ -24,6 +27,8 @@ REQUIRED = (
     ("torch", "Tensor._make_wrapper_subclass", "float8 all-gather"),
     ("torch._C", "_disabled_torch_function_impl", "float8 all-gather"),
     ("torch._dynamo", "disable", "a first step that does not import the compiler"),
+    ("torch.cuda.memory", "_record_memory_history", "profiling.memory"),
+    ("torch.cuda.memory", "_dump_snapshot", "profiling.memory"),
     ("torch.nn", "Module._apply", "allocation of a model that is on the meta device"),
     ("torch._functorch.config", "activation_memory_budget", "activation_checkpoint.mode = 'memory_budget'"),
     ("torch._functorch.config", "donated_buffer", "pipeline schedules that split the backward pass"),
@@ -225,6 +230,16 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 def disable_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Excludes a function from compiled code, like `torch.compiler.disable`, but without a wrapper around it."""
     return cast(Any, torch)._dynamo.disable(function, wrapping=False)
+
+
+def record_memory_history() -> None:
+    """Records the allocations of all GPUs from now on, with the Python stack of each."""
+    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Writes the recorded allocations, for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

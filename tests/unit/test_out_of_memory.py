@@ -1,0 +1,59 @@
+"""The message of a run that is out of memory: the changes that save most by the plan."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.planning.job import Job
+from titanlike.planning.memory import memory
+from titanlike.run.out_of_memory import out_of_memory_error, savings
+from titanlike.run.run_dir import RunDirectory
+
+LLAMA_8B = Path(__file__).parents[2] / "train_configs" / "llama3_8b.toml"
+
+
+def allocated(recipe: PretrainRecipe, num_ranks: int) -> int:
+    return memory(Job(recipe, num_ranks)).allocated
+
+
+def test_the_changes_save_what_the_planner_says_and_have_different_keys() -> None:
+    recipe = load(PretrainRecipe, LLAMA_8B, {})
+    found = savings(recipe, 8)
+    assert len(found) == 3
+    assert [saved for saved, _ in found] == sorted((saved for saved, _ in found), reverse=True)
+    keys = [key for _, changes in found for key in changes]
+    assert len(keys) == len(set(keys))
+    by_key = {next(iter(changes)): saved for saved, changes in found}
+    full = replace(recipe, activation_checkpoint=replace(recipe.activation_checkpoint, mode="full"))
+    assert by_key["activation_checkpoint.mode"] == allocated(recipe, 8) - allocated(full, 8)
+
+
+def test_the_message_names_the_rank_the_cause_and_the_changes() -> None:
+    recipe = load(PretrainRecipe, LLAMA_8B, {})
+    lines = str(out_of_memory_error(recipe, 8, 3, "CUDA out of memory. Tried to allocate 2 GiB.\nMore.")).split("\n")
+    peak = allocated(recipe, 8) / 2**30
+    assert lines[0].startswith("rank 3 is out of memory: CUDA out of memory. Tried to allocate 2 GiB; the plan expects")
+    assert f"{peak:,.2f} GiB" in lines[0]
+    assert len(lines) == 4
+    assert any("changes rounding" in line for line in lines[1:])
+
+
+def test_a_run_ends_with_this_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = PretrainRecipe()
+    recipe = replace(recipe, run=replace(recipe.run, dir=str(tmp_path), name="run", device="cpu"))
+    with pytest.raises(SystemExit) as exit_code, RunDirectory(recipe).session():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+    assert exit_code.value.code == 2  # not restarted: it would meet the same error
+    errors = capsys.readouterr().err
+    assert "error: rank 0 is out of memory: CUDA out of memory. Tried to allocate 1 GiB; the plan" in errors
+    assert "saves" in errors
+
+
+def test_an_error_of_the_planner_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlike.run.out_of_memory.savings", lambda *_: 1 / 0)
+    error = out_of_memory_error(PretrainRecipe(), 1, 0, "CUDA out of memory.")
+    assert isinstance(error, UserError)
+    assert str(error).startswith("rank 0 is out of memory: CUDA out of memory; no plan")
