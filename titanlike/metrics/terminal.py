@@ -68,7 +68,7 @@ class Console(LiveLine):
         remaining = self._remaining(step, values["elapsed_seconds"] or 0.0)
         progress = f"  {remaining} left" if remaining else ""
         details = f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}"
-        speed = f"  {values['tflops_per_device']:.3g} TFLOP/s  MFU {'unknown' if mfu is None else f'{mfu:.1%}'}"
+        speed = f"  {values['tflops_per_device']:.3g} TFLOP/s{'' if mfu is None else f'  MFU {mfu:.1%}'}"
         memory = f"  {values['memory_gib']:.2f} GiB"
         self._num_records += 1
         if not self.is_terminal or step == self.num_steps or self._num_records % PERMANENT_INTERVAL == 1:

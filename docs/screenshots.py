@@ -1,0 +1,138 @@
+"""Makes the pictures of `docs/screenshots/` again: runs the commands in a terminal, and pages in a headless browser.
+
+    python docs/screenshots.py                    all of them, in a few minutes
+    python docs/screenshots.py profile plan       some of them
+    python docs/screenshots.py --list             their commands
+
+Requires the extra `dev` and, for pages, chromium. Figures in the pictures are those of the machine that makes them.
+"""
+
+import argparse
+import os
+import pty
+import re
+import select
+import shlex
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from dataclasses import dataclass
+from fcntl import ioctl
+from io import StringIO
+from pathlib import Path
+
+import pyte
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "screenshots"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A command in a terminal of this size, and the text at which the picture is taken: by default at the end."""
+
+    command: str
+    columns: int = 100
+    rows: int = 45
+    until: str = ""  # regular expression
+    before: str = ""  # a command that prepares it
+
+
+# By the name of the file.
+CAPTURES = {
+    "training": Capture("./run_train.sh train_configs/debug.toml --run.name=debug", rows=36, until=r"step +1[0-2]\d/160"),
+    "completion": Capture("./run_train.sh train_configs/debug.toml --run.name=short --training.steps=40", rows=48),
+    "profile": Capture(
+        "titanlike profile train_configs/debug.toml --hardware mine.toml",
+        before="titanlike plan --calibrate mine.toml",
+        rows=100,
+    ),
+    "plan": Capture("titanlike plan train_configs/llama3_8b.toml --gpus 64", rows=80),
+}
+
+
+def capture(name: str, item: Capture, folder: Path) -> None:
+    """Runs the command of a picture and writes it."""
+    environment = os.environ | {
+        "TERM": "xterm-256color", "COLUMNS": str(item.columns), "LINES": str(item.rows), "COLORTERM": "truecolor",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    if item.before:
+        subprocess.run(shlex.split(item.before), cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    screen = pyte.Screen(item.columns, item.rows)
+    stream = pyte.ByteStream(screen)
+    words = shlex.split(item.command)
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.execvpe(words[0], words, environment)
+    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", item.rows, item.columns, 0, 0))
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
+        if select.select([terminal], [], [], 0.5)[0]:
+            try:
+                found = os.read(terminal, 65536)
+            except OSError:  # the command has ended
+                break
+            if not found:
+                break
+            stream.feed(found)
+        if item.until and re.search(item.until, "\n".join(screen.display)):
+            break
+    write_svg(FOLDER / f"{name}.svg", screen, f"$ {item.command}")
+    if item.until:
+        os.kill(child, 15)
+    os.close(terminal)
+    os.waitpid(child, 0)
+
+
+def write_svg(path: Path, screen: pyte.Screen, title: str) -> None:
+    """Writes the screen of a terminal, without the empty lines at its end."""
+    last = max((row for row, line in enumerate(screen.display) if line.strip()), default=0)
+    console = Console(record=True, width=screen.columns, file=StringIO(), highlight=False)
+    for row in range(last + 1):
+        line = Text()
+        for column in range(screen.columns):
+            cell = screen.buffer[row][column]
+            line.append(cell.data, Style(color=color_of(cell.fg), bold=cell.bold, reverse=cell.reverse))
+        console.print(line, no_wrap=True, crop=True, overflow="crop")
+    svg = console.export_svg(title=title)
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))  # fonts of the reader's machine
+
+
+def color_of(name: str) -> str | None:
+    """Returns rich's name of a color of pyte."""
+    if name == "default":
+        return None
+    return f"#{name}" if re.fullmatch("[0-9a-f]{6}", name) else {"brown": "yellow"}.get(name, name)
+
+
+def main() -> None:
+    """Makes all pictures, or those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CAPTURES)}")
+    parser.add_argument("--list", action="store_true", help="print the commands")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.names if name not in CAPTURES]
+    if unknown:
+        parser.error(f"{unknown[0]}: unknown; use {', '.join(CAPTURES)}")
+    FOLDER.mkdir(exist_ok=True)
+    for name in arguments.names or CAPTURES:
+        if arguments.list:
+            print(f"{name}: {CAPTURES[name].command}")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for path in ("run_train.sh", "train_configs"):
+                Path(folder, path).symlink_to(ROOT / path)
+            capture(name, CAPTURES[name], Path(folder))
+        print(f"wrote {FOLDER / name}.svg")
+
+
+if __name__ == "__main__":
+    main()
