@@ -36,8 +36,9 @@ def test_a_profile_has_the_kernels_of_the_step(tmp_path: Path, mode: str) -> Non
 
 def test_an_out_of_memory_error_names_three_keys_and_writes_a_snapshot(tmp_path: Path) -> None:
     keys = {
-        "model.dim": "4096", "model.num_heads": "32", "model.ffn_dim": "16384", "model.vocab_size": "65536", "training.local_batch_size": "64",
-        "training.global_batch_size": "64", "training.seq_len": "8192", "profiling.memory": "true", "training.loss_chunk": "0",
+        "model.dim": "4096", "model.num_heads": "32", "model.ffn_dim": "16384", "model.vocab_size": "65536",
+        "training.local_batch_size": "64", "training.global_batch_size": "64", "training.seq_len": "8192",
+        "training.loss_chunk": "0", "profiling.memory": "true",
     }  # fmt: skip
     done = run(tmp_path, variables=ON_GPU, real=True, **SMALL | keys | {"run.name": "r"})
     assert done.returncode == 2
