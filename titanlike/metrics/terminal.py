@@ -72,7 +72,8 @@ class Console(LiveLine):
         memory = f"  {values['memory_gib']:.2f} GiB"
         self._num_records += 1
         if not self.is_terminal or step == self.num_steps or self._num_records % PERMANENT_INTERVAL == 1:
-            self.print(f"{self._prefix(step)}  {loss}  {rate}{progress}{details}{speed}{memory}")
+            in_status = self.is_terminal  # and outdated in the history
+            self.print(f"{self._prefix(step)}  {loss}  {rate}{'' if in_status else progress}{details}{speed}{memory}")
         self._losses.append(values["loss"] if values["loss"] is not None else math.nan)
         self._training = "\n".join(
             (
