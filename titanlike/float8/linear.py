@@ -10,7 +10,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, skip_reasons
 from titanlike.float8.validation import hardware_problems
-from titanlike.models.layers import LossFunction
+from titanlike.models.layers import LossFunction, head_output
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
 from titanlike.utils.dtensor import is_dtensor
@@ -100,10 +100,10 @@ class Float8Head(Float8Linear):
     """A float8 `LMHead`. Its loss is not chunked: all logits are in memory at once."""
 
     loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
+    soft_cap: float = 0.0
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits = super().forward(x)
-        return logits if labels is None else self.loss(logits, None, labels)
+        return head_output(self, super().forward(x), None, labels)
 
 
 def to_float8(
