@@ -57,10 +57,13 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
         return
     config = replace(Float8LinearConfig.from_recipe_name(float8.scaling), emulate=float8.emulate)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in selected)  # <- converts
-    converted: list[Any] = [model.get_submodule(name) for name in selected]
-    for linear in converted:
+    converted: dict[str, Any] = {name: model.get_submodule(name) for name in selected}
+    mm_config = next(iter(converted.values())).linear_mm_config
+    for name, linear in converted.items():
         linear.__class__ = Float8Linear if linear is not getattr(model, "output", None) else Float8Head
-        linear.linear_mm_config = converted[0].linear_mm_config  # one object: all blocks share one compiled forward
+        if isinstance(linear, Float8Head):
+            linear.soft_cap = getattr(linears[name], "soft_cap", 0.0)
+        linear.linear_mm_config = mm_config  # one object: all blocks share one compiled forward
 
 
 def check_hardware(device_type: str, float8: Float8) -> None:
