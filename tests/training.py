@@ -48,7 +48,7 @@ QWEN3 = Qwen3Config(
 # The window is shorter than a sequence, and than what a context-parallel rank holds.
 GEMMA2 = Gemma2Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
-    sliding_window=11, attention_soft_cap=0.5, logit_soft_cap=1.0, max_seq_len=128,
+    sliding_window=11, attention_soft_cap=0.02, logit_soft_cap=0.2, max_seq_len=128,
 )  # fmt: skip
 GEMMA3 = Gemma3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,

@@ -30,7 +30,7 @@ PROMPTS = ["def main(", "", "a much longer prompt, so that the others are padded
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {
     name: dataclasses.replace(CONFIGS[name], vocab_size=320)
-    for name in ("grouped-query", "GPT-2", "Gemma 2", "Gemma 3")  # type: ignore[type-var]
+    for name in ("grouped-query", "GPT-2", "Gemma 2")  # type: ignore[type-var]
 }
 
 

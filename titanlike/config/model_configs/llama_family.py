@@ -75,8 +75,6 @@ class LlamaFamilyConfig(TransformerConfig):
     """Whether `head_dim` is a field, and does not follow from the other fields."""
     gelu: ClassVar[bool] = False
     """Whether the gate of the feed-forward layers is GELU, in the tanh approximation, and not SiLU."""
-    unit_offset_norm: ClassVar[bool] = False
-    """Whether RMSNorm multiplies by 1 + weight, and not by the weight."""
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
     """The RoPE types of transformers that the fields can express."""
     hf_model_type: ClassVar[str] = ""

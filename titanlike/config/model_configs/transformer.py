@@ -42,6 +42,8 @@ class TransformerConfig:
     """Whether the projections of queries, keys and values have a bias, even if `biases` is False."""
     post_norms: ClassVar[bool] = False
     """Whether the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
+    unit_offset_norm: ClassVar[bool] = False
+    """Whether RMSNorm multiplies by 1 + weight, in float32, and not by the weight."""
     logit_soft_cap: float = 0.0
     attention_soft_cap: float = 0.0
     sliding_window: int = 0
