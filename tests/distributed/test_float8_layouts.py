@@ -46,7 +46,9 @@ ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 def recipe_for(
     folder: Path, name: str, layout: dict[str, Any], float8: dict[str, Any], **sections: Any
 ) -> PretrainRecipe:
-    model = {**MODELS, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2, "gemma3": GEMMA3}[sections.pop("model", "llama")]
+    model = {**MODELS, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2, "gemma3": GEMMA3}[
+        sections.pop("model", "llama")
+    ]
     model = dataclasses.replace(model, num_layers=sections.pop("layers", model.num_layers))
     # Small updates: large ones would amplify a value that rounds to the other side.
     optimizer = dict(lr=1e-3, eps=1e-4) | sections.pop("optimizer", {})

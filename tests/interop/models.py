@@ -38,13 +38,33 @@ CONFIGS: dict[str, TransformerConfig] = {
     ),
     # The window is shorter than the sequences, and the caps bound the scores and the logits.
     "Gemma 2": Gemma2Config(
-        dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=24, query_scalar=20.0, ffn_dim=112, vocab_size=301,
-        max_seq_len=256, sliding_window=40, attention_soft_cap=5.0, logit_soft_cap=4.0,
-    ),  # fmt: skip
+        dim=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        query_scalar=20.0,
+        ffn_dim=112,
+        vocab_size=301,
+        max_seq_len=256,
+        sliding_window=40,
+        attention_soft_cap=5.0,
+        logit_soft_cap=4.0,
+    ),
     "Gemma 3": Gemma3Config(
-        dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=24, query_scalar=20.0, ffn_dim=112, vocab_size=301,
-        max_seq_len=256, sliding_window=40, sliding_window_pattern=3, rope_scaling=8.0,
-    ),  # fmt: skip
+        dim=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        query_scalar=20.0,
+        ffn_dim=112,
+        vocab_size=301,
+        max_seq_len=256,
+        sliding_window=40,
+        sliding_window_pattern=3,
+        rope_scaling=8.0,
+    ),
     "GPT-2": GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=301, max_seq_len=256),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from titanlike.config import UserError
 from titanlike.config.model_configs import (
     GEMMA2_SIZES,
     GEMMA3_SIZES,
@@ -18,15 +19,14 @@ from titanlike.config.model_configs import (
     QWEN3_SIZES,
     Gemma2Config,
     Gemma3Config,
-    GPTConfig,
     GemmaConfig,
+    GPTConfig,
     LlamaConfig,
     LlamaFamilyConfig,
     Qwen2Config,
     Qwen3Config,
     TransformerConfig,
 )
-from titanlike.config import UserError
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
@@ -221,7 +221,8 @@ def test_an_option_of_llama_is_that_of_gemma_and_off_by_default(option: str, val
     """With it, logits change; and a window as long as the sequence is no window."""
     tokens = torch.arange(12).remainder(37)[None]
     plain, other = (
-        with_large_weights(build(dataclasses.replace(TINY_LLAMA, **options)))(tokens) for options in ({}, {option: value})
+        with_large_weights(build(dataclasses.replace(TINY_LLAMA, **options)))(tokens)
+        for options in ({}, {option: value})
     )
     assert not torch.allclose(plain, other)
     if option == "sliding_window":

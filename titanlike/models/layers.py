@@ -24,7 +24,7 @@ ATTENTION_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
-# (hidden states (B, T, D), output weight (V, D) or None, labels (B, T)) -> summed loss. Heads with a soft cap pass it as `soft_cap`.
+# (hidden states (B, T, D), output weight (V, D) or None, labels (B, T)) -> summed loss. Heads with a soft cap pass `soft_cap`, too.
 LossFunction = Callable[..., Tensor]
 
 

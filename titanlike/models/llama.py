@@ -202,9 +202,7 @@ def rms_norm(config: LlamaFamilyConfig, size: int) -> nn.RMSNorm:
     return (UnitOffsetRMSNorm if config.unit_offset_norm else nn.RMSNorm)(size, eps=config.norm_eps)
 
 
-def rotary_angles(
-    config: LlamaFamilyConfig, position_ids: Tensor, *, local: bool = False
-) -> tuple[Tensor, Tensor]:
+def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
     """Returns cosine and sine (B, 1, T, E) of the rotary angles at `positions` (B, T), in float32. Those of blocks with
     sliding-window attention (`local`) may have a base of their own, and no scaling.
 

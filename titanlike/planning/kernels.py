@@ -9,8 +9,8 @@ from titanlike.planning.operators import Counts, Matmul, Work
 # Speed of float8 matmuls with finer scales than one per tensor, relative to those.
 SCALING_SPEED = {"rowwise": 0.75, "rowwise_with_gw_hp": 0.75, "mxfp8": 0.9}
 
-# Speed of attention relative to FlashAttention: of the memory-efficient kernel, and of FlexAttention, which documents and soft-capped
-# scores use. The speed with a sliding window is not fitted: it is that without.
+# Speed of attention relative to FlashAttention: of the memory-efficient kernel, and of FlexAttention, which documents and
+# soft-capped scores use. That with a sliding window is not measured; it is taken as that without.
 EFFICIENT_SPEED, FLEX_SPEED = 0.6, 0.85
 
 

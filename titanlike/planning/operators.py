@@ -197,11 +197,19 @@ class Counts:
             # RoPE 4, and 2 more if it reads the statistics of QK-norm first, or in the backward pass its input.
             forward = (18 + 4 * post_norms) * local + 4 * rotated + 2 * normed + (6 if gated else 4) * hidden
             backward = (
-                (16 + 8 * post_norms) * local + (6 * gated + 8) * gathered + 4 * rotated + 2 * normed + (10 if gated else 6) * hidden
+                (16 + 8 * post_norms) * local
+                + (6 * gated + 8) * gathered
+                + 4 * rotated
+                + 2 * normed
+                + (10 if gated else 6) * hidden
             )
         else:
             norm, norm_backward = self.program.norm_bytes
-            forward = ((2 + post_norms) * norm + 12) * local + self.program.rope_bytes * rotated + (10 if gated else 4) * hidden
+            forward = (
+                ((2 + post_norms) * norm + 12) * local
+                + self.program.rope_bytes * rotated
+                + (10 if gated else 4) * hidden
+            )
             forward += norm * normed
             backward = ((2 + post_norms) * norm_backward + 12) * local + (6 * gated + 12) * gathered
             backward += self.program.rope_bytes * rotated + (18 if gated else 6) * hidden + norm_backward * normed
