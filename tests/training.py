@@ -19,7 +19,14 @@ from recipes import pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from titanlike.config.model_configs import (
+    Gemma2Config,
+    Gemma3Config,
+    GPTConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models import build_model
@@ -38,6 +45,15 @@ QWEN2 = Qwen2Config(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=9
 QWEN3 = Qwen3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=96, vocab_size=320, tied_head=True
 )
+# The window is shorter than a sequence, and than what a context-parallel rank holds.
+GEMMA2 = Gemma2Config(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
+    sliding_window=11, attention_soft_cap=0.02, logit_soft_cap=0.2, max_seq_len=128,
+)  # fmt: skip
+GEMMA3 = Gemma3Config(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
+    sliding_window=11, sliding_window_pattern=3, max_seq_len=128, tied_head=False,
+)  # fmt: skip
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
 TINY: dict[str, dict[str, Any]] = dict(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.test_checkpoint import drop_last, reshard
 from tests.parity import FAST
 from tests.pool import Pool
-from tests.training import assert_same, build, full_tensor, tiny, train
+from tests.training import GEMMA2, GEMMA3, assert_same, build, full_tensor, tiny, train
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.layout import DIMENSIONS
@@ -46,7 +46,9 @@ ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 def recipe_for(
     folder: Path, name: str, layout: dict[str, Any], float8: dict[str, Any], **sections: Any
 ) -> PretrainRecipe:
-    model = {**MODELS, "qwen2": QWEN2, "qwen3": QWEN3}[sections.pop("model", "llama")]
+    model = {**MODELS, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2, "gemma3": GEMMA3}[
+        sections.pop("model", "llama")
+    ]
     model = dataclasses.replace(model, num_layers=sections.pop("layers", model.num_layers))
     # Small updates: large ones would amplify a value that rounds to the other side.
     optimizer = dict(lr=1e-3, eps=1e-4) | sections.pop("optimizer", {})

@@ -16,7 +16,7 @@ from recipes import pretrain
 from tests.pool import Pool
 from tests.training import build, tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from titanlike.config.model_configs import Gemma3Config, GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.data.loader import Batch
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -35,6 +35,11 @@ QWEN3 = Qwen3Config(
     dim=128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=384, vocab_size=2048, tied_head=True
 )
 
+# Without soft-capped scores, which only FlexAttention does not keep.
+GEMMA3 = Gemma3Config(
+    dim=128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=384, vocab_size=2048, sliding_window=40
+)
+
 CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "one process": (dict(), {}),
     "one process, GPT": (dict(), dict(model=GPT)),
@@ -45,6 +50,8 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "TP x FSDP": (dict(tensor=2, shard=2), {}),
     "TP x FSDP, Qwen2": (dict(tensor=2, shard=2), dict(model=QWEN2)),
     "TP x FSDP, Qwen3": (dict(tensor=2, shard=2), dict(model=QWEN3)),
+    "FSDP, Gemma 3": (dict(shard=2), dict(model=GEMMA3)),
+    "TP x FSDP, Gemma 3, full": (dict(tensor=2, shard=2), dict(model=GEMMA3, activation_checkpoint=dict(mode="full"))),
     "CP x FSDP": (dict(context=2, shard=2), {}),
     "PP x FSDP": (dict(pipeline=2, shard=2), {}),
     "FSDP, float8": (

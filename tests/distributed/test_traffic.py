@@ -15,7 +15,7 @@ from recipes import pretrain
 from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
-from tests.training import MODELS, QWEN2, QWEN3, Traffic, build, tiny
+from tests.training import GEMMA2, GEMMA3, MODELS, QWEN2, QWEN3, Traffic, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.loader import Batch
@@ -180,6 +180,9 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "TP x FSDP, Qwen2": (TP | FSDP, QWEN2, {}),
     "TP x FSDP, Qwen3": (TP | FSDP, QWEN3, {}),
     "*CP x TP, Qwen3, full checkpointing": (CP | TP, QWEN3, FULL),
+    "TP x FSDP, Gemma 2": (TP | FSDP, GEMMA2, {}),
+    "CP x TP, Gemma 2, full checkpointing": (CP | TP, GEMMA2, FULL),
+    "*PP 1f1b x TP x FSDP, Gemma 3": (PP | TP | FSDP, GEMMA3, TWO),
     "*FSDP, LoRA": (FSDP, LLAMA, lora()),
     "*FSDP, LoRA in the last block": (FSDP, LLAMA, lora("layers.3")),
     "*TP x FSDP, LoRA": (TP | FSDP, LLAMA, lora()),

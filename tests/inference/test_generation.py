@@ -20,6 +20,7 @@ from titanlike.inference.load import load_for_generation
 from titanlike.inference.logits import CachedLogits, NextLogits, recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
 from titanlike.models import blocks
+from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 
@@ -29,7 +30,7 @@ PROMPTS = ["def main(", "", "a much longer prompt, so that the others are padded
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {
     name: dataclasses.replace(CONFIGS[name], vocab_size=320)
-    for name in ("grouped-query", "GPT-2")  # type: ignore[type-var]
+    for name in ("grouped-query", "GPT-2", "Gemma 2")  # type: ignore[type-var]
 }
 
 
@@ -73,8 +74,9 @@ def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) 
     )
 
 
-def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(alone: None) -> None:
-    config = CONFIGS["Llama 3.1"]
+@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma 2"])
+def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(name: str, alone: None) -> None:
+    config = CONFIGS[name]
     model = model_of(config)
     prompts = [byte_tokenizer().opening(prompt) for prompt in PROMPTS]
     with cached(model, build_mesh("cpu"), config, 1) as next_logits, torch.no_grad():
@@ -83,18 +85,27 @@ def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(alone: None) -
         torch.testing.assert_close(logits, model(torch.tensor([prompt]))[0, -1].detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_the_cache_takes_several_tokens_at_a_time() -> None:
-    config = CONFIGS["grouped-query"]
+def document_masks(model: nn.Module) -> list[DocumentMask]:
+    return [module for module in model.modules() if isinstance(module, DocumentMask)]
+
+
+@pytest.mark.parametrize("name", ["grouped-query", "Gemma 2", "Gemma 3"])
+def test_the_cache_takes_several_tokens_at_a_time(name: str) -> None:
+    config = CONFIGS[name]
+    if name != "grouped-query":
+        config = dataclasses.replace(config, sliding_window=4)  # type: ignore[type-var]
     model, tokens = model_of(config), torch.arange(24).view(2, 12)
+    masks = document_masks(model)
     with torch.no_grad():
         expected = model(tokens)
-        with apply_kv_cache(blocks(model), batch_size=2, max_length=12) as cache:
+        with apply_kv_cache(blocks(model), batch_size=2, max_length=12, document_masks=masks) as cache:
             cache.start()
             parts = [
                 model(tokens[:, first:end], position_ids=torch.arange(first, end)[None])
                 for first, end in ((0, 5), (5, 9), (9, 10), (10, 12))
             ]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(tokens), expected)  # the model is as before
 
 
 def test_misuse_of_the_cache_is_reported() -> None:
@@ -106,6 +117,12 @@ def test_misuse_of_the_cache_is_reported() -> None:
     with apply_kv_cache(blocks(model), batch_size=1, max_length=4), pytest.raises(UserError, match=too_small):
         model(torch.zeros(1, 5, dtype=torch.long))
     with apply_kv_cache(blocks(model), batch_size=1, max_length=4), pytest.raises(UserError, match="document_ids"):
+        model(torch.zeros(1, 4, dtype=torch.long), document_ids=torch.zeros(1, 4))
+    masks = document_masks(model)
+    with (
+        apply_kv_cache(blocks(model), batch_size=1, max_length=4, document_masks=masks),
+        pytest.raises(UserError, match="document_ids"),
+    ):
         model(torch.zeros(1, 4, dtype=torch.long), document_ids=torch.zeros(1, 4))
 
 
@@ -146,7 +163,7 @@ def _refusal() -> str:
 
 
 @pytest.mark.filterwarnings("default")  # those of transformers are not ours
-@pytest.mark.parametrize("name", ["grouped-query", "Llama 3.1", "GPT-2"])
+@pytest.mark.parametrize("name", ["grouped-query", "Llama 3.1", "GPT-2", "Gemma 2", "Gemma 3"])
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path, alone: None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

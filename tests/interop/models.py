@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint.format import ShardRange
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config, TransformerConfig
+from titanlike.config.model_configs import (
+    Gemma2Config,
+    Gemma3Config,
+    GPTConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    TransformerConfig,
+)
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.weights import Weights
@@ -27,6 +35,35 @@ CONFIGS: dict[str, TransformerConfig] = {
     ),
     "Qwen3": Qwen3Config(
         dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=24, ffn_dim=112, vocab_size=301, max_seq_len=256
+    ),
+    # The window is shorter than the sequences, and the caps bound the scores and the logits.
+    "Gemma 2": Gemma2Config(
+        dim=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        query_scalar=20.0,
+        ffn_dim=112,
+        vocab_size=301,
+        max_seq_len=256,
+        sliding_window=40,
+        attention_soft_cap=5.0,
+        logit_soft_cap=4.0,
+    ),
+    "Gemma 3": Gemma3Config(
+        dim=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        query_scalar=20.0,
+        ffn_dim=112,
+        vocab_size=301,
+        max_seq_len=256,
+        sliding_window=40,
+        sliding_window_pattern=3,
+        rope_scaling=8.0,
     ),
     "GPT-2": GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=301, max_seq_len=256),
 }
@@ -55,7 +92,8 @@ def model_of(config: TransformerConfig, seed: int = 0) -> nn.Module:
         for name, parameter in model.named_parameters():
             scale = 0.5 if "embeddings" in name else 2.0 / parameter.shape[-1] ** 0.5
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1.0 + 0.2 * values if name.endswith("norm.weight") else scale * values)
+            one = 0.0 if getattr(config, "unit_offset_norm", False) else 1.0
+            parameter.copy_(one + 0.2 * values if name.endswith("norm.weight") else scale * values)
     return model
 
 

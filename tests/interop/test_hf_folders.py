@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
 from titanlike.config import UserError
-from titanlike.config.model_configs import Qwen2Config, Qwen3Config
+from titanlike.config.model_configs import Gemma2Config, Gemma3Config, Qwen2Config, Qwen3Config
 from titanlike.interop import export as export_module
 from titanlike.interop.export import export
 from titanlike.interop.weights import open_weights
@@ -91,7 +92,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "has no model.safetensors and no"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), "does not contain an object"),
-    "architecture": (config(architectures=["MambaForCausalLM"]), "choose a model of GPT2LMHeadModel, LlamaForCausalLM"),
+    "architecture": (config(architectures=["MambaForCausalLM"]), "choose a model of GPT2LMHeadModel, Gemma2ForCausalLM"),
     "no architecture": (config(architectures=None), "architectures = null is not supported"),
     "RoPE type": (
         config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, rope_theta=1e4),
@@ -167,6 +168,58 @@ def test_the_published_config_of_qwen2_5_is_that_of_its_size() -> None:
             Qwen2Config.from_hugging_face(QWEN2 | change)
     with pytest.raises(ValueError, match="attention_bias = True is not supported; only False is"):
         Qwen3Config.from_hugging_face(QWEN3 | {"attention_bias": True})
+
+
+GEMMA2 = {  # what the published config.json of Gemma 2 27B has, in the form of transformers 4
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "initializer_range": 0.02, "intermediate_size": 36864,
+    "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 32, "num_hidden_layers": 46,
+    "num_key_value_heads": 16, "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+    "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3 = {  # the same of Gemma 3 1B
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+}  # fmt: skip
+
+
+def test_the_published_configs_of_gemma_are_those_of_their_sizes() -> None:
+    for values, kind, size in ((GEMMA2, Gemma2Config, "27B"), (GEMMA3, Gemma3Config, "1B")):
+        found = kind.from_hugging_face(values)
+        assert found == kind(**{"size": size, **kind.sizes[size]})
+        assert kind.from_hugging_face(found.to_hugging_face()) == found
+    scaled = Gemma3Config.from_hugging_face(GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (scaled.rope_scaling, scaled.rope_theta, scaled.rope_local_theta) == (8.0, 1e6, 1e4)
+    kinds = ["full_attention", *["sliding_attention"] * 25]
+    for change, message in (
+        ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported; only 'gelu_pytorch_tanh' is"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported; only False is"),
+        ({"layer_types": kinds}, "has no fixed pattern, which is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "'yarn' is not supported; only 'default' and 'linear'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Gemma3Config.from_hugging_face(GEMMA3 | change)
+    with pytest.raises(UserError, match="embedding_scale = False has no equivalent in Gemma2ForCausalLM"):
+        Gemma2Config(embedding_scale=False).to_hugging_face()
+
+
+@pytest.mark.parametrize("kind", [Gemma2Config, Gemma3Config])
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("pattern", [0, 1, 2, 3, 9])
+def test_every_pattern_of_blocks_is_read_back(kind: Any, window: int, pattern: int) -> None:
+    config = kind(num_layers=5, sliding_window=window, sliding_window_pattern=pattern)
+    found = kind.from_hugging_face(config.to_hugging_face())
+    assert [found.is_local(i) for i in range(5)] == [config.is_local(i) for i in range(5)]
+    assert found.sliding_window == config.sliding_window or not config.num_local()
 
 
 def test_pickles_are_not_read(folder: Path) -> None:

@@ -88,6 +88,36 @@ def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
     assert difference(model, reference, config) > 1e-3
 
 
+@pytest.mark.parametrize("changes", [
+    {"sliding_window": 41}, {"layer_types": ["full_attention"] * 3}, {"attn_logit_softcapping": 6.0},
+    {"final_logit_softcapping": None}, {"query_pre_attn_scalar": 24}, {"hidden_activation": "gelu"}, {"rms_norm_eps": 1e-1},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
+def test_the_comparison_finds_errors_of_gemma2(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = CONFIGS["Gemma 2"]
+    model = model_of(config)
+    folder = export_model(model, config, tmp_path / "hf")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    # Another approximation of GELU differs by 1e-3 at most.
+    assert difference(model, load(folder), config) > (1e-4 if "hidden_activation" in changes else 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize(
+    "change", [{"rope_theta": 5e3}, {"rope_type": "linear", "factor": 2.0}], ids=["theta", "scaling"]
+)
+def test_the_comparison_finds_errors_of_the_rope_of_gemma3(kind: str, change: dict[str, Any], tmp_path: Path) -> None:
+    config = CONFIGS["Gemma 3"]
+    model = model_of(config)
+    folder = export_model(model, config, tmp_path / "hf")
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_parameters"][kind] |= change
+    for key in ("rope_theta", "rope_scaling"):
+        values.pop(key)
+    (folder / "config.json").write_text(json.dumps(values))
+    assert difference(model, load(folder), config) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["tied", "GPT-2"])
 def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]

@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.training import GPT_, LLAMA
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from tests.training import GEMMA2, GPT_, LLAMA
+from titanlike.config.model_configs import GPTConfig, LlamaConfig, TransformerConfig
 from titanlike.models import blocks, build_model
 from titanlike.models.document_mask import (
     BLOCK_SIZE,
@@ -26,6 +26,7 @@ from titanlike.models.document_mask import (
     document_causal_mask,
 )
 from titanlike.models.init import initialize
+from titanlike.models.layers import CausalAttention
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 
@@ -89,6 +90,53 @@ def test_a_block_mask_equals_the_dense_mask(length: int, mean: int) -> None:
         assert full == blocks.all(5).all(3).sum()
 
 
+@pytest.mark.parametrize("mean", [0, 100, 600])
+@pytest.mark.parametrize(("length", "window"), [(32, 5), (640, 1), (640, 128), (640, 200), (1000, 300), (640, 640)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_mask_of_a_sliding_window_equals_the_dense_mask(
+    length: int, window: int, mean: int, ranks: int
+) -> None:
+    """With documents and without, and under context parallelism."""
+    ids, positions = documents(length, mean) if mean else None, torch.arange(length)
+    for rank in range(ranks):
+        local = zigzag(length, ranks, rank) if ranks > 1 else positions
+        local_ids = None if ids is None else ids[:, local]
+        found, partial, full = to_dense(document_block_mask(local, positions, local_ids, ids, window), 2 if mean else 1)
+        distance = local[:, None] - positions
+        expected = (distance >= 0) & (distance < window)
+        if ids is not None and local_ids is not None:
+            expected = expected & (local_ids[:, :, None] == ids[:, None, :])
+        expected = expected.reshape(-1, 1, len(local), length)
+        assert torch.equal(found, expected)
+        assert torch.equal(document_causal_mask(local, positions, local_ids, ids, window), expected)
+        if ranks == 1:  # no block is computed in vain
+            size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
+            blocks = F.pad(expected, (0, size - length, 0, size - length)).unflatten(3, (-1, BLOCK_SIZE))
+            assert partial + full == blocks.unflatten(2, (-1, BLOCK_SIZE)).any(5).any(3).sum()
+
+
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """Soft-capped attention with all heads of keys and values repeated, in float64."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = cap * torch.tanh(q.double() @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 / cap)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("flex", [False, True])
+def test_soft_capped_attention_with_a_window_equals_the_formula(
+    flex_on_cpu: pytest.MonkeyPatch, kv_heads: int, flex: bool
+) -> None:
+    ids, positions = documents(320, 60), torch.arange(320)
+    q, k, v = (3 * torch.randn(2, heads, 320, 16) for heads in (4, kv_heads, kv_heads))
+    arguments = positions, positions, ids, ids, 25
+    dense = document_causal_mask(*arguments)
+    expected = capped_attention(q, k, v, dense, 2.0).float()
+    mask = document_block_mask(*arguments) if flex else dense
+    torch.testing.assert_close(CausalAttention(soft_cap=2.0)(q, k, v, mask), expected)
+    assert not torch.allclose(CausalAttention()(q, k, v, mask), expected, atol=0.1)
+
+
 @pytest.mark.parametrize(("length", "ranks"), [(1024, 2), (1536, 4), (48, 2)])
 def test_a_block_mask_equals_the_dense_mask_under_context_parallelism(length: int, ranks: int) -> None:
     ids = documents(length, 300)
@@ -113,11 +161,13 @@ def test_flex_attention_equals_dense_attention(flex_on_cpu: pytest.MonkeyPatch, 
         torch.testing.assert_close(found, expected)
 
 
-def model_of(config: LlamaConfig | GPTConfig, flex: bool | None = None) -> nn.Module:
+def model_of(config: TransformerConfig, flex: bool | None = None) -> nn.Module:
     with torch.device("meta"):
         model = build_model(config)
     initialize(model, torch.device("cpu"), seed=0)
-    model.get_submodule("document_mask").flex = flex
+    for module in model.modules():
+        if isinstance(module, DocumentMask):
+            module.flex = flex
     return model
 
 
@@ -133,10 +183,10 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
 )  # FlexAttention warns in eager mode, torch.compile when it traces an autograd.Function
 @pytest.mark.parametrize(("config", "mode", "checkpoint"), [
     (LLAMA, "none", "full"), (GPT_, "block", "none"), (LLAMA, "block", "full"), (LLAMA, "block", "selective"),
-    (GPT_, "model", "none"),
+    (GPT_, "model", "none"), (GEMMA2, "block", "none"),
 ])  # fmt: skip
 def test_a_model_has_the_same_gradients_with_block_masks(
-    flex_on_cpu: pytest.MonkeyPatch, config: LlamaConfig | GPTConfig, mode: Any, checkpoint: Any
+    flex_on_cpu: pytest.MonkeyPatch, config: TransformerConfig, mode: Any, checkpoint: Any
 ) -> None:
     """Each batch has other documents, which must not recompile."""
     flex_on_cpu.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
@@ -147,7 +197,8 @@ def test_a_model_has_the_same_gradients_with_block_masks(
     for seed in range(3):
         ids = documents(200, 50, seed=seed)
         torch.testing.assert_close(loss_and_gradients(model, ids), loss_and_gradients(dense, ids), rtol=1e-4, atol=1e-6)
-        assert backend.frame_count == (mode != "none")
+        kinds = 2 if config is GEMMA2 else 1  # of blocks
+        assert backend.frame_count == (0 if mode == "none" else kinds)
 
 
 @pytest.mark.slow
@@ -216,5 +267,12 @@ def test_no_tensor_grows_with_the_square_of_the_length(length: int) -> None:
     )  # bytes: indices and counts, by query and by key, of partial and of full blocks
 
 
-def test_without_documents_there_is_no_mask() -> None:
+def test_without_documents_there_is_a_mask_only_if_it_is_needed() -> None:
+    positions = torch.arange(8)[None]
     assert DocumentMask()(None) is None
+    assert DocumentMask()(None, positions) is None
+    assert DocumentMask(window=8)(None, positions) is None
+    causal = torch.ones(8, 8, dtype=torch.bool).tril()
+    for module, expected in ((DocumentMask(window=3), causal & ~causal.tril(-3)), (DocumentMask(always=True), causal)):
+        mask = module(None, positions)
+        assert isinstance(mask, Tensor) and torch.equal(mask, expected[None, None])

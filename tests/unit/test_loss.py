@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training import Operations
+from titanlike.config.sections import Float8
+from titanlike.float8.linear import Float8Head, apply_float8
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.models.loss import (
     IGNORE,
@@ -90,6 +92,45 @@ def test_z_loss_gradients_match_finite_differences() -> None:
         step = 1e-2 * torch.randn(moved.shape, generator=generator)
         ahead, behind = (loss(*(v + s * step if v is moved else v for v in (x, weight))).item() for s in (1, -1))
         assert (ahead - behind) / 2 == pytest.approx((gradient * step).sum().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("backend", ["", "aot_eager_decomp_partition"])
+def test_soft_capped_logits_match_the_plain_formula(chunk: int, z_loss: float, backend: str) -> None:
+    x, weight, labels = inputs()
+    logits = 3.0 * torch.tanh(x.double() @ weight.double().t() / 3.0)  # the largest are above 10 without the cap
+    expected = torch.autograd.grad(z_loss_reference(logits, labels, z_loss) / 19, (x, weight))
+    options: Any = dict(z_loss=z_loss, soft_cap=3.0)
+    loss = chunked_linear_cross_entropy(x, weight, labels, chunk=chunk, backend=backend, **options)
+    torch.testing.assert_close(loss.double(), z_loss_reference(logits, labels, z_loss))
+    torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
+    products = (x @ weight.t()).detach().requires_grad_()
+    of_logits = chunked_linear_cross_entropy(products, None, labels, **options)
+    torch.testing.assert_close(of_logits, loss)
+    (found,) = torch.autograd.grad(of_logits / 19, products)
+    torch.testing.assert_close((found @ weight).detach(), expected[0])
+
+
+@pytest.mark.parametrize("head_class", [LMHead, TiedLMHead, Float8Head])
+def test_every_head_bounds_its_logits_and_its_loss(head_class: Any) -> None:
+    x, weight, labels = inputs()
+    head = LMHead(DIM, VOCAB, bias=False)
+    if head_class is TiedLMHead:
+        head = TiedLMHead(nn.Embedding(VOCAB, DIM))  # type: ignore[assignment]
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    head.soft_cap = 3.0
+    if head_class is Float8Head:
+        model = nn.Module()
+        model.output = head
+        apply_float8(model, Float8(scaling="tensorwise", head=True, skip_small=False, emulate=True))
+        head = model.output
+    assert isinstance(head, head_class)
+    logits, loss = head(x), head(x, labels)
+    plain = 3.0 * torch.tanh(x @ weight.t() / 3.0)  # the largest are above 10 without the cap
+    assert (logits - plain).abs().mean() < (0.1 if head_class is Float8Head else 1e-5)
+    torch.testing.assert_close(loss, z_loss_reference(logits, labels, 0.0))
 
 
 def test_without_gradients_there_is_no_z_loss() -> None:

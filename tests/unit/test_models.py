@@ -3,16 +3,23 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from titanlike.config import UserError
 from titanlike.config.model_configs import (
+    GEMMA2_SIZES,
+    GEMMA3_SIZES,
     GPT_SIZES,
     LLAMA_SIZES,
     QWEN2_SIZES,
     QWEN3_SIZES,
+    Gemma2Config,
+    Gemma3Config,
+    GemmaConfig,
     GPTConfig,
     LlamaConfig,
     LlamaFamilyConfig,
@@ -31,7 +38,15 @@ TINY_QWEN2 = Qwen2Config(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_
 TINY_QWEN3 = Qwen3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=48, vocab_size=37, rope_theta=100.0
 )
-CONFIGS = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_GPT]
+TINY_GEMMA2 = Gemma2Config(
+    dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=12, query_scalar=5.0, ffn_dim=48, vocab_size=37,
+    rope_theta=100.0, sliding_window=5, attention_soft_cap=3.0, logit_soft_cap=2.0,
+)  # fmt: skip
+TINY_GEMMA3 = Gemma3Config(
+    dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=12, query_scalar=5.0, ffn_dim=48, vocab_size=37,
+    rope_theta=100.0, rope_local_theta=10.0, rope_scaling=4.0, sliding_window=5, sliding_window_pattern=2,
+)  # fmt: skip
+CONFIGS = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_GEMMA2, TINY_GEMMA3, TINY_GPT]
 
 
 def build(config: TransformerConfig, seed: int = 0) -> nn.Module:
@@ -55,22 +70,59 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """RoPE of (T, E) with complex numbers: position t rotates pair i by t * theta ** (-2i / E)."""
+def rotate(x: Tensor, theta: float, scaling: float = 1.0) -> Tensor:
+    """RoPE of (T, E) with complex numbers: position t rotates pair i by t / scaling * theta ** (-2i / E)."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[:, :half], x[:, half:])
-    angles = torch.tensor([[t * theta ** (-2 * i / x.shape[-1]) for i in range(half)] for t in range(len(x))])
+    angles = torch.tensor([[t / scaling * theta ** (-2 * i / x.shape[-1]) for i in range(half)] for t in range(len(x))])
     rotated = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
     return torch.cat((rotated.real, rotated.imag), -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, cap: float = 0.0, scalar: float = 0.0) -> Tensor:
     """One head of causal attention on (T, E), one position at a time."""
     rows = []
     for t in range(len(q)):
-        probs = (k[: t + 1] @ q[t] / math.sqrt(q.shape[-1])).softmax(0)
-        rows.append(probs @ v[: t + 1])
+        keys = slice(max(0, t + 1 - window) if window else 0, t + 1)
+        rows.append(soft_cap(k[keys] @ q[t] / math.sqrt(scalar or q.shape[-1]), cap).softmax(0) @ v[keys])
     return torch.stack(rows)
+
+
+def gemma_reference(config: GemmaConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
+        return rms(x, 1.0 + w[f"{name}.weight"], config.norm_eps)
+
+    # With the default layout of the blocks, but for the number of blocks in a period.
+    x = w["tok_embeddings.weight"][tokens] * math.sqrt(config.dim)
+    group = config.num_heads // config.num_kv_heads
+    for i in range(config.num_layers):
+        is_local = (i + 1) % 2 == 1
+        h = norm(x, f"layers.{i}.attention_norm")
+        q, k, v = ((h @ w[f"layers.{i}.attention.w{p}.weight"].T).split(config.head_dim, -1) for p in "qkv")
+        theta, scaling = config.rope_theta, 1.0
+        if isinstance(config, Gemma3Config):
+            q, k = ([norm(head, f"layers.{i}.attention.{p}_norm") for head in x] for p, x in (("q", q), ("k", k)))
+            theta, scaling = (config.rope_local_theta, 1.0) if is_local else (config.rope_theta, config.rope_scaling)
+        heads = [
+            attend(
+                rotate(q[j], theta, scaling), rotate(k[j // group], theta, scaling), v[j // group],
+                window=5 if is_local else 0, cap=config.attention_soft_cap, scalar=config.query_scalar,
+            )
+            for j in range(config.num_heads)
+        ]  # fmt: skip
+        out = torch.cat(heads, -1) @ w[f"layers.{i}.attention.wo.weight"].T
+        x = x + norm(out, f"layers.{i}.post_attention_norm")
+        h = norm(x, f"layers.{i}.ffn_norm")
+        gate = h @ w[f"layers.{i}.feed_forward.w1.weight"].T
+        gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        out = (gate * (h @ w[f"layers.{i}.feed_forward.w3.weight"].T)) @ w[f"layers.{i}.feed_forward.w2.weight"].T
+        x = x + norm(out, f"layers.{i}.post_ffn_norm")
+    head = w["tok_embeddings.weight" if config.tied_head else "output.weight"]
+    return soft_cap(norm(x, "norm") @ head.T, config.logit_soft_cap)
 
 
 def llama_reference(config: LlamaFamilyConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
@@ -142,6 +194,45 @@ def test_qwen_matches_the_reference(base: Qwen2Config | Qwen3Config, tied: bool)
     for row, logits in zip(tokens, model(tokens), strict=True):
         expected = llama_reference(config, dict(model.named_parameters()), row)
         torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("base", [TINY_GEMMA2, TINY_GEMMA3], ids=["gemma2", "gemma3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gemma_matches_the_reference(base: GemmaConfig, tied: bool) -> None:
+    config = dataclasses.replace(base, tied_head=tied)
+    model = with_large_weights(build(config))
+    tokens, labels = torch.randint(37, (2, 2, 19), generator=torch.Generator().manual_seed(0)).unbind()
+    logits = torch.stack([gemma_reference(config, dict(model.named_parameters()), row) for row in tokens])
+    torch.testing.assert_close(model(tokens), logits, rtol=2e-4, atol=2e-4)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    found = model(tokens, labels=labels)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=0)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters)
+    for name, one, other in zip(names, *gradients, strict=True):
+        assert (one - other).norm() < 1e-3 * other.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("logit_soft_cap", 2.0), ("attention_soft_cap", 2.0), ("sliding_window", 5), ("embedding_scale", True)],
+)
+def test_an_option_of_llama_is_that_of_gemma_and_off_by_default(option: str, value: Any) -> None:
+    """With it, logits change; and a window as long as the sequence is no window."""
+    tokens = torch.arange(12).remainder(37)[None]
+    plain, other = (
+        with_large_weights(build(dataclasses.replace(TINY_LLAMA, **options)))(tokens)
+        for options in ({}, {option: value})
+    )
+    assert not torch.allclose(plain, other)
+    if option == "sliding_window":
+        torch.testing.assert_close(plain[:, :5], other[:, :5])
+        long = with_large_weights(build(dataclasses.replace(TINY_LLAMA, sliding_window=12)))(tokens)
+        torch.testing.assert_close(plain, long)
+    if option == "logit_soft_cap":
+        torch.testing.assert_close(other, soft_cap(plain, value), check_dtype=False, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match=f"model.{option} = {value} has no equivalent in LlamaForCausalLM"):
+        dataclasses.replace(TINY_LLAMA, **{option: value}).to_hugging_face()
 
 
 def test_gpt_matches_the_reference() -> None:
@@ -222,6 +313,8 @@ def test_rope_scaling_of_1_is_off() -> None:
     [(LlamaConfig, size, fields) for size, fields in LLAMA_SIZES.items()]
     + [(Qwen2Config, size, fields) for size, fields in QWEN2_SIZES.items()]
     + [(Qwen3Config, size, fields) for size, fields in QWEN3_SIZES.items()]
+    + [(Gemma2Config, size, fields) for size, fields in GEMMA2_SIZES.items()]
+    + [(Gemma3Config, size, fields) for size, fields in GEMMA3_SIZES.items()]
     + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
@@ -254,6 +347,34 @@ def test_sizes_of_qwen2_5_have_the_published_parameter_counts(size: str, paramet
     assert Qwen2Config(**{"size": size, **QWEN2_SIZES[size]}).num_parameters() == parameters
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "parameters"),
+    [
+        (Gemma2Config, "2B", 2_614_341_888),
+        (Gemma2Config, "9B", 9_241_705_984),
+        (Gemma2Config, "27B", 27_227_128_320),
+        (Gemma3Config, "270M", 268_098_176),
+        (Gemma3Config, "1B", 999_885_952),
+        # From here on those of the text model: the published ones, less 416,866,032 of the image encoder and the projector.
+        (Gemma3Config, "4B", 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1)),
+        (Gemma3Config, "12B", 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1)),
+        (Gemma3Config, "27B", 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1)),
+    ],
+)
+def test_sizes_of_gemma_have_the_published_parameter_counts(
+    kind: type[GemmaConfig], size: str, parameters: int
+) -> None:
+    assert kind(**{"size": size, **kind.sizes[size]}).num_parameters() == parameters
+
+
+def test_flops_of_a_sliding_window_are_those_of_its_tokens() -> None:
+    attention = 2 * (2 * 4 * 12)  # of one token with one key
+    keys = 2 * 5 + 16  # two blocks with a window, one without
+    expected = 6 * TINY_GEMMA2.num_matmul_parameters() + 3 * attention * keys
+    assert TINY_GEMMA2.flops_per_token(seq_len=16) == expected
+    assert TINY_GEMMA2.flops_per_token(seq_len=4) == 6 * TINY_GEMMA2.num_matmul_parameters() + 3 * attention * 3 * 4
+
+
 def test_flops_are_six_per_weight_plus_full_attention() -> None:
     attention = 2 * (2 * 32 * 16)  # scores and weighted sum, two operations per multiply-add, for each of 16 positions
     expected = 6 * TINY_LLAMA.num_matmul_parameters() + 3 * TINY_LLAMA.num_layers * attention
@@ -284,9 +405,10 @@ def test_initialization_has_the_documented_standard_deviation(config: Transforme
         if name.endswith("bias"):
             assert not value.any()
         elif "norm" in name:
-            assert torch.equal(value, torch.ones_like(value))
+            assert torch.equal(value, torch.full_like(value, 0.0 if isinstance(config, GemmaConfig) else 1.0))
         else:
-            expected = 0.01 if name.endswith((".wo.weight", ".w2.weight")) else 0.02  # 0.02 / sqrt(2 * 2 layers)
+            residual = name.endswith((".wo.weight", ".w2.weight"))
+            expected = 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
             assert value.std().item() == pytest.approx(expected, rel=0.1), name
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import planner_validation
 from benchmarks.published import ROWS
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from titanlike.config.model_configs import Gemma2Config, GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
 from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
 from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
@@ -56,7 +56,8 @@ def flops(*works: Work) -> float:
 
 def passes(counts: Counts) -> list[Passes]:
     """The work of all blocks and of both ends."""
-    blocks = [counts.block(counts.float8_layers(index)) for index in range(counts.job.recipe.model.num_layers)]
+    model = counts.job.recipe.model
+    blocks = [counts.block(counts.float8_layers(index), model.is_local(index)) for index in range(model.num_layers)]
     return [*blocks, counts.embedding(), counts.loss()]
 
 
@@ -66,6 +67,7 @@ def passes(counts: Counts) -> list[Passes]:
         LLAMA_8B,
         Qwen2Config(**{"size": "2.5-32B", **Qwen2Config.sizes["2.5-32B"]}),
         Qwen3Config(**{"size": "32B", **Qwen3Config.sizes["32B"]}),
+        Gemma2Config(**{"size": "9B", **Gemma2Config.sizes["9B"], "sliding_window": 512}),
         GPTConfig(**{"size": "1.3B", **GPTConfig.sizes["1.3B"], "vocab_size": 50304}),
     ],
 )
@@ -79,7 +81,11 @@ def test_flops_are_those_of_the_model(model: Any, layout: dict[str, int]) -> Non
     # Of the full matrix, which `flops_per_token` counts, a causal kernel computes half; it recomputes one matmul of five backward.
     width = model.num_heads * model.head_dim
     attention = [each.forward.attention_forward for each in modules]
-    assert sum(attention) == pytest.approx(4 * model.num_layers * width * 2048 / 2 * tokens_of_ranks)
+    # Keys of each token, on average: all before it, or those of the window, which slides into the sequence first.
+    window = sum(min(position + 0.5, 512) for position in range(2048)) / 2048
+    num_local = 21 if isinstance(model, Gemma2Config) else 0
+    keys = (model.num_layers - num_local) * 2048 / 2 + num_local * window
+    assert sum(attention) == pytest.approx(4 * keys * width * tokens_of_ranks)
     backward = [each.backward_input.attention_backward for each in modules]
     assert sum(backward) == pytest.approx(2.5 * sum(attention))
 
@@ -96,6 +102,10 @@ def test_recomputed_operators() -> None:
     assert selective.attention_forward == 0
     assert flops(full) == sum(sizes.values()) - sizes["feed_forward.w2"]
     assert full.attention_forward == block("full").forward.attention_forward > 0
+    # A post-norm reads the output of the last matmul.
+    gemma = Gemma2Config(**{"size": "9B", **Gemma2Config.sizes["9B"]})
+    passes_of = Counts(job(8, model=gemma, activation_checkpoint=ActivationCheckpoint(mode="full"))).block(frozenset())
+    assert flops(passes_of.recomputation) == flops(passes_of.forward)
     gpt = GPTConfig(**{"size": "1.3B", **GPTConfig.sizes["1.3B"]})
     checkpointing = ActivationCheckpoint(mode="selective")
     recomputed = Counts(job(1, model=gpt, seq_len=1024, activation_checkpoint=checkpointing)).block(frozenset())

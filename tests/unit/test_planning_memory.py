@@ -65,6 +65,12 @@ CASES |= {
     "Qwen3, TP x FSDP, full": (job("qwen3_14b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
     "Qwen3, FSDP, selective, compiled": (job("qwen3_8b", 8, model=FOUR, compile=COMPILED), 0),
     "Qwen3, tied head": (job("qwen3_0_6b", 8), 0),
+    # On the CPU soft-capped scores are all kept, unlike by FlexAttention: without them.
+    "Gemma 2, FSDP": (job("gemma2_9b", 8, model=FOUR | dict(attention_soft_cap=0.0)), 0),
+    "Gemma 3, TP x FSDP, selective": (
+        job("gemma3_4b", 8, model=FOUR, parallelism=dict(tensor=2), activation_checkpoint=dict(mode="selective")),
+        0,
+    ),
 }
 QUICK = ("one GPU", "FSDP, full", "TP x FSDP, selective", "PP x FSDP, second rank")
 SLOW = ("FSDP", "float8", "FSDP, selective, compiled", "PP x FSDP, compiled")
@@ -148,6 +154,8 @@ def compiler() -> Iterator[None]:
         ("qwen2_5_7b", "selective"),
         ("qwen3_8b", "none"),
         ("qwen3_8b", "selective"),
+        ("gemma3_1b", "none"),
+        ("gemma3_1b", "selective"),
         ("gpt2_124m", "none"),
         ("gpt2_124m", "full"),
     ],
@@ -156,7 +164,7 @@ def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str, comp
     sizes: dict[str, Any] = dict(num_layers=1, dim=64, num_heads=8, vocab_size=640)
     if name != "gpt2_124m":
         sizes |= dict(num_kv_heads=2, ffn_dim=200)
-    if name == "qwen3_8b":
+    if name in ("qwen3_8b", "gemma3_1b"):
         sizes |= dict(head_dim=8)
     one = dict(seq_len=256, local_batch_size=1, global_batch_size=1, compute_dtype="float32")
     planned = job(name, 1, model=sizes, training=one, activation_checkpoint=dict(mode=mode), compile=COMPILED)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training import GPT_, LLAMA, QWEN2, QWEN3, tiny
+from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, QWEN2, QWEN3, tiny
 from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Lora, Parallelism
 from titanlike.models import blocks, build_model
@@ -18,8 +18,8 @@ from titanlike.planning.parameters import Parameter, fsdp_units, stage_of
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize(
     "model",
-    [LLAMA, replace(LLAMA, tied_head=True), QWEN2, QWEN3, GPT_],
-    ids=["llama", "tied", "qwen2", "qwen3", "gpt"],
+    [LLAMA, replace(LLAMA, tied_head=True), QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_],
+    ids=["llama", "tied", "qwen2", "qwen3", "gemma2", "gemma3", "gpt"],
 )
 def test_names_shapes_and_gradients_are_those_of_the_model(tmp_path: Path, model: TransformerConfig, lora: int) -> None:
     recipe = tiny(tmp_path, "run", model=model, lora=dict(rank=lora, layers=("wq", "w2")))

@@ -11,7 +11,14 @@ import torch
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
-from titanlike.config.model_configs import LLAMA_SIZES, GPTConfig, LlamaConfig, Qwen3Config
+from titanlike.config.model_configs import (
+    LLAMA_SIZES,
+    Gemma2Config,
+    Gemma3Config,
+    GPTConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 from titanlike.metrics.hardware import device_name
 from titanlike.run import preflight
@@ -91,6 +98,22 @@ def test_the_defaults_are_valid() -> None:
             "num_kv_heads = 3 does not divide model.num_heads = 4; use 1, 2 or 4",
         ),
         (dict(model=Qwen3Config(head_dim=33)), 1, "model.head_dim = 33 is odd, but RoPE rotates pairs; use 32 or 34"),
+        (dict(model=Gemma3Config(head_dim=33)), 1, "model.head_dim = 33 is odd, but RoPE rotates pairs; use 32 or 34"),
+        (
+            dict(training=dict(attention="flash"), model=Gemma3Config()),
+            1,
+            "'flash' does not support the mask of model.sliding_window = 64; set training.attention = 'auto'",
+        ),
+        (
+            dict(training=dict(attention="efficient"), model=Gemma2Config(num_kv_heads=4)),
+            1,
+            "'efficient' does not bound scores as model.attention_soft_cap = 50.0 asks; set training.attention = 'auto'",
+        ),
+        (
+            dict(activation_checkpoint=dict(mode="selective"), compile=dict(mode="none"), model=Gemma2Config()),
+            1,
+            "model.attention_soft_cap = 50.0 uses FlexAttention on a GPU, but activation_checkpoint.mode = 'selective' with",
+        ),
         (dict(model=LlamaConfig(dim=12, num_heads=4)), 1, "model.dim / model.num_heads = 3 is odd"),
         (
             dict(model=GPTConfig(vocab_size=256)),

@@ -30,7 +30,15 @@ from titanlike.config.base import (
     section,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, BatchSizes, infer_shard, num_microbatches, split_blocks
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config, TransformerConfig
+from titanlike.config.model_configs import (
+    Gemma2Config,
+    Gemma3Config,
+    GPTConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    TransformerConfig,
+)
 from titanlike.config.optimizer import Optimizer, Schedule
 
 DType = Literal["float32", "bfloat16"]
@@ -443,7 +451,9 @@ class PretrainRecipe:
     recipe: FilePath = "pretrain"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path."""
     run: Run = Run()
-    model: Annotated[LlamaConfig | Qwen2Config | Qwen3Config | GPTConfig, Field(discriminator="name")] = LlamaConfig()
+    model: Annotated[
+        LlamaConfig | Qwen2Config | Qwen3Config | Gemma2Config | Gemma3Config | GPTConfig, Field(discriminator="name")
+    ] = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
     training: Training = Training()

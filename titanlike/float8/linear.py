@@ -10,7 +10,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, skip_reasons
 from titanlike.float8.validation import hardware_problems
-from titanlike.models.layers import LossFunction
+from titanlike.models.layers import LossFunction, head_output
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
 from titanlike.utils.dtensor import is_dtensor
@@ -57,10 +57,13 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
         return
     config = replace(Float8LinearConfig.from_recipe_name(float8.scaling), emulate=float8.emulate)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in selected)  # <- converts
-    converted: list[Any] = [model.get_submodule(name) for name in selected]
-    for linear in converted:
+    converted: dict[str, Any] = {name: model.get_submodule(name) for name in selected}
+    mm_config = next(iter(converted.values())).linear_mm_config
+    for name, linear in converted.items():
         linear.__class__ = Float8Linear if linear is not getattr(model, "output", None) else Float8Head
-        linear.linear_mm_config = converted[0].linear_mm_config  # one object: all blocks share one compiled forward
+        if isinstance(linear, Float8Head):
+            linear.soft_cap = getattr(linears[name], "soft_cap", 0.0)
+        linear.linear_mm_config = mm_config  # one object: all blocks share one compiled forward
 
 
 def check_hardware(device_type: str, float8: Float8) -> None:
@@ -100,10 +103,10 @@ class Float8Head(Float8Linear):
     """A float8 `LMHead`. Its loss is not chunked: all logits are in memory at once."""
 
     loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
+    soft_cap: float = 0.0
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits = super().forward(x)
-        return logits if labels is None else self.loss(logits, None, labels)
+        return head_output(self, super().forward(x), None, labels)
 
 
 def to_float8(

@@ -3,6 +3,7 @@
 Shape legend: B sequences, T new tokens, S tokens in the cache, H query heads, K key/value heads, E head dimension.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,16 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.models.document_mask import Mask
+from titanlike.models.document_mask import DocumentMask, Mask, masked_attention
 from titanlike.parallelisms.blocks import Blocks, list_blocks
+
+NO_DOCUMENTS = "the KV cache does not support document_ids; pass one document per sequence"
 
 
 class KVCache(AbstractContextManager["KVCache"]):
     """The caches of all blocks of a model. As a context manager, it restores the original attention at the end."""
 
-    def __init__(self, owners: list[tuple[nn.Module, str, nn.Module]], attentions: list["CachedAttention"]) -> None:
+    def __init__(
+        self,
+        owners: list[tuple[nn.Module, str, nn.Module]],
+        attentions: list["CachedAttention"],
+        document_masks: list[DocumentMask],
+    ) -> None:
         self._owners = owners
         self._attentions = attentions
+        self._document_masks = document_masks
 
     def start(self, padding: Tensor | None = None) -> None:
         """Empties the cache. `padding` (B,) is the number of tokens at the start of each sequence that are padding."""
@@ -32,13 +41,22 @@ class KVCache(AbstractContextManager["KVCache"]):
         """Restores the original attention and frees the memory."""
         for parent, name, original in self._owners:
             setattr(parent, name, original)
-        self._owners, self._attentions = [], []
+        for document_mask in self._document_masks:
+            vars(document_mask).pop("forward", None)
+        self._owners, self._attentions, self._document_masks = [], [], []
 
     def __exit__(self, *error: object) -> None:
         self.remove()
 
 
-def apply_kv_cache(blocks: Blocks, *, batch_size: int, max_length: int, attention: str = "attention.attend") -> KVCache:
+def apply_kv_cache(
+    blocks: Blocks,
+    *,
+    batch_size: int,
+    max_length: int,
+    attention: str = "attention.attend",
+    document_masks: Iterable[DocumentMask] = (),
+) -> KVCache:
     """Replaces the causal attention of each block by one that attends to the tokens of earlier calls too.
 
     The caller then passes the new tokens only, with their `position_ids`. Memory is allocated at the first call.
@@ -47,7 +65,8 @@ def apply_kv_cache(blocks: Blocks, *, batch_size: int, max_length: int, attentio
         batch_size: number of sequences in each call.
         max_length: number of tokens that the cache holds, including padding.
         attention: name, in each block, of the submodule that is called with queries (B, H, T, E), and keys and values (B, K, T, E),
-            as `models.layers.CausalAttention` is.
+            as `models.layers.CausalAttention` is. Its attributes `soft_cap` and `window`, if it has them, are respected.
+        document_masks: the modules of the model that make masks, which the cached attention makes by itself.
     """
     owners, attentions = [], []
     for block in list_blocks(blocks):
@@ -60,19 +79,29 @@ def apply_kv_cache(blocks: Blocks, *, batch_size: int, max_length: int, attentio
                 f"the KV cache replaces the submodule {attention}, which {type(block).__name__} does not have; pass its name as "
                 "attention=, or the blocks that have it"
             ) from None
-        cached = CachedAttention(batch_size, max_length)
+        options = {name: getattr(original, name, 0) for name in ("soft_cap", "window")}
+        cached = CachedAttention(batch_size, max_length, **options)
         setattr(parent, name, cached)
         owners.append((parent, name, original))
         attentions.append(cached)
-    return KVCache(owners, attentions)
+    masks = list(document_masks)
+    for document_mask in masks:
+        document_mask.forward = _no_mask  # type: ignore[method-assign]
+    return KVCache(owners, attentions, masks)
+
+
+def _no_mask(document_ids: Tensor | None, position_ids: Tensor | None = None) -> None:
+    if document_ids is not None:
+        raise UserError(NO_DOCUMENTS)
 
 
 class CachedAttention(nn.Module):
     """Causal attention of new tokens over all tokens since `KVCache.start`."""
 
-    def __init__(self, batch_size: int, max_length: int) -> None:
+    def __init__(self, batch_size: int, max_length: int, *, soft_cap: float = 0.0, window: int = 0) -> None:
         super().__init__()
         self.batch_size, self.max_length = batch_size, max_length
+        self.soft_cap, self.window = soft_cap, window
         self.length = 0
         self.padding: Tensor | None = None
         self.cache: tuple[Tensor, Tensor] | None = None  # keys and values (B, K, S, E)
@@ -87,18 +116,24 @@ class CachedAttention(nn.Module):
         for cached, new in zip(self.cache, (k, v), strict=True):
             cached[:, :, first : self.length] = new
         keys, values = (cached[:, :, : self.length] for cached in self.cache)
-        options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
-        if self.padding is None and q.shape[2] == 1:  # the last token attends to all
-            return F.scaled_dot_product_attention(q, keys, values, **options)
-        if self.padding is None and not first:
-            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, **options)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask(first, q.device), **options)
+        # The new tokens attend to none before the window of the first of them.
+        start = max(0, first + 1 - self.window) if self.window else 0
+        keys, values = keys[:, :, start:], values[:, :, start:]
+        if self.padding is None and not self.soft_cap:
+            options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
+            if q.shape[2] == 1:  # the last token attends to all
+                return F.scaled_dot_product_attention(q, keys, values, **options)
+            if not first and not 0 < self.window < self.length:
+                return F.scaled_dot_product_attention(q, keys, values, is_causal=True, **options)
+        return masked_attention(q, keys, values, self._mask(first, start, q.device), self.soft_cap)
 
-    def _mask(self, first: int, device: torch.device) -> Tensor:
-        """Returns a mask (B or 1, 1, T, S): not later, and not padding."""
-        key_positions = torch.arange(self.length, device=device)
-        query_positions = key_positions[first:, None]
+    def _mask(self, first: int, start: int, device: torch.device) -> Tensor:
+        """Returns a mask (B or 1, 1, T, S) of the keys from `start` on: not later, in the window, and not padding."""
+        query_positions = torch.arange(first, self.length, device=device)[:, None]
+        key_positions = torch.arange(start, self.length, device=device)
         mask = (query_positions >= key_positions)[None, None]
+        if self.window:
+            mask = mask & (query_positions - key_positions < self.window)
         if self.padding is None:
             return mask
         # Padding attends to itself: a softmax over nothing is NaN, which a weight of 0 does not remove from other tokens.
@@ -106,7 +141,7 @@ class CachedAttention(nn.Module):
 
     def _check(self, k: Tensor, mask: Mask | None) -> None:
         if mask is not None:
-            raise UserError("the KV cache does not support document_ids; pass one document per sequence")
+            raise UserError(NO_DOCUMENTS)
         if k.shape[0] != self.batch_size or self.length > self.max_length:
             raise UserError(
                 f"the KV cache holds {self.batch_size} sequences of {self.max_length} tokens, not {k.shape[0]} of {self.length}; "

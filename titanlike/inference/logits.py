@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titanlike.distributed.collectives import all_gather
 from titanlike.inference.kv_cache import apply_kv_cache
 from titanlike.models import blocks
+from titanlike.models.document_mask import DocumentMask
 from titanlike.parallelisms.context import context_position_ids, gather_sequence
 from titanlike.parallelisms.mesh import Mesh
 
@@ -85,7 +86,10 @@ class CachedLogits:
             tokens = [[*[0] * count, *sequence] for count, sequence in zip(padding, sequences, strict=True)]
             self._padding, self._length = torch.tensor(padding, device=self.device), 0
             self._cache = apply_kv_cache(
-                blocks(self.model), batch_size=len(sequences), max_length=longest + self.max_new_tokens
+                blocks(self.model),
+                batch_size=len(sequences),
+                max_length=longest + self.max_new_tokens,
+                document_masks=[module for module in self.model.modules() if isinstance(module, DocumentMask)],
             )
             self._cache.start(self._padding)
             # The model has no need to compute the logits of a prompt.

@@ -1,4 +1,4 @@
-"""The attention mask of packed documents. A model makes it once for each batch, and all blocks share it.
+"""The attention mask of packed documents, and of sliding windows. A model makes it once for each batch, and blocks share it.
 
 On CUDA it is a block mask of FlexAttention, whose kernels skip the blocks of keys that no query of a block attends to. It takes
 16 bytes for each pair of blocks of 128 tokens. Elsewhere it is a dense mask, with one byte for each pair of tokens.
@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:  # imported where it is used: it imports the compiler, which takes a second
@@ -21,37 +22,69 @@ BLOCK_SIZE = 128  # tokens; FlexAttention's default, and a multiple of all its t
 
 
 class DocumentMask(nn.Module):
-    """Makes the mask of causal attention within documents. A module, so that context parallelism can replace its `forward`."""
+    """Makes the mask of causal attention within documents. A module, so that context parallelism can replace its `forward`.
+
+    Args:
+        window: number of tokens, the current one included, that a token attends to; 0: all.
+        always: makes a mask even where plain causal attention would do.
+    """
 
     flex: bool | None = None
-    """Whether to make block masks. Default: for document ids on CUDA."""
+    """Whether to make block masks. Default: on CUDA."""
 
-    def forward(self, document_ids: Tensor | None) -> Mask | None:
-        """Returns the mask for document ids (B, T), or None without them."""
-        if document_ids is None:
+    def __init__(self, *, window: int = 0, always: bool = False) -> None:
+        super().__init__()
+        self.window, self.always = window, always
+
+    def forward(self, document_ids: Tensor | None, position_ids: Tensor | None = None) -> Mask | None:
+        """Returns the mask for document ids (B, T). Without them, `position_ids` (B, T) have the number of tokens and the device;
+        it is None if attention is plain causal attention."""
+        like = position_ids if document_ids is None else document_ids
+        if like is None or not self.is_needed(document_ids, like.shape[1]):
             return None
-        positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+        positions = torch.arange(like.shape[1], device=like.device)
         return self.make(positions, positions, document_ids, document_ids)
 
+    def is_needed(self, document_ids: Tensor | None, num_keys: int) -> bool:
+        """Whether attention to this number of keys is not plain causal attention."""
+        return document_ids is not None or self.always or 0 < self.window < num_keys
+
     def make(
-        self, query_positions: Tensor, key_positions: Tensor, query_document_ids: Tensor, key_document_ids: Tensor
+        self,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        query_document_ids: Tensor | None,
+        key_document_ids: Tensor | None,
     ) -> Mask:
         """Returns the mask for positions (T,) and (S,), and document ids (B, T) and (B, S), of queries and keys."""
-        flex = query_document_ids.is_cuda if self.flex is None else self.flex
+        flex = query_positions.is_cuda if self.flex is None else self.flex
         make = document_block_mask if flex else document_causal_mask
-        return make(query_positions, key_positions, query_document_ids, key_document_ids)
+        return make(query_positions, key_positions, query_document_ids, key_document_ids, self.window)
 
 
 def document_causal_mask(
-    query_positions: Tensor, key_positions: Tensor, query_document_ids: Tensor, key_document_ids: Tensor
+    query_positions: Tensor,
+    key_positions: Tensor,
+    query_document_ids: Tensor | None,
+    key_document_ids: Tensor | None,
+    window: int = 0,
 ) -> Tensor:
-    """Returns a mask (B, 1, T, S) that is True where a query (T,) may attend to a key (S,): not later, in the same document."""
-    same_document = query_document_ids[:, None, :, None] == key_document_ids[:, None, None, :]
-    return same_document & (query_positions[:, None] >= key_positions[None, :])
+    """Returns a mask (B, 1, T, S) that is True where a query (T,) may attend to a key (S,): not later, in the same document, and
+    among the last `window` tokens. B is 1 without document ids."""
+    mask = query_positions[:, None] >= key_positions[None, :]
+    if window:
+        mask = mask & (query_positions[:, None] - key_positions[None, :] < window)
+    if query_document_ids is None or key_document_ids is None:
+        return mask[None, None]
+    return (query_document_ids[:, None, :, None] == key_document_ids[:, None, None, :]) & mask
 
 
 def document_block_mask(
-    query_positions: Tensor, key_positions: Tensor, query_document_ids: Tensor, key_document_ids: Tensor
+    query_positions: Tensor,
+    key_positions: Tensor,
+    query_document_ids: Tensor | None,
+    key_document_ids: Tensor | None,
+    window: int = 0,
 ) -> "BlockMask":
     """Returns `document_causal_mask` as a block mask.
 
@@ -60,9 +93,17 @@ def document_block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
+    if query_document_ids is None or key_document_ids is None:  # one document
+        query_document_ids, key_document_ids = (
+            torch.zeros_like(positions)[None] for positions in (query_positions, key_positions)
+        )
+
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_ids[batch, query] == key_document_ids[batch, key]
         return same_document & (query_positions[query] >= key_positions[key])
+
+    def attends_locally(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return attends(batch, head, query, key) & (query_positions[query] - key_positions[key] < window)
 
     first_query, last_query = _block_bounds(query_positions[:, None], 0)  # (Q, 1)
     first_key, last_key = _block_bounds(key_positions, 0)  # (R,)
@@ -71,21 +112,42 @@ def document_block_mask(
     some = (first_key <= last_query) & (low_key <= high_query) & (low_query <= high_key)  # (B, Q, R)
     # In full blocks, every query attends to every key: no key is later, and all are of one document.
     full = (last_key <= first_query) & (low_query == high_key) & (high_query == low_key)
+    if window:
+        some, full = some & (first_query - last_key < window), full & (last_query - first_key < window)
     return BlockMask.from_kv_blocks(
         *_block_indices(some & ~full),
         *_block_indices(full),
         BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=attends,
+        mask_mod=attends_locally if window else attends,
         seq_lengths=(query_positions.shape[0], key_positions.shape[0]),
     )
 
 
-def block_mask_attention(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask") -> Tensor:
-    """Computes FlexAttention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E). Compiles it, even if the model
-    is not compiled: in eager mode it would materialize the scores of all pairs of tokens."""
+def block_mask_attention(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask", soft_cap: float = 0.0) -> Tensor:
+    """Computes FlexAttention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E), with soft-capped scores if
+    `soft_cap` is not 0. Compiles it, even if the model is not compiled: in eager mode it would materialize the scores of all pairs
+    of tokens."""
+
+    def cap_score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
+
     attention = flex_attention() if torch.compiler.is_compiling() else compiled_flex_attention()
-    out: Tensor = attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    score_mod = cap_score if soft_cap else None
+    out: Tensor = attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0) -> Tensor:
+    """Computes attention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E) with a dense mask (B, 1, T, S).
+
+    With soft-capped scores, all of them (B, H, T, S) are in memory at once: no kernel of scaled dot product attention caps them.
+    """
+    if not soft_cap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.unflatten(1, (k.shape[1], -1))  # (B, K, H / K, T, E)
+    scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 / soft_cap)
+    scores = (soft_cap * scores.tanh()).masked_fill(~mask[:, :, None], -torch.inf)
+    return (scores.softmax(-1).to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
 def flex_attention() -> Any:

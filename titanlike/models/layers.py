@@ -5,15 +5,15 @@ Shapes: B sequences, T tokens, S keys, D model dimension, H query heads, K key/v
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlike.models.document_mask import Mask, block_mask_attention
-from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
+from titanlike.models.loss import chunked_linear_cross_entropy, soft_capped
 from titanlike.utils.counter_rng import hash_u32
 
 # Scaled-dot-product-attention backends, fastest first.
@@ -24,20 +24,36 @@ ATTENTION_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
-# (hidden states (B, T, D), output weight (V, D) or None, labels (B, T)) -> summed loss
-LossFunction = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+# (hidden states (B, T, D), output weight (V, D) or None, labels (B, T)) -> summed loss. Heads with a soft cap pass `soft_cap`, too.
+LossFunction = Callable[..., Tensor]
 
 
 class CausalAttention(nn.Module):
-    """Causal scaled-dot-product attention, or attention with the mask of a `DocumentMask`."""
+    """Causal scaled-dot-product attention, or attention with the mask of a `DocumentMask`.
+
+    Args:
+        soft_cap: bounds the scores; 0: no bound. Requires a mask.
+        window: what the mask limits attention to. It is not applied here; the KV cache makes a mask of its own.
+    """
+
+    def __init__(self, *, soft_cap: float = 0.0, window: int = 0) -> None:
+        super().__init__()
+        self.soft_cap, self.window = soft_cap, window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
-        if mask is not None and not isinstance(mask, Tensor):
-            return block_mask_attention(q, k, v, mask)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if mask is None:
+            assert not self.soft_cap
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        attention: Any = masked_attention if isinstance(mask, Tensor) else block_mask_attention
+        return cast(Tensor, attention(q, k, v, mask, self.soft_cap))
+
+
+class UnitOffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in float32: a weight of 0 is the identity, and weight decay pulls towards it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def attention_backend(name: str) -> AbstractContextManager[Any]:
@@ -63,15 +79,19 @@ class LMHead(nn.Linear):
 
     casts_weight = True
     loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
+    soft_cap: float = 0.0
+    """Bounds the logits; 0: no bound."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype)) if labels is None else self.loss(x, self.weight, labels)
+        return head_output(self, x, self.weight, labels)
 
 
 class TiedLMHead(nn.Module):
     """An output projection that uses the weight of the token embedding."""
 
     loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
+    soft_cap: float = 0.0
+    """Bounds the logits; 0: no bound."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -83,7 +103,16 @@ class TiedLMHead(nn.Module):
         return self.embedding[0].weight
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype)) if labels is None else self.loss(x, self.weight, labels)
+        return head_output(self, x, self.weight, labels)
+
+
+def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:
+    """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V)."""
+    if labels is not None:
+        options = {"soft_cap": head.soft_cap} if head.soft_cap else {}
+        return cast(Tensor, head.loss(x, weight, labels, **options))
+    logits = x if weight is None else F.linear(x, weight.to(x.dtype))
+    return soft_capped(logits, head.soft_cap) if head.soft_cap else logits
 
 
 class Dropout(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titanlike.config.model_configs import LlamaConfig, LlamaFamilyConfig
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.hf_tensors import HFTensor
-from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead
+from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.registry import register_model
 
 # The tensor-parallel style of each submodule; the styles are defined in parallelisms/tensor.py. Every parameter is covered.
@@ -66,13 +66,18 @@ class Llama(nn.Module):
         self.config = config
         self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
         self.dropout = Dropout(config.dropout, site=0)
-        self.document_mask = DocumentMask()
+        # Soft-capped scores have no causal kernel.
+        always = config.attention_soft_cap > 0
+        self.document_mask = DocumentMask(always=always)
+        self.local_mask = DocumentMask(window=config.sliding_window, always=always)
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
-        self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output: nn.Module | None = (
+        self.norm: nn.Module | None = rms_norm(config, config.dim)
+        output = (
             TiedLMHead(self.tok_embeddings) if config.tied_head else LMHead(config.dim, config.vocab_size, bias=False)
         )
+        output.soft_cap = config.logit_soft_cap
+        self.output: nn.Module | None = output
 
     def forward(
         self,
@@ -91,13 +96,19 @@ class Llama(nn.Module):
         """
         h = tokens
         if self.tok_embeddings is not None:
-            h = self.dropout(self.tok_embeddings(tokens), dropout_bits)  # (B, T, D)
+            h = self.tok_embeddings(tokens)  # (B, T, D)
+            if self.config.embedding_scale:  # rounded to the dtype of the activations, as published models were trained
+                h = h * torch.tensor(self.config.dim**0.5, dtype=h.dtype)
+            h = self.dropout(h, dropout_bits)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        rope = rotary_angles(self.config, position_ids)
-        mask = self.document_mask(document_ids)  # once, for all blocks
-        for layer in self.layers.values():
-            h = layer(h, rope, mask, dropout_bits)
+        is_local = {name: self.config.is_local(int(name)) for name in self.layers}
+        # Once, for all blocks of a kind.
+        rope = {local: rotary_angles(self.config, position_ids, local=local) for local in set(is_local.values())}
+        masks = {False: self.document_mask, True: self.local_mask}
+        mask = {local: masks[local](document_ids, position_ids) for local in set(is_local.values())}
+        for name, layer in self.layers.items():
+            h = layer(h, rope[is_local[name]], mask[is_local[name]], dropout_bits)
         h = self.norm(h) if self.norm is not None else h
         return self.output(h, labels) if self.output is not None else h
 
@@ -108,7 +119,7 @@ class Llama(nn.Module):
             value.zero_()
             return
         if name.endswith("norm.weight"):
-            value.fill_(1.0)
+            value.fill_(0.0 if self.config.unit_offset_norm else 1.0)
             return
         std = 0.02
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
@@ -118,14 +129,17 @@ class Llama(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: attention and feed-forward, each with a residual connection."""
+    """A pre-norm transformer block: attention and feed-forward, each with a residual connection. If the config has post-norms,
+    what they add to it is normalized, too."""
 
     def __init__(self, config: LlamaFamilyConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = rms_norm(config, config.dim)
+        self.attention = Attention(config, config.sliding_window if config.is_local(index) else 0)
+        self.post_attention_norm = rms_norm(config, config.dim) if config.post_norms else None
+        self.ffn_norm = rms_norm(config, config.dim)
         self.feed_forward = FeedForward(config)
+        self.post_ffn_norm = rms_norm(config, config.dim) if config.post_norms else None
         self.attention_dropout = Dropout(config.dropout, site=2 * index + 1)
         self.ffn_dropout = Dropout(config.dropout, site=2 * index + 2)
 
@@ -136,24 +150,27 @@ class Block(nn.Module):
         mask: Mask | None = None,
         dropout_bits: Tensor | None = None,
     ) -> Tensor:
-        h = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, mask), dropout_bits)
-        return h + self.ffn_dropout(self.feed_forward(self.ffn_norm(h)), dropout_bits)
+        out = self.attention(self.attention_norm(x), rope, mask)
+        out = out if self.post_attention_norm is None else self.post_attention_norm(out)
+        h = x + self.attention_dropout(out, dropout_bits)
+        out = self.feed_forward(self.ffn_norm(h))
+        out = out if self.post_ffn_norm is None else self.post_ffn_norm(out)
+        return h + self.ffn_dropout(out, dropout_bits)
 
 
 class Attention(nn.Module):
     """Grouped-query causal attention with rotary position embeddings and, if the config has them, biases and QK-norm."""
 
-    def __init__(self, config: LlamaFamilyConfig) -> None:
+    def __init__(self, config: LlamaFamilyConfig, window: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.query_scale = config.query_scale
         self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=config.qkv_bias)
         self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in range(2)
-        )
-        self.attend = CausalAttention()
+        self.q_norm, self.k_norm = (rms_norm(config, config.head_dim) if config.qk_norm else None for _ in range(2))
+        self.attend = CausalAttention(soft_cap=config.attention_soft_cap, window=window)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
@@ -161,32 +178,45 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        h = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)  # (B, H, T, E)
+        h = self.attend(apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v, mask)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
 class FeedForward(nn.Module):
-    """A SwiGLU feed-forward layer."""
+    """A feed-forward layer with a gate: SwiGLU, or, if the config has it, GELU in the tanh approximation."""
 
     def __init__(self, config: LlamaFamilyConfig) -> None:
         super().__init__()
+        self.gelu = config.gelu
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate = self.w1(x)
+        return self.w2((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.w3(x))
 
 
-def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine (B, 1, T, E) of the rotary angles at `positions` (B, T), in float32.
+def rms_norm(config: LlamaFamilyConfig, size: int) -> nn.RMSNorm:
+    """Returns the norm of an architecture."""
+    return (UnitOffsetRMSNorm if config.unit_offset_norm else nn.RMSNorm)(size, eps=config.norm_eps)
+
+
+def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine (B, 1, T, E) of the rotary angles at `positions` (B, T), in float32. Those of blocks with
+    sliding-window attention (`local`) may have a base of their own, and no scaling.
 
     They are computed in each forward pass: a buffer would have to be sharded, saved and cast correctly.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
     # Not theta**-exponents, whose last bit differs from that of published models: 5e-3 in a cosine at position 131,071.
-    frequencies = 1.0 / config.rope_theta**exponents  # (E/2,)
-    if config.rope_scaling != 1.0:
+    theta = config.rope_local_theta if local and config.rope_local_theta else config.rope_theta
+    frequencies = 1.0 / theta**exponents  # (E/2,)
+    if local and config.rope_local_theta:
+        pass
+    elif config.rope_scaling_type == "linear":
+        frequencies = frequencies / config.rope_scaling
+    elif config.rope_scaling != 1.0:
         frequencies = scale_rope_frequencies(frequencies, config.rope_scaling, config.rope_original_seq_len)
     angles = position_ids.float()[:, None, :, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): both halves of a head rotate by the same angles
@@ -201,9 +231,11 @@ def scale_rope_frequencies(frequencies: Tensor, factor: float, original_seq_len:
     return (1.0 - keep) * frequencies / factor + keep * frequencies
 
 
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates each pair of channels (first half, second half of a head) by its position's angle, in float32."""
+def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:
+    """Rotates each pair of channels (first half, second half of a head) by its position's angle, and multiplies them by `scale`,
+    in float32."""
     cos, sin = rope
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + rotated * sin).to(x.dtype)
+    out = x.float() * cos + rotated * sin
+    return (out if scale == 1.0 else out * scale).to(x.dtype)

@@ -22,14 +22,24 @@ BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
 
 
 def cross_entropy_sum(
-    logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None, *, z_loss: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    vocab_group: dist.ProcessGroup | None = None,
+    *,
+    z_loss: float | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Returns the cross-entropy of logits (B, T, V), summed over the valid labels (B, T), in float32.
 
     If the ranks of `vocab_group` share the vocabulary, each passes its shard of the logits, and all get the full sum. `z_loss` is
-    the coefficient of the squared log-sum-exp of each token's logits, which is added.
+    the coefficient of the squared log-sum-exp of each token's logits, which is added. `soft_cap` bounds the logits; 0: no bound.
     """
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group, z_loss)
+    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group, z_loss, soft_cap)
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """Returns logits bounded by `cap`, in float32 and then in their own dtype."""
+    return ((logits.float() / cap).tanh() * cap).to(logits.dtype)
 
 
 def chunked_linear_cross_entropy(
@@ -42,6 +52,7 @@ def chunked_linear_cross_entropy(
     backend: str = "",
     retain_graph: bool = False,
     z_loss: float = 0.0,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Returns the summed cross-entropy of the logits `x @ weight.T`, computed for `chunk` tokens at a time.
 
@@ -55,22 +66,30 @@ def chunked_linear_cross_entropy(
             overwrites the gradients that the forward pass computed, and autograd raises an error in the second.
         z_loss: coefficient of the squared log-sum-exp of each token's logits, which is added where gradients are enabled: without
             them, as in validation, the result is the cross-entropy.
+        soft_cap: bounds the logits `x` by `soft_cap * tanh(x / soft_cap)`; 0: no bound.
     """
     # None disables it. Compiled code would treat a float that changes between calls as an input.
     coefficient = z_loss if z_loss and torch.is_grad_enabled() else None
     if weight is None:
-        return cross_entropy_sum(x, labels, vocab_group, z_loss=coefficient)
+        return cross_entropy_sum(x, labels, vocab_group, z_loss=coefficient, soft_cap=soft_cap)
     x, labels = x.flatten(0, -2), labels.flatten()
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _ChunkedLinearCrossEntropy.apply(
-        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient
+        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap
     )
 
 
 def cross_entropy_inplace(
-    logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None = None, z_loss: float | None = None
+    logits: Tensor,
+    labels: Tensor,
+    vocab_group: dist.ProcessGroup | None = None,
+    z_loss: float | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Returns the summed loss of logits (N, V) and overwrites them with their gradient."""
+    out = logits
+    if soft_cap:
+        logits = (logits.float() / soft_cap).tanh() * soft_cap
     valid = labels != IGNORE
     largest = logits.amax(-1, keepdim=True)  # for numerical stability; it cancels out
     label_ids = labels.where(valid, 0)[:, None]
@@ -102,9 +121,14 @@ def cross_entropy_inplace(
         factor = 1.0 + 2.0 * z_loss * log_sum_exp
     if compiling:
         probs = ((logits.float() - (largest + total.log())).exp() * factor).where(valid[:, None], 0.0)
-        logits.copy_(probs - is_label.float())
+        gradient = probs - is_label.float()
     else:
-        logits.copy_(probs.mul_(valid[:, None] * factor / total).scatter_add_(-1, label_ids, -local.float()))
+        gradient = probs.mul_(valid[:, None] * factor / total).scatter_add_(-1, label_ids, -local.float())
+    if soft_cap and compiling:
+        gradient = gradient * (1.0 - (out.float() / soft_cap).tanh().square())
+    elif soft_cap:  # the derivative of the bound
+        gradient.mul_((out.float() / soft_cap).tanh_().square_().neg_().add_(1.0))
+    out.copy_(gradient)
     return losses.where(valid[:, None], 0.0).sum()
 
 
@@ -145,17 +169,22 @@ def compiled(function: Any, backend: str) -> Any:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None, z_loss: float | None
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_group: dist.ProcessGroup | None,
+        z_loss: float | None,
+        soft_cap: float,
     ) -> Tensor:
         gradient = logits.clone()
-        loss = cross_entropy_inplace(gradient, labels, vocab_group, z_loss)
+        loss = cross_entropy_inplace(gradient, labels, vocab_group, z_loss, soft_cap)
         ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return scaled(gradient, scale, gradient.dtype), None, None, None
+        return scaled(gradient, scale, gradient.dtype), None, None, None, None
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -171,6 +200,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
         retain_graph: bool,
         z_loss: float | None,
+        soft_cap: float,
     ) -> Tensor:
         ctx.dtype = weight.dtype
         # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
@@ -186,7 +216,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(first, first + chunk)
             logits = x[rows] @ compute_weight.t()
             # Not in place: torch 2.11's compiler, if it compiles the model, would lose the gradient of an output changed in place.
-            total = total + compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group, z_loss)
+            loss = compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group, z_loss, soft_cap)
+            total = total + loss
             if needs_grad:
                 x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
                 add_product(weight_grad, logits.t(), x[rows])
@@ -200,4 +231,4 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         x_grad, weight_grad = ctx.saved_tensors
         x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
         weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
-        return x_grad, weight_grad, *[None] * 7
+        return x_grad, weight_grad, *[None] * 8

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
-from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention
+from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
 
@@ -61,7 +61,7 @@ def apply_context(
     """
     if mesh.size() == 1:
         return
-    forward = partial(context_parallel_attention, mesh=mesh)  # one object: all blocks share one compiled forward
+    forwards: dict[float, Any] = {}  # one object: all blocks share one compiled forward
     for block in list_blocks(blocks):
         try:
             attend: Any = block.get_submodule(attention)
@@ -70,25 +70,32 @@ def apply_context(
                 f"context parallelism replaces the submodule {attention}, which {type(block).__name__} does not have; pass its "
                 "name as attention=, or the blocks that have it"
             ) from None
-        attend.forward = forward
+        soft_cap = getattr(attend, "soft_cap", 0.0)
+        forward = partial(context_parallel_attention, mesh=mesh, soft_cap=soft_cap)
+        attend.forward = forwards.setdefault(soft_cap, forward)
     for document_mask in document_masks:
         replacement: Any = partial(context_document_mask, mesh=mesh, module=document_mask)
         document_mask.forward = replacement  # type: ignore[method-assign]
 
 
-def context_document_mask(document_ids: Tensor | None, *, mesh: DeviceMesh, module: DocumentMask) -> Mask | None:
-    """Returns the mask of local queries over the keys of all ranks, for local document ids (B, T)."""
-    if document_ids is None:
+def context_document_mask(
+    document_ids: Tensor | None, position_ids: Tensor | None = None, *, mesh: DeviceMesh, module: DocumentMask
+) -> Mask | None:
+    """Returns the mask of local queries over the keys of all ranks, for local document ids (B, T), or, without them, for as many
+    tokens as `position_ids` (B, T) has."""
+    like = position_ids if document_ids is None else document_ids
+    if like is None or not module.is_needed(document_ids, like.shape[1] * mesh.size()):
         return None
-    gathered = gather_sequence(document_ids, 1, mesh)  # (B, S)
-    positions = context_position_ids(gathered.shape[1], mesh, document_ids.device)
-    return module.make(positions, torch.arange(gathered.shape[1], device=positions.device), document_ids, gathered)
+    gathered = None if document_ids is None else gather_sequence(document_ids, 1, mesh)  # (B, S)
+    positions = context_position_ids(like.shape[1] * mesh.size(), mesh, like.device)
+    return module.make(positions, torch.arange(like.shape[1] * mesh.size(), device=like.device), document_ids, gathered)
 
 
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, mesh: DeviceMesh
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, mesh: DeviceMesh, soft_cap: float = 0.0
 ) -> Tensor:
-    """Computes causal attention of local queries (B, H, T, E) over the keys and values (B, K, T, E) of all ranks.
+    """Computes causal attention of local queries (B, H, T, E) over the keys and values (B, K, T, E) of all ranks, with
+    soft-capped scores if `soft_cap` is not 0, which requires a mask.
 
     Keys and values are gathered before they are repeated for grouped query heads, which minimizes the bytes sent.
     """
@@ -99,23 +106,25 @@ def context_parallel_attention(
             "the mask as document_masks= of apply_context"
         )
     if mask is not None and not isinstance(mask, Tensor):
-        return block_mask_attention(q, keys, values, mask)
+        return block_mask_attention(q, keys, values, mask, soft_cap)
     length, rank = q.shape[2] // 2, mesh.get_local_rank()
     outputs = []
     for half, chunk in enumerate((rank, 2 * mesh.size() - 1 - rank)):
         queries = slice(half * length, (half + 1) * length)
         prefix = slice((chunk + 1) * length)  # later keys are masked for every query of this chunk
         chunk_mask = None if mask is None else mask[:, :, queries, prefix]
-        outputs.append(prefix_attention(q[:, :, queries], keys[:, :, prefix], values[:, :, prefix], chunk_mask))
+        part = q[:, :, queries], keys[:, :, prefix], values[:, :, prefix]
+        outputs.append(prefix_attention(*part, chunk_mask, soft_cap))
     return torch.cat(outputs, dim=2)
 
 
-def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0) -> Tensor:
     """Computes causal attention of queries (B, H, T, E) at the last T positions of the keys and values (B, K, S, E), or attention
     with a mask (B, 1, T, S)."""
-    if mask is None and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+    if mask is not None:
+        return masked_attention(q, k, v, mask, soft_cap)
+    if q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         return compat.flash_attention_of_last_queries(q, k, v)
-    if mask is None:
-        keys = torch.arange(k.shape[2], device=q.device)
-        mask = keys[-q.shape[2] :, None] >= keys
+    keys = torch.arange(k.shape[2], device=q.device)
+    mask = keys[-q.shape[2] :, None] >= keys
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -51,8 +51,13 @@ def block_activations(job: Job) -> BlockActivations:
     num_kv_heads = getattr(model, "num_kv_heads", model.num_heads)
     # QK-norm reads its inputs and their root mean squares in the backward pass.
     qk_norm = queries + keys + 4 * (model.num_heads + num_kv_heads) / tensor if model.qk_norm else 0.0
+    norm_input = stream
+    if model.unit_offset_norm and not compiled:  # in float32
+        norm_input = 4 * model.dim / tensor
+        qk_norm *= 4 / element
     # The inputs of attention and feed-forward, and what they compute.
-    kept = 2 * stream + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
+    kept = 2 * norm_input + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
+    kept += 2 * norm_input if model.post_norms else 0.0
     # Every second matmul, in the order of the forward pass: wq, wv, w1 and, if there are two inner matrices, w2.
     selective = stream + queries + keys + ffn + attention
     if layout.context > 1:

@@ -102,8 +102,9 @@ class Rank:
         """The modules of each stage, each kind with their number."""
         counts, found = self.counts, dict[int, list[tuple[Passes, int]]]()
         for stage in self.job.stages(self.index):
-            blocks = Counter(counts.float8_layers(index) for index in blocks_of(stage, self.job.split))
-            found[stage] = [(counts.block(float8), number) for float8, number in blocks.items()]
+            is_local = self.job.recipe.model.is_local
+            blocks = Counter((counts.float8_layers(i), is_local(i)) for i in blocks_of(stage, self.job.split))
+            found[stage] = [(counts.block(*kind), number) for kind, number in blocks.items()]
             found[stage] += [(counts.embedding(), 1)] * (stage == 0)
             found[stage] += [(counts.loss(), 1)] * (stage == len(self.job.split) - 1)
         return found

@@ -9,7 +9,8 @@ from titanlike.planning.operators import Counts, Matmul, Work
 # Speed of float8 matmuls with finer scales than one per tensor, relative to those.
 SCALING_SPEED = {"rowwise": 0.75, "rowwise_with_gw_hp": 0.75, "mxfp8": 0.9}
 
-# Speed of attention relative to FlashAttention: of the memory-efficient kernel, and of FlexAttention, which documents use.
+# Speed of attention relative to FlashAttention: of the memory-efficient kernel, and of FlexAttention, which documents and
+# soft-capped scores use. That with a sliding window is not measured; it is taken as that without.
 EFFICIENT_SPEED, FLEX_SPEED = 0.6, 0.85
 
 
@@ -55,7 +56,7 @@ class Kernels:
         training = recipe.training
         kernel = "flash" if training.attention in ("flash", "efficient", "math") or job.layout.context > 1 else "fused"
         factor = EFFICIENT_SPEED if training.attention in ("efficient", "math") else 1.0
-        if recipe.data.document_masks:
+        if recipe.data.document_masks or recipe.model.attention_soft_cap:
             kernel, factor = "flash", factor * FLEX_SPEED
         kernel = self.counts.program.attention or kernel
         fractions = (

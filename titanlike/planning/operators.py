@@ -117,8 +117,8 @@ class Counts:
         """Returns the float8 layers of a block, by their names in it."""
         return _float8_layers(self.job.recipe.float8, self.job.recipe.model, index)
 
-    def block(self, float8: frozenset[str]) -> Passes:
-        """Returns the work of a block with these float8 layers."""
+    def block(self, float8: frozenset[str], local: bool = False) -> Passes:
+        """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without."""
         tensor, tokens = self.job.layout.tensor, self.job.tokens
         recipe, model = self.job.recipe, self.job.recipe.model
         matrices = model.block_matrices()
@@ -142,7 +142,7 @@ class Counts:
                 forward += low
                 inputs += low
                 weights += [Matmul(rank, width, tokens), Matmul(outputs, rank, tokens)]
-        attention = self._attention_flops()
+        attention = self._attention_flops(local)
         elementwise_forward, elementwise_backward = self._elementwise_bytes()
         casts_forward, casts_backward = self._cast_bytes(float8)
         launches = (len(forward) + (6 if self.compiled else 34), len(inputs) + (10 if self.compiled else 60))
@@ -157,11 +157,11 @@ class Counts:
         )
 
     def _recomputed(self, matmuls: list[Matmul], forward: Work) -> Work:
-        """The backward pass recomputes what it reads. The output of the last matmul is not read, except by dropout."""
+        """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms only."""
         recipe = self.job.recipe
         mode = recipe.activation_checkpoint.mode
         final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
-        read = matmuls if recipe.model.dropout else matmuls[:-1]
+        read = matmuls if recipe.model.dropout or recipe.model.post_norms else matmuls[:-1]
         elementwise = Work(bytes=forward.bytes - final_residual, kernels=forward.kernels)
         full = replace(elementwise, matmuls=tuple(read), attention_forward=forward.attention_forward)
         if mode == "selective":  # keeps attention and the first of every two matmuls
@@ -170,12 +170,14 @@ class Counts:
         share = {"full": 1.0, "every_n": 1.0 / checkpointing.every_n, "memory_budget": 1 - checkpointing.memory_budget}
         return full.times(share[mode]) if mode in share else Work()
 
-    def _attention_flops(self) -> float:
-        """Two matmuls over the keys before each token, which are half of the sequence on average. Context-parallel ranks have
-        equal shares. Documents are assumed to be as long as sequences."""
-        model, training = self.job.recipe.model, self.job.recipe.training
+    def _attention_flops(self, local: bool) -> float:
+        """Two matmuls over the keys before each token, which are half of the sequence on average, or those of a window that slides
+        over it. Context-parallel ranks have equal shares. Documents are assumed to be as long as sequences."""
+        model, length = self.job.recipe.model, self.job.recipe.training.seq_len
         width = model.num_heads * model.head_dim // self.job.layout.tensor
-        return 2.0 * self.job.tokens * training.seq_len * width
+        window = min(model.sliding_window, length) if local else length
+        keys = window - window**2 / (2 * length)  # the first tokens have less than a window before them
+        return 4.0 * self.job.tokens * keys * width
 
     def _elementwise_bytes(self) -> tuple[float, float]:
         """Bytes of the norms, rotary embeddings, activation function and residuals of a block, forward and backward."""
@@ -189,18 +191,27 @@ class Counts:
         rotated = queries + keys if hasattr(model, "rope_theta") else 0
         normed = queries + keys if model.qk_norm else 0
         gated = len(ffn) > 2
+        post_norms = 2 if model.post_norms else 0
         if self.compiled:
             # norm 4; residual and norm 8; residual 6. Backward: twice norm and residual 8; sums of input gradients, 2 and 3 terms.
             # RoPE 4, and 2 more if it reads the statistics of QK-norm first, or in the backward pass its input.
-            forward = 18 * local + 4 * rotated + 2 * normed + (6 if gated else 4) * hidden
+            forward = (18 + 4 * post_norms) * local + 4 * rotated + 2 * normed + (6 if gated else 4) * hidden
             backward = (
-                16 * local + (6 * gated + 8) * gathered + 4 * rotated + 2 * normed + (10 if gated else 6) * hidden
+                (16 + 8 * post_norms) * local
+                + (6 * gated + 8) * gathered
+                + 4 * rotated
+                + 2 * normed
+                + (10 if gated else 6) * hidden
             )
         else:
             norm, norm_backward = self.program.norm_bytes
-            forward = 2 * (norm + 6) * local + self.program.rope_bytes * rotated + (10 if gated else 4) * hidden
+            forward = (
+                ((2 + post_norms) * norm + 12) * local
+                + self.program.rope_bytes * rotated
+                + (10 if gated else 4) * hidden
+            )
             forward += norm * normed
-            backward = 2 * (norm_backward + 6) * local + (6 * gated + 12) * gathered
+            backward = ((2 + post_norms) * norm_backward + 12) * local + (6 * gated + 12) * gathered
             backward += self.program.rope_bytes * rotated + (18 if gated else 6) * hidden + norm_backward * normed
         context = self.job.layout.context
         if context > 1:  # gathered keys and values are put in order: a copy of each

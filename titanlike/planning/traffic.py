@@ -179,8 +179,9 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
         forward = 1 + block.recomputed
         gather = elements * (1 if layer.colwise <= float8 else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
-        # Recomputation ends with the last tensor that the backward pass reads. After the last layer only dropout saves one.
-        is_last = layer is block.layers[-1] and not recipe.model.dropout
+        # Recomputation ends with the last tensor that the backward pass reads. After the last layer, dropout and post-norms save
+        # one.
+        is_last = layer is block.layers[-1] and not (recipe.model.dropout or recipe.model.post_norms)
         scatters = 1 if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
         if needs_grad:
@@ -208,7 +209,8 @@ def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     chunk = job.tokens if converted else recipe.training.loss_chunk or job.tokens
     for rows, calls in ((chunk, job.tokens // chunk), (job.tokens % chunk, 1)):
         if rows:
-            totals.add("all-reduce", "tensor", "loss", num * calls, rows * element)  # the largest logit
+            largest = FLOAT32 if recipe.model.logit_soft_cap else element  # soft-capped logits are in float32
+            totals.add("all-reduce", "tensor", "loss", num * calls, rows * largest)
             totals.add("all-reduce", "tensor", "loss", num * calls * 2, rows * FLOAT32)  # two sums
 
 

@@ -189,11 +189,17 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
 def _attention_problems(recipe: PretrainRecipe) -> list[str]:
     """What the selected kernel does not support, which torch would report at the first step."""
     kernel, model, context = recipe.training.attention, recipe.model, recipe.parallelism.context
-    documents = recipe.data.document_masks or "chat" in recipe.data.source
-    what = "data.document_masks = true" if recipe.data.document_masks else f"data.source = '{recipe.data.source}'"
+    window, soft_cap = model.sliding_window, model.attention_soft_cap
+    reasons = {
+        f"model.attention_soft_cap = {soft_cap}": soft_cap > 0,
+        "data.document_masks = true": recipe.data.document_masks,
+        f"data.source = '{recipe.data.source}'": "chat" in recipe.data.source,
+        f"model.sliding_window = {window}": model.num_local() > 0 and window < recipe.training.seq_len,
+    }
+    what = next((reason for reason, holds in reasons.items() if holds), "")
     heads = (getattr(model, "num_kv_heads", model.num_heads), model.num_heads)
-    masked = documents and recipe.run.device != "cpu"  # the CPU's flash kernel supports masks
-    flex = masked and kernel == "auto"  # document masks use FlexAttention
+    masked = bool(what) and recipe.run.device != "cpu"  # the CPU's flash kernel supports masks
+    flex = masked and kernel == "auto"  # these use FlexAttention
     problems = []
     if flex and model.head_dim < FLEX_MIN_HEAD_DIM:
         problems.append(
@@ -210,7 +216,8 @@ def _attention_problems(recipe: PretrainRecipe) -> list[str]:
         ("efficient", heads[0] != heads[1], "does not support num_kv_heads = {} and num_heads = {}".format(*heads)),
         ("cudnn", recipe.run.deterministic, "is not deterministic, but run.deterministic = true"),
         ("cudnn flash", masked, f"does not support the mask of {what}"),
-        ("cudnn efficient math", context > 1 and not documents, f"is not used with parallelism.context = {context}"),
+        ("efficient", soft_cap > 0, f"does not bound scores as {what} asks"),
+        ("cudnn efficient math", context > 1 and not what, f"is not used with parallelism.context = {context}"),
     )
     return problems + [
         f"training.attention = '{kernel}' {reason}; set training.attention = 'auto'"

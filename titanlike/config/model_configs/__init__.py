@@ -1,5 +1,10 @@
 """Configs of the model architectures: fields, published sizes, parameter and FLOP counts. No module imports torch."""
 
+from titanlike.config.model_configs.gemma import GEMMA2_SIZES as GEMMA2_SIZES
+from titanlike.config.model_configs.gemma import GEMMA3_SIZES as GEMMA3_SIZES
+from titanlike.config.model_configs.gemma import Gemma2Config as Gemma2Config
+from titanlike.config.model_configs.gemma import Gemma3Config as Gemma3Config
+from titanlike.config.model_configs.gemma import GemmaConfig as GemmaConfig
 from titanlike.config.model_configs.gpt import GPT_SIZES as GPT_SIZES
 from titanlike.config.model_configs.gpt import GPTConfig as GPTConfig
 from titanlike.config.model_configs.llama import LLAMA_SIZES as LLAMA_SIZES
@@ -11,4 +16,11 @@ from titanlike.config.model_configs.qwen3 import QWEN3_SIZES as QWEN3_SIZES
 from titanlike.config.model_configs.qwen3 import Qwen3Config as Qwen3Config
 from titanlike.config.model_configs.transformer import TransformerConfig as TransformerConfig
 
-CONFIGS: tuple[type[TransformerConfig], ...] = (LlamaConfig, Qwen2Config, Qwen3Config, GPTConfig)  # of this package
+CONFIGS: tuple[type[TransformerConfig], ...] = (  # of this package
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Gemma2Config,
+    Gemma3Config,
+    GPTConfig,
+)

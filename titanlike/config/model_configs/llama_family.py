@@ -4,9 +4,19 @@ Does not import torch.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from titanlike.config.base import Positive, PositiveFloat, Share, divisors, one_of, section
+from titanlike.config.base import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Share,
+    UserError,
+    divisors,
+    one_of,
+    section,
+)
 from titanlike.config.model_configs.transformer import NumLayers, TransformerConfig, require
 
 
@@ -42,12 +52,43 @@ class LlamaFamilyConfig(TransformerConfig):
     """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
     step and the token, not on the layout."""
 
+    logit_soft_cap: NonNegativeFloat = 0.0
+    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
+    attention_soft_cap: NonNegativeFloat = 0.0
+    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
+    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
+    sliding_window: NonNegative = 0
+    """Number of tokens, the current one included, that a token attends to in blocks with sliding-window attention. 0 disables it.
+    On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
+    sliding_window_pattern: NonNegative = 0
+    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
+    blocks use it. Unused if `sliding_window` is 0."""
+    embedding_scale: bool = False
+    """Multiply the output of the embedding by the square root of `dim`."""
+
     rope_scaling = 1.0  # not a field of all architectures, as head_dim
     rope_original_seq_len = 8192
+    rope_local_theta = 0.0
+    rope_scaling_type: ClassVar[Literal["llama3", "linear"]] = "llama3"
+    """What `rope_scaling` means: of the low frequencies, or of all."""
+    own_head_dim: ClassVar[bool] = False
+    """Whether `head_dim` is a field, and does not follow from the other fields."""
+    gelu: ClassVar[bool] = False
+    """Whether the gate of the feed-forward layers is GELU, in the tanh approximation, and not SiLU."""
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
     """The RoPE types of transformers that the fields can express."""
     hf_model_type: ClassVar[str] = ""
     """The `model_type` of transformers."""
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by, besides the usual factor of 1 / sqrt(head_dim) of the scores."""
+        return 1.0
+
+    def is_local(self, index: int) -> bool:
+        """Whether the attention of a block is limited to `sliding_window` tokens."""
+        is_global = self.sliding_window_pattern and (index + 1) % self.sliding_window_pattern == 0
+        return bool(self.sliding_window and not is_global)
 
     def block_matrices(self) -> dict[str, tuple[int, int]]:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -76,7 +117,11 @@ class LlamaFamilyConfig(TransformerConfig):
         return problems
 
     def head_dim_problems(self) -> list[str]:
-        """Returns a message if the head dimension is not valid. The default is for one that follows from the other fields."""
+        """Returns a message if the head dimension is not valid."""
+        if self.own_head_dim:
+            near = f"{self.head_dim - 1} or {self.head_dim + 1}" if self.head_dim > 1 else "2"
+            odd = f"model.head_dim = {self.head_dim} is odd, but RoPE rotates pairs; use {near}"
+            return [odd] if self.head_dim % 2 else []
         problems = super().problems()
         if not problems and self.head_dim % 2:
             problems.append(
@@ -88,6 +133,7 @@ class LlamaFamilyConfig(TransformerConfig):
         return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
 
     def to_hugging_face(self) -> dict[str, Any]:
+        self.refuse_options()
         scaling = {
             "rope_type": "llama3",
             "factor": self.rope_scaling,
@@ -106,7 +152,7 @@ class LlamaFamilyConfig(TransformerConfig):
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": "gelu_pytorch_tanh" if self.gelu else "silu",
             "max_position_embeddings": self.max_seq_len,
             "rms_norm_eps": self.norm_eps,
             # transformers 5 reads rope_parameters, 4 the other two: without its form, each falls back to a theta of 10,000.
@@ -119,10 +165,18 @@ class LlamaFamilyConfig(TransformerConfig):
             "use_cache": True,
         }
 
+    def refuse_options(self) -> None:
+        """Raises `UserError` for an option that the model of transformers does not have. The default is for one without any."""
+        for name in ("logit_soft_cap", "attention_soft_cap", "sliding_window", "embedding_scale"):
+            if getattr(self, name):
+                raise UserError(
+                    f"model.{name} = {getattr(self, name)} has no equivalent in {self.hf_architecture}; it cannot be exported"
+                )
+
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that a `config.json` describes, except for a head dimension of its own."""
-        require(values, hidden_act="silu", attention_dropout=0.0)
+        require(values, attention_dropout=0.0, **({} if cls.gelu else {"hidden_act": "silu"}))
         heads = values["num_attention_heads"]
         return {
             "dim": values["hidden_size"],
@@ -134,11 +188,11 @@ class LlamaFamilyConfig(TransformerConfig):
             "max_seq_len": values.get("max_position_embeddings", 2048),
             "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
             "tied_head": values.get("tie_word_embeddings", False),
-            **_rope_fields(values, cls.rope_types),
+            **rope_fields(values, cls.rope_types),
         }
 
 
-def _rope_fields(values: Mapping[str, Any], supported: tuple[str, ...]) -> dict[str, Any]:
+def rope_fields(values: Mapping[str, Any], supported: tuple[str, ...]) -> dict[str, Any]:
     """Returns the RoPE fields of a `config.json`, which transformers 4 and 5 write in different forms."""
     forms = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
     rope: Mapping[str, Any] = next((form for form in forms if form), {})
@@ -152,6 +206,8 @@ def _rope_fields(values: Mapping[str, Any], supported: tuple[str, ...]) -> dict[
         raise ValueError(f"the RoPE type {kind!r} is not supported; only {only}")
     if kind == "default":
         return fields
+    if kind == "linear":
+        return fields | {"rope_scaling": float(rope["factor"])}
     require(rope, low_freq_factor=1.0, high_freq_factor=4.0)
     return fields | {
         "rope_scaling": float(rope["factor"]),

@@ -41,12 +41,7 @@ class Qwen3Config(LlamaFamilyConfig):
     hf_model_type = "qwen3"
     sizes: ClassVar[dict[str, dict[str, Any]]] = QWEN3_SIZES
     qk_norm = True
-
-    def head_dim_problems(self) -> list[str]:
-        if self.head_dim % 2 == 0:
-            return []
-        near = f"{self.head_dim - 1} or {self.head_dim + 1}" if self.head_dim > 1 else "2"
-        return [f"model.head_dim = {self.head_dim} is odd, but RoPE rotates pairs; use {near}"]
+    own_head_dim = True
 
     def to_hugging_face(self) -> dict[str, Any]:
         window = {"use_sliding_window": False, "sliding_window": None}

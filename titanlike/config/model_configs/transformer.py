@@ -40,6 +40,13 @@ class TransformerConfig:
     """Whether queries and keys are normalized over the head dimension, before RoPE."""
     qkv_bias: ClassVar[bool] = False
     """Whether the projections of queries, keys and values have a bias, even if `biases` is False."""
+    post_norms: ClassVar[bool] = False
+    """Whether the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
+    unit_offset_norm: ClassVar[bool] = False
+    """Whether RMSNorm multiplies by 1 + weight, in float32, and not by the weight."""
+    logit_soft_cap: float = 0.0
+    attention_soft_cap: float = 0.0
+    sliding_window: int = 0
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
 
@@ -63,6 +70,14 @@ class TransformerConfig:
             return f"{self.name} {self.size}"
         return f"{self.name} of {self.num_layers} layers, model.dim {self.dim}"
 
+    def is_local(self, index: int) -> bool:
+        """Whether the attention of a block is limited to `sliding_window` tokens."""
+        return False
+
+    def num_local(self) -> int:
+        """Returns the number of blocks with sliding-window attention."""
+        return sum(map(self.is_local, range(self.num_layers)))
+
     def block_matrices(self) -> dict[str, tuple[int, int]]:
         """Returns the matrices of a block by name, each as (outputs, inputs)."""
         raise NotImplementedError
@@ -71,6 +86,8 @@ class TransformerConfig:
         """Returns the sizes of the norms and biases of a block, by parameter name. The default has two norms in each
         block, those of queries and keys, and the biases that the architecture has."""
         vectors = {f"{norm}.weight": self.dim for norm in ("attention_norm", "ffn_norm")}
+        if self.post_norms:
+            vectors |= {f"{norm}.weight": self.dim for norm in ("post_attention_norm", "post_ffn_norm")}
         if self.qk_norm:
             vectors |= {f"attention.{norm}.weight": self.head_dim for norm in ("q_norm", "k_norm")}
         if self.biases:
@@ -110,8 +127,11 @@ class TransformerConfig:
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
         """Returns FLOPs of the forward and backward pass, without recomputation, with full (not causal) attention, as published
-        model FLOPs utilization counts them. Frozen weights have no gradients."""
-        attention = 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+        model FLOPs utilization counts them; with a sliding window, each token attends to all tokens of the window. Frozen
+        weights have no gradients."""
+        num_local = self.num_local()
+        keys = (self.num_layers - num_local) * seq_len + num_local * min(seq_len, self.sliding_window)
+        attention = 12 * self.num_heads * self.head_dim * keys
         return (4 if frozen else 6) * self.num_matmul_parameters() + attention
 
     def problems(self) -> list[str]:
