@@ -12,6 +12,23 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # some network file s
 HELD = (errno.EWOULDBLOCK, errno.EACCES)  # EACCES on network file systems
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a `FileLock`. Nothing is written; an unheld lock is empty unless its holder was killed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # such as a metrics file without a run directory
+        return False
+    try:
+        if not os.fstat(descriptor).st_size:
+            return False  # without testing the lock, which a process that starts now would find held
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in HELD
+    finally:
+        os.close(descriptor)
+    return False
+
+
 class LockHeld(Exception):
     """Raised if another process holds the lock. The message identifies that process."""
 
