@@ -8,7 +8,18 @@ from typing import Any
 from titanlike.comparison.runs import Run
 
 IGNORED = {("run", "name")}  # of every run its own
-ENVIRONMENT = ("device", "processes", "threads", "host", "torch", "cuda", "python", "titanlike", "git_commit", "git_changes")
+ENVIRONMENT = (
+    "device",
+    "processes",
+    "threads",
+    "host",
+    "torch",
+    "cuda",
+    "python",
+    "titanlike",
+    "git_commit",
+    "git_changes",
+)
 
 
 @dataclass(frozen=True)

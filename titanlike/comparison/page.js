@@ -66,8 +66,9 @@ const known = (value) => value !== null && value !== undefined;
 function short(value, digits = 3) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  for (const [unit, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "K"]])
-    if (size >= unit) return +(value / (suffix === "K" ? 1e3 : unit)).toPrecision(digits) + suffix;
+  if (digits > 3 && size >= 1e3 && size < 1e6) return Math.round(value).toLocaleString("en");
+  for (const [unit, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]])
+    if (size >= unit) return +(value / unit).toPrecision(digits) + suffix;
   return size < 1e-3 ? value.toExponential().replace(/(\.\d\d)\d*/, "$1") : String(+value.toPrecision(digits + 1));
 }
 const duration = (seconds) => {
@@ -78,15 +79,16 @@ const formatX = (value) =>
   view.x === "seconds" ? duration(value) : view.x === "tokens" ? short(value, 4) : Math.round(value).toLocaleString("en");
 const formatY = (chart, value) => (chart.digits ? value.toFixed(chart.digits) : short(value, 4));
 
-function ticks(low, high, count) {
+const X_TICKS = 6;
+const TIMES = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 43200, 86400];
+function ticks(low, high, count, isTime = false) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const bases = view.x === "seconds" && count === X_TICKS && rough > 10 ? [6, 3, 12, 18, 36] : [1, 2, 5, 10];
-  const step = Math.min(...bases.map((base) => base * power).filter((size) => size >= rough)) || rough;
+  const decimal = [1, 2, 5, 10].map((base) => base * power).find((size) => size >= rough) || rough;
+  const step = (isTime && rough >= 1 && TIMES.find((size) => size >= rough)) || decimal;
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(+value.toPrecision(12));
   return found;
 }
-const X_TICKS = 6;
 function logTicks(low, high) {
   const found = [];
   for (let power = Math.floor(low); power <= high; power++)

@@ -66,16 +66,19 @@ function draw(item) {
     parts.push(make("line", { class: "grid", x1: MARGIN.left, x2: inner.right, y1: place(value), y2: place(value) }));
     parts.push(make("text", { x: MARGIN.left - 8, y: place(value) + 4, "text-anchor": "end" }, label));
   }
-  for (const value of ticks(zoom[0], zoom[1], width < 420 ? 3 : X_TICKS))
-    parts.push(make("text", { x: sx(value), y: inner.bottom + 16, "text-anchor": "middle" }, formatX(value)));
+  for (const value of ticks(zoom[0], zoom[1], width < 420 ? 3 : X_TICKS, view.x === "seconds"))
+    parts.push(make("text", { x: sx(value), y: inner.bottom + 16, "text-anchor": inner.right - sx(value) < 16 ? "end" : "middle" }, formatX(value)));
   const unit = { step: "step", tokens: "tokens", seconds: "wall time, h:mm:ss" }[view.x];
   parts.push(make("text", { class: "unit", x: inner.right, y: HEIGHT - 3, "text-anchor": "end" }, unit));
   parts.push(make("line", { class: "axis", x1: MARGIN.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }));
   const group = make("g", { "clip-path": `url(#${clip})` });
+  const smoothed = []; // above the other curves
+  const opacity = Math.min(0.35, Math.max(0.08, 1.2 / shown.length));
   for (const { run, curve } of shown) {
     const style = { stroke: run.color, "stroke-dasharray": run.dash, "data-run": run.name };
-    group.append(make("path", { class: curve.smooth ? "curve raw" : "curve", d: pathOf(curve.x, curve.y, sx, sy), ...style }));
-    if (curve.smooth) group.append(make("path", { class: "curve smooth", d: pathOf(curve.smooth.x, curve.smooth.y, sx, sy), ...style }));
+    const raw = curve.smooth ? { class: "curve raw", opacity } : { class: "curve" };
+    group.append(make("path", { ...raw, d: pathOf(curve.x, curve.y, sx, sy), ...style }));
+    if (curve.smooth) smoothed.push(make("path", { class: "curve smooth", d: pathOf(curve.smooth.x, curve.smooth.y, sx, sy), ...style }));
     if (chart.points && curve.x.length <= 200)
       curve.x.forEach((x, i) => x !== null && curve.y[i] !== null && Number.isFinite(sy(curve.y[i])) &&
         group.append(make("circle", { cx: sx(x).toFixed(1), cy: sy(curve.y[i]).toFixed(1), r: 2.5, fill: run.color })));
@@ -83,6 +86,7 @@ function draw(item) {
     if (bad.length && chart.digits) // losses that are not finite, as crosses at the top
       group.append(make("path", { class: "nonfinite", d: bad.map((x) => `M${(sx(x) - 4).toFixed(1)} ${MARGIN.top}l8 8m-8 0l8 -8`).join(""), ...style, "stroke-dasharray": "" }));
   }
+  group.append(...smoothed);
   item.overlay = make("g");
   svg.replaceChildren(...parts, group, item.overlay);
 }

@@ -8,7 +8,7 @@ function drawSummary() {
     ["steps", (run) => run.summary.step.toLocaleString("en") + (run.summary.num_steps > run.summary.step ? ` of ${run.summary.num_steps.toLocaleString("en")}` : "")],
     ["tokens", (run) => dash(run.summary.tokens, short)],
     ["training loss", (run) => dash(run.summary.training_loss, (value) => value.toFixed(4))],
-    ["validation loss", (run) => dash(run.summary.validation_loss, (value) => value.toFixed(4)), "", (run) => -run.summary.validation_loss],
+    ["validation loss", (run) => dash(run.summary.validation_loss, (value) => value.toFixed(4)), ""],
     ["best", (run) => dash(run.summary.best_validation_loss, (value) => `${value.toFixed(4)} at ${run.summary.best_validation_step.toLocaleString("en")}`), "", (run) => (known(run.summary.best_validation_loss) ? -run.summary.best_validation_loss : -Infinity)],
     ["tokens/s", (run) => dash(run.summary.tokens_per_second, (value) => Math.round(value).toLocaleString("en")), "", (run) => run.summary.tokens_per_second ?? -Infinity],
     ["ratio", (run) => dash(run.summary.ratio, (value) => value.toFixed(2) + "×")],
@@ -18,10 +18,10 @@ function drawSummary() {
   ];
   const body = runs.map((run) =>
     make("tr", {}, ...columns.map(([name, cell, style, score], i) => {
-      const best = score && runs.length > 1 && name !== "validation loss" && Number.isFinite(score(run)) && score(run) === Math.max(...runs.map(score));
+      const best = score && new Set(runs.map(score)).size > 1 && Number.isFinite(score(run)) && score(run) === Math.max(...runs.map(score));
       return make(i ? "td" : "th", { class: `${style || ""} ${best ? "best" : ""}`, ...(i ? {} : { scope: "row" }) }, cell(run));
     })));
-  const head = make("tr", {}, ...columns.map(([name]) => make("th", { scope: "col" }, name)));
+  const head = make("tr", {}, ...columns.map(([name, , style]) => make("th", { scope: "col", class: style || "" }, name)));
   byId("summary").replaceChildren(make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
   byId("problems").replaceChildren(...data.problems.map((text) => make("li", {}, text)));
 }
@@ -86,7 +86,7 @@ function connectControls() {
 
 function drawCharts() {
   for (const chart of CHARTS) {
-    const card = make("div", { class: "card", id: `card-${chart.id}` });
+    const card = make("div", { class: "card", id: `card-${chart.id}`, ...(chart.id === "bars" ? { tabindex: "0", role: "region", "aria-label": "Throughput" } : {}) });
     if (chart.id === "bars") {
       if (!runs.some((run) => known(run.summary.tokens_per_second))) continue;
       charts.push({ chart, card });

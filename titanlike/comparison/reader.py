@@ -1,21 +1,22 @@
 """Reads `metrics.jsonl`, also while a run appends to it."""
 
 import json
-from collections.abc import Iterable
+import math
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
 
 from titanlike.utils.regular_file import check_regular
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-CHUNK = 2**24  # bytes read at once
+CHUNK = 2**20  # bytes read at once: its records stay in the processor's cache
+MISSING = math.inf  # JSON has no infinity
 OTHER, TRAINING, VALIDATION, SKIPPED = range(4)  # kinds of records
 VALUES = (
     "step", "elapsed_seconds", "loss", "validation_loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu",
@@ -27,8 +28,8 @@ class Record(msgspec.Struct, gc=False):
     """The values of a record that are compared. A value is None if it was not finite."""
 
     step: int
-    loss: float | None | UnsetType = UNSET
-    validation_loss: float | None | UnsetType = UNSET
+    loss: float | None = MISSING
+    validation_loss: float | None = MISSING
     skipped: str | None = None
     elapsed_seconds: float | None = None
     grad_norm: float | None = None
@@ -37,14 +38,6 @@ class Record(msgspec.Struct, gc=False):
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_gib: float | None = None
-
-    def kind(self) -> int:
-        """Returns whether this is a record of training, of a validation, of a skipped step or of something else."""
-        if self.loss is not UNSET:
-            return TRAINING
-        if self.validation_loss is not UNSET:
-            return VALIDATION
-        return OTHER if self.skipped is None else SKIPPED
 
 
 class MetricsReader:
@@ -108,15 +101,17 @@ class MetricsReader:
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         try:  # NaN and Infinity, which other writers have
-            return msgspec.convert(json.loads(line), Record)
+            return msgspec.convert(json.loads(line, parse_constant=lambda _: None), Record)
         except (msgspec.ValidationError, ValueError, RecursionError):
             return None
 
 
 def _columns(records: list[Record]) -> dict[str, "NDArray[np.float64]"]:
-    kinds = np.array([record.kind() for record in records], dtype=np.float64)
-    return {"kind": kinds} | {name: _column(getattr(record, name) for record in records) for name in VALUES}
-
-
-def _column(values: Iterable[float | None | UnsetType]) -> "NDArray[np.float64]":
-    return np.array([None if value is UNSET else value for value in values], dtype=np.float64)  # None becomes NaN
+    columns = {
+        name: np.array(list(map(attrgetter(name), records)), dtype=np.float64) for name in VALUES
+    }  # None becomes NaN
+    kinds = np.full(len(records), OTHER, dtype=np.float64)
+    kinds[[record.skipped is not None for record in records]] = SKIPPED
+    for name, kind in (("validation_loss", VALIDATION), ("loss", TRAINING)):
+        kinds[columns[name] != MISSING] = kind
+    return columns | {"kind": kinds}

@@ -135,9 +135,7 @@ def _make_run(path: Path, name: str, columns: Columns, damaged_lines: Sequence[i
     return Run(name, path, recipe, environment, recipe_problem or environment_problem, summary, series, axis)
 
 
-def _summarize(
-    records: dict[int, Columns], num_steps: int | None, path: Path, damaged_lines: Sequence[int]
-) -> Summary:
+def _summarize(records: dict[int, Columns], num_steps: int | None, path: Path, damaged_lines: Sequence[int]) -> Summary:
     training, validation = records[TRAINING], records[VALIDATION]
     step = int(max(_last(training["step"]) or 0, _last(validation["step"]) or 0))
     if is_locked(path / "lock"):

@@ -111,5 +111,7 @@ def curves(records: dict[int, Columns], num_buckets: int) -> tuple[dict[str, Ser
             validation["step"], validation["validation_loss"], num_buckets, averaged=False
         )
     kept = np.unique(np.linspace(0, len(steps) - 1, num_buckets).round().astype(np.intp)) if len(steps) else []
-    axis = XAxis(steps[kept], training["tokens"][kept], training["seconds"][kept]) if len(steps) else XAxis(*[steps] * 3)
+    axis = (
+        XAxis(steps[kept], training["tokens"][kept], training["seconds"][kept]) if len(steps) else XAxis(*[steps] * 3)
+    )
     return found, axis

@@ -17,6 +17,7 @@ from titanlike.config.base import shown
 
 Cell = Callable[[Summary, Summary], str]  # of a run's summary and the baseline's
 MAX_NAME = 32
+MAX_VALUES = 6  # of a key
 STATE_STYLES = {"running": "green", "complete": "", "stopped": "yellow", "unknown": ""}
 UNKNOWN = "-"
 
@@ -150,7 +151,8 @@ def _by_value(difference: Difference, names: Sequence[str]) -> str:
     for value, name in zip(difference.values, names, strict=True):
         groups.setdefault(value, []).append(name)
     parts = []
-    for value, members in groups.items():
+    for value, members in list(groups.items())[:MAX_VALUES]:
         listed = ", ".join(members[:3]) + (f" and {len(members) - 3} others" if len(members) > 3 else "")
         parts.append(f"{'not set' if value is None else shown(value)} ({listed})")
-    return "; ".join(parts)
+    others = len(groups) - len(parts)
+    return "; ".join([*parts, *([f"and {others} other values"] if others else [])])
