@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from titanlike.comparison.runs import Run
 
 DESCRIPTION = """\
-Compares runs: progress, losses, throughput with the ratio to the first run, memory, and the keys of their recipes that differ. RUN is
-the directory of a run, a directory that contains runs, or a metrics file. Without RUN, all runs in runs/ are compared.
+Compares runs: progress, losses, throughput with the ratio to the first run, memory, and the keys of their recipes that differ.
+RUN is the directory of a run, a directory that contains runs, or a metrics file. Without RUN, all runs in runs/ are compared.
 
   titanlike compare runs/baseline runs/muon
   titanlike compare runs/baseline runs/muon --html compare.html --png compare.png

@@ -81,7 +81,10 @@ def find(arguments: Sequence[Path]) -> list[Path]:
                 "give runs/NAME, or the directory that contains the runs"
             )
         found += inner
-    return list({path.resolve(): path for path in found}.values())
+    unique: dict[Path, Path] = {}
+    for path in found:
+        unique.setdefault(path.resolve(), path)
+    return list(unique.values())
 
 
 def is_run(path: Path) -> bool:

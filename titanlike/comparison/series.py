@@ -110,8 +110,5 @@ def curves(records: dict[int, Columns], num_buckets: int) -> tuple[dict[str, Ser
         found["validation_loss"] = make_series(
             validation["step"], validation["validation_loss"], num_buckets, averaged=False
         )
-    kept = np.unique(np.linspace(0, len(steps) - 1, num_buckets).round().astype(np.intp)) if len(steps) else []
-    axis = (
-        XAxis(steps[kept], training["tokens"][kept], training["seconds"][kept]) if len(steps) else XAxis(*[steps] * 3)
-    )
-    return found, axis
+    kept = np.unique(np.linspace(0, max(len(steps) - 1, 0), num_buckets).round().astype(np.intp))[: len(steps)]
+    return found, XAxis(steps[kept], training["tokens"][kept], training["seconds"][kept])

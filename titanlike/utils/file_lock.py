@@ -13,14 +13,14 @@ HELD = (errno.EWOULDBLOCK, errno.EACCES)  # EACCES on network file systems
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a `FileLock`. Nothing is written; an unheld lock is empty unless its holder was killed."""
+    """Whether a process holds the `FileLock` at this path. Writes nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # such as a metrics file without a run directory
         return False
     try:
         if not os.fstat(descriptor).st_size:
-            return False  # without testing the lock, which a process that starts now would find held
+            return False  # released; to test the lock takes it for a moment, and a job that starts now would be refused
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in HELD
