@@ -155,9 +155,7 @@ def test_differences_are_the_keys_whose_values_differ(tmp_path: Path) -> None:
     }
 
 
-def test_table_and_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     baseline = make(tmp_path / "runs/baseline-of-a-long-name-0123456789-0123456789", "".join(map(record, (1, 2, 3))))
     lines = record(1, tokens_per_second=1.0, mfu=0.1) + record(2, tokens_per_second=75.0, mfu=0.4, memory_gib=3.5)
     changed = make(
@@ -285,5 +283,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         "main.main(); print('imported', {'torch', 'matplotlib'} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)}
+    )
     assert "imported set()" in done.stdout

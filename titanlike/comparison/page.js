@@ -96,7 +96,7 @@ function logTicks(low, high) {
       const value = power + Math.log10(base);
       if (value >= low && value <= high) found.push(value);
     }
-  return found.length > 1 ? found : ticks(low, high, 4);
+  return found.length > 2 ? found : ticks(10 ** low, 10 ** high, 4).filter((value) => value > 0).map(Math.log10);
 }
 
 // Points: x in the units of the x axis, y, and the smoothed curve
