@@ -16,6 +16,7 @@ LAYERS = [
     {"cli"},
     {"verify"},
     {"run"},
+    {"comparison"},
     {"planning"},
     {"inference"},
     {"parallelize", "interop"},

@@ -3,9 +3,10 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlike.cli import data, evaluate, generate, harness, plan, profile, weights
+from titanlike.cli import compare, data, evaluate, generate, harness, plan, profile, weights
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
@@ -21,11 +22,36 @@ largest difference of any weight. Exits with code 0 if they agree up to rounding
   titanlike verify train_configs/llama3_8b.toml --layout tensor=2,pipeline=2
   titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
+# Modules of commands, in the order of --help.
+MODULES = (plan, profile, compare, weights, data, generate, evaluate, harness)
+
+Command = Callable[[argparse.Namespace], None]
+CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
+
+COMMANDS: dict[str, Command] = {
+    "schema": lambda arguments: _print_schema(as_markdown=arguments.markdown),
+    "compare": compare.run,
+    "export": weights.run,
+    "import": weights.run,
+    "generate": generate.run,
+    "evaluate": evaluate.run,
+    "lm_eval": lambda arguments: harness.run(arguments.arguments),
+}
+# Those that accept --section.key=value.
+WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
+    "plan": plan.run,
+    "profile": profile.run,
+    "data": data.run,
+    "verify": lambda arguments, overrides: verify(
+        arguments.recipe, arguments.layout, arguments.steps, arguments.tolerance, overrides
+    ),
+}
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="titanlike", description="Tools for recipes, data and checkpoints. ./run_train.sh trains."
+        prog="titanlike", description="Tools for recipes, data, runs and checkpoints. ./run_train.sh trains."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
@@ -45,13 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NUMBER",
         help="maximum relative difference, for all quantities, or for some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
     )
-    plan.add(commands)
-    profile.add(commands)
-    weights.add(commands)
-    data.add(commands)
-    generate.add(commands)
-    evaluate.add(commands)
-    harness.add(commands)
+    for module in MODULES:
+        module.add(commands)
     return parser
 
 
@@ -64,32 +85,20 @@ def main() -> None:
     except UserError as error:
         environment.fail(error)
     arguments, overrides = parser.parse_known_args()
-    accepts_overrides = (
-        arguments.command in ("plan", "profile", "verify") or getattr(arguments, "data_command", "") == "inspect"
-    )
-    if overrides and not accepts_overrides:
-        parser.error(f"{arguments.command} takes no {shown(' '.join(overrides))}")
-    if arguments.command == "schema":
-        if arguments.markdown:
-            print(markdown(PretrainRecipe), end="")
-        else:
-            print(json.dumps(editor_schema(PretrainRecipe), indent=2))
-    elif arguments.command == "data":
-        data.run(arguments, overrides)
-    elif arguments.command == "plan":
-        plan.run(arguments, overrides)
-    elif arguments.command == "profile":
-        profile.run(arguments, overrides)
-    elif arguments.command in ("export", "import"):
-        weights.run(arguments)
-    elif arguments.command == "generate":
-        generate.run(arguments)
-    elif arguments.command == "evaluate":
-        evaluate.run(arguments)
-    elif arguments.command == "lm_eval":
-        harness.run(arguments.arguments)
+    command, is_inspection = arguments.command, getattr(arguments, "data_command", "") == "inspect"
+    if overrides and (command not in WITH_OVERRIDES or (command == "data" and not is_inspection)):
+        parser.error(f"{command} takes no {shown(' '.join(overrides))}")
+    if command in WITH_OVERRIDES:
+        WITH_OVERRIDES[command](arguments, overrides)
     else:
-        verify(arguments.recipe, arguments.layout, arguments.steps, arguments.tolerance, overrides)
+        COMMANDS[command](arguments)
+
+
+def _print_schema(*, as_markdown: bool) -> None:
+    if as_markdown:
+        print(markdown(PretrainRecipe), end="")
+    else:
+        print(json.dumps(editor_schema(PretrainRecipe), indent=2))
 
 
 if __name__ == "__main__":

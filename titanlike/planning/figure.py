@@ -19,10 +19,10 @@ COLORS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC
 MAX_LABELS = 24
 
 
-def require_matplotlib() -> None:
-    """Raises `UserError` if matplotlib is missing."""
+def require_matplotlib(option: str = "--figure") -> None:
+    """Raises `UserError` if matplotlib is missing, which an option of the command line requires."""
     if find_spec("matplotlib") is None:
-        raise UserError('--figure requires matplotlib; run: pip install "titanlike[plot]"')
+        raise UserError(f'{option} requires matplotlib; run: pip install "titanlike[plot]"')
 
 
 def draw_memory(plan: Plan, path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Comparison of runs from their directories: tables, a page and a picture. Does not import torch."""
