@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from titanlike.cli import data, evaluate, generate, harness, plan, weights
+from titanlike.cli import clusters, data, evaluate, generate, harness, plan, weights
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add(commands)
     evaluate.add(commands)
     harness.add(commands)
+    clusters.add(commands)
     return parser
 
 
@@ -63,7 +64,9 @@ def main() -> None:
     except UserError as error:
         environment.fail(error)
     arguments, overrides = parser.parse_known_args()
-    accepts_overrides = arguments.command in ("plan", "verify") or getattr(arguments, "data_command", "") == "inspect"
+    accepts_overrides = (
+        arguments.command in ("plan", "verify", "launch") or getattr(arguments, "data_command", "") == "inspect"
+    )
     if overrides and not accepts_overrides:
         parser.error(f"{arguments.command} takes no {shown(' '.join(overrides))}")
     if arguments.command == "schema":
@@ -81,6 +84,8 @@ def main() -> None:
         generate.run(arguments)
     elif arguments.command == "evaluate":
         evaluate.run(arguments)
+    elif arguments.command == "launch":
+        clusters.run(arguments, overrides)
     elif arguments.command == "lm_eval":
         harness.run(arguments.arguments)
     else:
