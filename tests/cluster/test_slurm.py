@@ -71,9 +71,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     munge = ["munged", "--foreground", "--force", *options]
     started = []
     try:
-        for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "node1"], ["slurmd", "-D", "-N", "node2"]):
-            log = (folder / f"{'-'.join(command[::3])}.log".replace("/", "")).open("wb")
-            started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+        daemons = {
+            "munged": munge,
+            "slurmctld": ["slurmctld", "-D"],
+            "slurmd-node1": ["slurmd", "-D", "-N", "node1"],
+            "slurmd-node2": ["slurmd", "-D", "-N", "node2"],
+        }
+        for name, command in daemons.items():
+            with (folder / f"{name}.out").open("wb") as log:
+                started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
             time.sleep(1)
         until(lambda: "idle 2" in output(["sinfo", "-h", "-o", "%T %D"], variables), "two idle nodes")
         yield variables
@@ -98,7 +104,9 @@ def until(condition: object, what: str, seconds: float = 240.0) -> None:
 
 def submit(folder: Path, variables: dict[str, str], name: str) -> str:
     """Submits a run on two nodes with one process each. Returns its job id."""
-    overrides = SMALL | {"training.steps": str(STEPS), "run.device": "cpu", "run.name": name}
+    overrides = SMALL | {
+        "training.steps": str(STEPS), "checkpoint.interval": "0", "run.device": "cpu", "run.name": name,
+    }  # fmt: skip
     command = [
         sys.executable, "-m", "titanlike.cli.main", "launch", "slurm", str(ROOT / "train_configs/debug.toml"), "--nodes=2",
         "--gpus-per-node=1", "--time=10", *(f"--{key}={value}" for key, value in overrides.items()),

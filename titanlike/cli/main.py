@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from titanlike.cli import clusters, data, evaluate, generate, harness, plan, weights
+from titanlike.cli import clusters, data, doctor, evaluate, generate, harness, plan, weights
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add(commands)
     harness.add(commands)
     clusters.add(commands)
+    doctor.add(commands)
     return parser
 
 
@@ -86,6 +87,8 @@ def main() -> None:
         evaluate.run(arguments)
     elif arguments.command == "launch":
         clusters.run(arguments, overrides)
+    elif arguments.command == "doctor":
+        sys.exit(doctor.run(arguments))
     elif arguments.command == "lm_eval":
         harness.run(arguments.arguments)
     else:
