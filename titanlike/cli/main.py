@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from titanlike.cli import clusters, data, doctor, evaluate, generate, harness, plan, weights
+from titanlike.cli import clusters, data, doctor, evaluate, generate, harness, init, plan, weights
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     harness.add(commands)
     clusters.add(commands)
     doctor.add(commands)
+    init.add(commands)
     return parser
 
 
@@ -89,6 +90,8 @@ def main() -> None:
         clusters.run(arguments, overrides)
     elif arguments.command == "doctor":
         sys.exit(doctor.run(arguments))
+    elif arguments.command == "init":
+        init.run(arguments)
     elif arguments.command == "lm_eval":
         harness.run(arguments.arguments)
     else:
