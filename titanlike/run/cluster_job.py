@@ -36,7 +36,7 @@ class ClusterJob:
     @property
     def gpus_per_node(self) -> int:
         """GPUs to request: one per process, and none on the CPU."""
-        return 0 if self.recipe.run.device == "cpu" else self.processes_per_node
+        return self.processes_per_node if self.recipe.run.allows_cuda else 0
 
     def write(self, folder: Path, files: Mapping[str, str]) -> None:
         """Writes files into a folder that is new or empty. Raises `UserError` if it is not."""

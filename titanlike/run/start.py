@@ -137,7 +137,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0))
     if recipe.compile.cache:  # read when torch is imported
         system.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
-    if recipe.run.device != "cpu":
+    if recipe.run.allows_cuda:
         system.reduce_fragmentation()
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":
         system.set_variables(system.skip_isa_checks())
