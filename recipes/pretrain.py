@@ -205,7 +205,7 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh, sy
 @torch.no_grad()
 def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> float:
     """Returns the mean loss per token of the same held-out batches each time. It is equal on all ranks."""
-    total, num_tokens = torch.zeros(2, device=batches.device, dtype=torch.float64)
+    total, num_tokens = torch.zeros(2, device=batches.device, dtype=collectives.sum_dtype(batches.device))
     for microbatches in batches.first_batches(num_batches):
         if isinstance(model, Pipeline):
             total += model.evaluate(microbatches)

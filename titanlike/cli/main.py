@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlike.cli import compare, data, evaluate, generate, harness, plan, profile, weights
+from titanlike.cli import clusters, compare, data, doctor, evaluate, generate, harness, init, plan, profile, weights
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
@@ -23,13 +23,15 @@ largest difference of any weight. Exits with code 0 if they agree up to rounding
   titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
 # Modules of commands, in the order of --help.
-MODULES = (plan, profile, compare, weights, data, generate, evaluate, harness)
+MODULES = (init, doctor, plan, clusters, profile, compare, weights, data, generate, evaluate, harness)
 
 Command = Callable[[argparse.Namespace], None]
 CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
 
 COMMANDS: dict[str, Command] = {
     "schema": lambda arguments: _print_schema(as_markdown=arguments.markdown),
+    "init": init.run,
+    "doctor": lambda arguments: sys.exit(doctor.run(arguments)),
     "compare": compare.run,
     "export": weights.run,
     "import": weights.run,
@@ -40,6 +42,7 @@ COMMANDS: dict[str, Command] = {
 # Those that accept --section.key=value.
 WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
     "plan": plan.run,
+    "launch": clusters.run,
     "profile": profile.run,
     "data": data.run,
     "verify": lambda arguments, overrides: verify(

@@ -61,8 +61,8 @@ class Run:
     deterministic: bool = False
     """Use deterministic algorithms only (`torch.use_deterministic_algorithms`). Slower on a GPU; a CPU is deterministic
     anyway."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on. `auto` uses the GPUs if there are any."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Device to train on. `auto` uses the GPUs if there are any. `mps` is an Apple GPU, for one process."""
     hang_timeout: Seconds = 600
     """Seconds without progress after which the watchdog reports the missing rank and exits with code 3. Must be longer than
     the longest step. While all ranks send heartbeats, the first step, validation and checkpointing may take at least 600
@@ -70,6 +70,11 @@ class Run:
     shutdown_timeout: Seconds = 30
     """Seconds between a stop signal and SIGKILL: the time available for a last checkpoint. The default is torchrun's;
     SageMaker allows 120."""
+
+    @property
+    def allows_cuda(self) -> bool:
+        """Whether training uses CUDA if it is available."""
+        return self.device in ("auto", "cuda")
 
 
 @section

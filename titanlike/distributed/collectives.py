@@ -11,6 +11,11 @@ from torch import Tensor
 from titanlike.utils import compat
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype to accumulate sums over many batches in: float64, except on Apple GPUs, which do not have it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def all_reduce_sum(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """Sums over each group in turn, in place. Does not synchronize a GPU with the host."""
     for group in groups:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @contextmanager
 def session(
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     *,
     deterministic: bool = False,
     timeout: float = 600.0,
@@ -84,6 +84,12 @@ def select_device(name: str, option: str) -> torch.device:
             f"this machine has {system.num_gpus()} GPU(s) that the installed torch {torch.__version__} cannot use; "
             f"install torch for CUDA, or set {option} = 'cpu'"
         )
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError(f"{option} = 'mps', but torch finds no Apple GPU; set {option} = 'auto'")
+        if ranks.world_size > 1:
+            raise UserError(f"{option} = 'mps' is for one process, not {ranks.world_size}; set {option} = 'cpu'")
+        return torch.device("mps")
     if name == "cpu" or not has_cuda:
         system.keep_freed_memory()
         return torch.device("cpu")

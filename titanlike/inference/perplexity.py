@@ -45,7 +45,7 @@ def perplexity(
         document_masks: masks attention between documents; the first token of a document is then not predicted.
         limit: number of sequences to read. 0: all.
     """
-    total, count = torch.zeros(2, device=device, dtype=torch.float64)
+    total, count = torch.zeros(2, device=device, dtype=collectives.sum_dtype(device))
     batches = _Batches(tokens, mesh, seq_len, batch_size, tokenizer.separator if document_masks else None, limit)
     for batch in batches:
         inputs = {name: values.to(device) for name, values in batch.inputs.items()}
@@ -58,7 +58,7 @@ def perplexity(
     collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
     collectives.all_reduce_sum(count, mesh.loss_groups)
     size = torch.tensor(
-        float(_num_bytes(tokens, tokenizer, mesh, batches.num_tokens)), dtype=torch.float64, device=device
+        float(_num_bytes(tokens, tokenizer, mesh, batches.num_tokens)), dtype=total.dtype, device=device
     )
     size = collectives.all_reduce_sum(size, mesh.loss_groups) / mesh.context.size()  # its ranks count the same text
     loss = (total / count).item()

@@ -74,12 +74,12 @@ class Scorer:
         tokens, is_scored = tokens.to(self.device), is_scored.to(self.device)
         labels = tokens[:, 1:]
         logits = parallel_logits(self.model, self.mesh, tokens[:, :-1])
-        values = torch.zeros(self.batch_size, 2, dtype=torch.float64, device=self.device)
+        values = torch.zeros(self.batch_size, 2, dtype=collectives.sum_dtype(self.device), device=self.device)
         for index in range(len(rows)):  # a sequence at a time: float32 logits of all would be as large as the model
             chosen = logits[index, is_scored[index]].float()  # (T, V)
             expected = labels[index, is_scored[index]]
             logprobs = chosen.log_softmax(-1).gather(-1, expected[:, None])
-            values[index, 0] = logprobs.double().sum()
+            values[index, 0] = logprobs.to(values.dtype).sum()
             values[index, 1] = (chosen.argmax(-1) == expected).all()
         return values
 

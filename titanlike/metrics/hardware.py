@@ -24,12 +24,12 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of a GPU as CUDA reports it, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """Returns the name of a GPU as CUDA reports it, or "cpu" or "mps"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Returns the peak memory of this process: allocated on the GPU or, on a CPU, resident."""
+    """Returns the peak memory of this process: allocated on the GPU or, on a CPU or Apple GPU, resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

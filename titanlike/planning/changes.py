@@ -49,7 +49,7 @@ def single_changes(job: Job, hardware: Hardware) -> Iterator[Changes]:
     for group in (checkpointing(job), microbatch_sizes(job), tensor_degrees(job, hardware), layouts(job)):
         yield from group
     recipe, layout = job.recipe, job.layout
-    if recipe.compile.mode == "none" and recipe.run.device != "cpu":
+    if recipe.compile.mode == "none" and recipe.run.allows_cuda:
         yield {"compile.mode": "block"}
     if recipe.float8.scaling == "none" and hardware.float8_tflops:
         yield {"float8.scaling": "tensorwise"}

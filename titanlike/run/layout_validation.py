@@ -44,7 +44,7 @@ def tensor_parallel_problems(recipe: PretrainRecipe) -> list[str]:
         reasons = {
             "there is nothing to overlap while parallelism.tensor = 1": tensor == 1,
             "the compiler does the overlapping, but compile.mode = 'none'": recipe.compile.mode == "none",
-            "it requires GPUs with peer-to-peer access, but run.device = 'cpu'": recipe.run.device == "cpu",
+            f"it requires GPUs with peer-to-peer access, but run.device = '{recipe.run.device}'": not recipe.run.allows_cuda,
         }
         problems += [
             f"parallelism.async_tensor_parallel = true: {reason}; set it to false"

@@ -28,7 +28,7 @@ def plan_or_none(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> P
 def plan_line(recipe: PretrainRecipe, num_gpus: int, hardware_name: str) -> str | None:
     """Returns memory, speed and cost in one line. Raises `UserError` if the hardware is unknown."""
     hardware = load_hardware(hardware_name)
-    plan = plan_or_none(recipe, num_gpus, hardware) if recipe.run.device != "cpu" else None
+    plan = plan_or_none(recipe, num_gpus, hardware) if recipe.run.allows_cuda else None
     return f"on {num_gpus:,} x {hardware.name}: {brief(plan)}" if plan else None
 
 

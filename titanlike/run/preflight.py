@@ -21,6 +21,7 @@ from titanlike.run.layout_validation import (
     pipeline_stage_problems,
     tensor_parallel_problems,
 )
+from titanlike.run.mps_validation import apple_gpu_problems, mps_problems
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
@@ -42,6 +43,7 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
         *pipeline_stage_problems(recipe),
         *float8_problems(recipe),
         *_lora_problems(recipe),
+        *mps_problems(recipe, world_size),
     ]
     try:
         layout = recipe.parallelism.resolve(world_size)
@@ -60,7 +62,9 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
 def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size: int = 1) -> None:
     """Raises `UserError` if this machine lacks data, a writable run directory or hardware. Creates nothing."""
     problems = []
-    if recipe.run.device == "cpu" or not num_gpus():
+    if recipe.run.device == "mps":
+        problems += apple_gpu_problems(recipe)
+    elif recipe.run.device == "cpu" or not num_gpus():
         problems += hardware_problems(recipe.float8, "the CPU", None)
         if recipe.training.attention in ("cudnn", "efficient"):
             problems.append(
@@ -113,7 +117,7 @@ def _initial_problems(recipe: PretrainRecipe) -> list[str]:
 def _memory_problems(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> list[str]:
     """Whether the weights and gradients that this machine holds on the CPU, the least that training needs, exceed its memory."""
     available = total_memory()
-    if available is None or (num_gpus() and recipe.run.device != "cpu" and not recipe.parallelism.cpu_offload):
+    if available is None or (num_gpus() and recipe.run.allows_cuda and not recipe.parallelism.cpu_offload):
         return []
     parameters, element_size = recipe.model.num_parameters(), 4 if recipe.training.master_dtype == "float32" else 2
     # With LoRA, gradients are small.
@@ -198,7 +202,7 @@ def _attention_problems(recipe: PretrainRecipe) -> list[str]:
     }
     what = next((reason for reason, holds in reasons.items() if holds), "")
     heads = (getattr(model, "num_kv_heads", model.num_heads), model.num_heads)
-    masked = bool(what) and recipe.run.device != "cpu"  # the CPU's flash kernel supports masks
+    masked = bool(what) and recipe.run.allows_cuda  # the CPU's flash kernel supports masks
     flex = masked and kernel == "auto"  # these use FlexAttention
     problems = []
     if flex and model.head_dim < FLEX_MIN_HEAD_DIM:
@@ -310,8 +314,9 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
         )
     if "://" in checkpoint.initial:
         problems.append(f"checkpoint.initial = {checkpoint.initial!r} is a URL; download the folder, and give its path")
-    if recipe.parallelism.cpu_offload and recipe.run.device == "cpu":
+    if recipe.parallelism.cpu_offload and not recipe.run.allows_cuda:
         problems.append(
-            "parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = 'cpu'; set it to false"
+            f"parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = '{recipe.run.device}'; set it "
+            "to false"
         )
     return problems

@@ -99,7 +99,7 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     inexact = [line for key, line in differences.items() if key in changed or key.startswith(INEXACT)]
     machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
     inexact += _differences(machine_before, machine_now).values()
-    if now.machine.get("device") == "cuda" and not recipe.run.deterministic:
+    if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:
         inexact.append("run.deterministic = false, and kernels of a GPU are not deterministic")
     return inexact
 

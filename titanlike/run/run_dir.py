@@ -233,6 +233,8 @@ def machine_metadata(device: torch.device) -> dict[str, str]:
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
         }
+    if device.type == "mps":
+        return found | {"chip": platform.processor(), "system": platform.mac_ver()[0]}
     libraries = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "nccl": torch.cuda.nccl.version()}
     return found | {"gpu": device_name(device)} | {name: str(version) for name, version in libraries.items()}
 

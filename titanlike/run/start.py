@@ -139,7 +139,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         system.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
     if recipe.profiling.steps:
         system.set_variables({"KINETO_LOG_LEVEL": "99"})  # the profiler would print lines; read when torch is imported
-    if recipe.run.device != "cpu":
+    if recipe.run.allows_cuda:
         system.reduce_fragmentation()
     if recipe.compile.mode != "none" and recipe.run.device != "cuda":
         system.set_variables(system.skip_isa_checks())

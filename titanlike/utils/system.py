@@ -97,6 +97,11 @@ def reduce_fragmentation(environ: MutableMapping[str, str] = os.environ) -> None
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def cxx_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the path of the C++ compiler that torch.compile uses, or None if there is none."""
+    return shutil.which(environ.get("CXX", "g++"))
+
+
 def skip_isa_checks() -> dict[str, str]:
     """Returns variables that skip torch.compile's checks of the compiler's instruction sets, 7 s of the first start on a CPU.
 

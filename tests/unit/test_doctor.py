@@ -1,0 +1,151 @@
+"""`titanlike doctor`: each check under planted conditions, the exit code and the JSON."""
+
+import json
+import resource
+import sys
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from titanlike.cli import main as cli
+from titanlike.run import doctor
+from titanlike.run.doctor import Finding
+from titanlike.utils import compat, system
+
+Usage = namedtuple("Usage", "total used free")
+NVLINK = """\
+        GPU0    GPU1    NIC0    CPU Affinity    NUMA Affinity
+GPU0     X      NV18    PXB     0-47            0
+GPU1    NV18     X      SYS     0-47            0
+NIC0    PXB     SYS      X
+"""
+
+
+def only(findings: Any) -> Finding:
+    (finding,) = findings
+    assert isinstance(finding, Finding)
+    return finding
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["titanlike", "doctor", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert run(monkeypatch, "--json") == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert [line.split()[0] for line in lines] == [finding["status"] for finding in findings]
+    assert all(finding["remedy"] for finding in findings if finding["status"] != "ok")
+    assert {"python", "torch", "gpu", "disk", "port", "clock"} <= {finding["subject"] for finding in findings}
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "requires", lambda _: ["nowhere>=2", "numpy>=1.26", 'later>=1; extra == "dev"'])
+    assert only(doctor.packages()) == Finding("missing", "nowhere", "not installed", 'pip install "nowhere>=2"')
+    assert run(monkeypatch) == 1
+    assert 'missing  nowhere          not installed: pip install "nowhere>=2"' in capsys.readouterr().out
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0" if name == "nowhere" else real(name))
+    assert only(doctor.packages()).text == "1.0 is not a supported version"
+    # Optional packages are named, and do not change the exit code.
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "EXTRAS", {"data": ("nowhere",)})
+    assert next(iter(doctor.extras())) == Finding(
+        "missing", "extra data", "nowhere", 'pip install "titanlike[data]"', optional=True
+    )
+    assert run(monkeypatch) == 0
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "BASIC_CHECKS", ())
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises ImportError
+    finding = only(doctor.examine())
+    assert finding.status == "missing" and "cannot be imported" in finding.text and "pip install" in finding.remedy
+
+
+def test_a_torch_without_what_a_feature_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "missing", lambda: ["torch 9 has no torch.gone, which is required for: pipelines"])
+    assert only(doctor.torch_features()).status == "warning"
+
+
+def test_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert only(doctor.disk(tmp_path)).status in ("ok", "warning")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 5 * 2**30))
+    assert only(doctor.disk(tmp_path)).status == "warning"
+    assert only(doctor.shared_memory(tmp_path)).status == "ok"
+    assert list(doctor.shared_memory(tmp_path / "missing")) == []
+    monkeypatch.setattr(system, "num_gpus", lambda: 2)
+    assert "--ipc=host" in only(doctor.shared_memory(tmp_path)).remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert "limited to 4,096" in only(doctor.open_files()).text
+    monkeypatch.setattr(system, "cxx_compiler", lambda: None)
+    assert "apt-get install g++" in only(doctor.compiler()).remedy
+    monkeypatch.setattr(system, "port_is_free", lambda _: False)
+    monkeypatch.setattr(system, "can_resolve", lambda _: False)
+    assert [finding.status for finding in doctor.port()] == ["warning", "warning"]
+
+
+def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_output", lambda *_: "yes\n")
+    assert only(doctor.clock()).status == "ok"
+    assert only(doctor.clock(lambda: 0.0)).status == "warning"
+    monkeypatch.setattr(doctor, "_output", lambda *_: "no\n")
+    assert only(doctor.clock()).remedy == "timedatectl set-ntp true"
+
+
+def plant_gpus(monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], *, peers: bool) -> None:
+    monkeypatch.setattr(system, "num_gpus", lambda: number)
+    monkeypatch.setattr(doctor, "_output", lambda *command: NVLINK if "topo" in command else "555.42\n")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for name, value in {
+        "is_available": True, "device_count": number, "get_device_name": "NVIDIA H100", "get_device_capability": capability,
+        "get_device_properties": SimpleNamespace(total_memory=80 * 2**30), "can_device_access_peer": peers,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+
+
+def statuses(findings: Any) -> dict[str, str]:
+    return {finding.subject: finding.status for finding in findings}
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_gpus(monkeypatch, 2, (9, 0), peers=True)
+    findings = list(doctor.gpus())
+    assert set(statuses(findings).values()) == {"ok"}
+    assert findings[0].text == "2 x NVIDIA H100, 80.0 GiB each, driver 555.42, CUDA 12.8"
+    assert list(statuses(findings)) == ["gpu", "bfloat16", "float8", "nccl", "symmetric memory", "links"]
+    plant_gpus(monkeypatch, 2, (7, 5), peers=False)
+    found = statuses(doctor.gpus())
+    assert [found[name] for name in ("bfloat16", "float8", "symmetric memory")] == ["warning"] * 3
+    plant_gpus(monkeypatch, 1, (8, 0), peers=True)
+    assert statuses(doctor.gpus()) == {"gpu": "ok", "bfloat16": "ok", "float8": "warning", "nccl": "ok"}
+
+
+def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_gpus(monkeypatch, 2, (9, 0), peers=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    finding = only(doctor.gpus())
+    assert (
+        finding.status == "missing" and "driver 555.42" in finding.text and "update the NVIDIA driver" in finding.remedy
+    )
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "a build without CUDA" in only(doctor.gpus()).text
+
+
+def test_links() -> None:
+    assert only(doctor.links(NVLINK)) == Finding("ok", "links", "NVLink between all GPUs (NV18)")
+    assert only(doctor.links(NVLINK.replace("NV18", "PHB"))).status == "warning"
+    assert doctor.links("") == []

@@ -1,0 +1,133 @@
+"""`titanlike init`: a valid, commented recipe for each machine, which trains."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import losses, run
+from titanlike.cli import main as cli
+from titanlike.config import PretrainRecipe, load
+from titanlike.config.sections import Tokenizer
+from titanlike.data.prepare.prepare import prepare
+from titanlike.planning.hardware import load_hardware
+from titanlike.planning.job import Job
+from titanlike.planning.plan import make_plan
+from titanlike.run import new_recipe
+from titanlike.run.preflight import check_recipe
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(new_recipe, "hardware_here", lambda: None)
+    return tmp_path
+
+
+def init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> PretrainRecipe:
+    """Runs the command in this process, and returns the recipe."""
+    monkeypatch.setattr(sys, "argv", ["titanlike", "init", *arguments])
+    cli.main()
+    return load(PretrainRecipe, Path(next((word for word in arguments if word.endswith(".toml")), "train.toml")))
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        init(monkeypatch, *arguments)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "size"),
+    [
+        (0, [], "debug"),
+        (1, [], "3.2-1B"),
+        (6, ["--model=124M"], "124M"),
+        (8, [], "3.2-3B"),
+        (8, ["--hardware=a100", "--model=3-8B"], "3-8B"),
+        (64, [], "3-8B"),
+    ],
+)
+def test_the_recipe_is_valid_and_fits(
+    gpus: int, options: list[str], size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = init(monkeypatch, "new.toml", f"--gpus={gpus}", *options)
+    assert recipe.model.size == size
+    check_recipe(recipe, max(gpus, 1))
+    hardware = load_hardware("a100" if "--hardware=a100" in options else "h100")
+    if gpus:
+        plan = make_plan(Job(recipe, gpus), hardware)
+        assert plan.fits
+        tokens = recipe.training.steps * recipe.training.tokens_per_step
+        assert "--model=124M" in options or tokens / plan.tokens_per_second < 7.5 * 86_400 or "--model=3-8B" in options
+    # Every key has a comment above it.
+    lines = Path("new.toml").read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")]
+    assert len(keys) > 15 and all(lines[number - 1].startswith("# ") for number in keys)
+    assert max(map(len, lines)) <= 120
+    following = [line.removeprefix("next").strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert following[-1] == "./run_train.sh new.toml"
+    prepares = "titanlike data prepare TEXT --out data/train --tokenizer gpt2"
+    assert following[0] == (prepares if gpus else "./run_train.sh new.toml --check 1")
+
+
+@pytest.mark.slow
+def test_the_recipe_of_a_cpu_trains_on_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "corpus").mkdir()
+    (folder / "corpus/a.txt").write_text("A text that is repeated. " * 8000)
+    recipe = init(monkeypatch, "--gpus=0", "--data=corpus")
+    assert (
+        recipe.data.source == "text" and recipe.training.steps < new_recipe.MAX_CPU_STEPS
+    )  # few passes over little text
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "./run_train.sh train.toml"
+    short = {
+        "training.steps": "2",
+        "schedule.warmup_steps": "1",
+        "training.global_batch_size": "8",
+        "metrics.interval": "1",
+    }
+    done = run(folder, "train.toml", **short, **{"run.name": "first", "sample.tokens": "0"})
+    assert done.returncode == 0, done.stderr
+    assert list(losses(folder / "runs/first")) == [1, 2]
+
+
+def test_token_shards_keep_their_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "text.txt").write_text("A text. " * 1000)
+    prepare(["text.txt"], folder / "shards", Tokenizer(encoding="bytes", eos="<|endoftext|>"), workers=0)
+    recipe = init(monkeypatch, "--gpus=1", "--data=shards", "--model=124M")
+    assert (recipe.data.source, recipe.data.path) == ("shards", "shards")
+    assert recipe.tokenizer == Tokenizer(encoding="bytes", eos="<|endoftext|>")
+    assert recipe.model.vocab_size == 384  # instead of 50257
+
+
+def test_a_larger_corpus_and_more_gpus_choose_a_larger_model() -> None:
+    h100 = load_hardware("h100")
+
+    def size(gpus: int, tokens: float) -> str:
+        return new_recipe.choose_model(gpus, h100, new_recipe.Source("x", tokens, {})).size
+
+    assert [size(8, tokens) for tokens in (1e6, 1e9, 1e10, 1e12)] == ["debug", "124M", "3.2-1B", "3.2-3B"]
+    assert [size(gpus, 1e12) for gpus in (0, 1, 64, 4096)] == ["debug", "3.2-1B", "3-8B", "3-70B"]
+
+
+def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.toml").write_text("mine")
+    assert "mine.toml exists; choose another file" in fails(monkeypatch, capsys, "mine.toml")
+    assert (folder / "mine.toml").read_text() == "mine"
+    assert "give the name of a .toml file" in fails(monkeypatch, capsys, "mine")
+    assert "did you mean 124M?" in fails(monkeypatch, capsys, "--model=125M")
+    assert "--data gone: not found" in fails(monkeypatch, capsys, "--data=gone")
+    assert "fits on 1 x H100" in fails(monkeypatch, capsys, "--model=3-8B", "--gpus=1")
+    assert [path.name for path in folder.iterdir()] == ["mine.toml"]
+
+
+def test_a_path_is_quoted(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my text").mkdir()
+    (folder / "my text/a.txt").write_text("A text.")
+    init(monkeypatch, "a b.toml", "--gpus=1", "--data=my text", "--model=124M")
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines[0][1:5] == ["titanlike", "data", "prepare", "my text"] and lines[1] == ["./run_train.sh", "a b.toml"]

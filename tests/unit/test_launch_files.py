@@ -1,0 +1,143 @@
+"""`titanlike launch`: batch files, manifests and Dockerfiles from a recipe, and what is refused before anything is written."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from titanlike.cli import main as cli
+from titanlike.config import PretrainRecipe, load
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs the command in this process. Returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["titanlike", "launch", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def directives(file: Path) -> set[str]:
+    return {line.removeprefix("#SBATCH ") for line in file.read_text().splitlines() if line.startswith("#SBATCH ")}
+
+
+def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    options = ["--nodes=4", "--time=1-12", "--grace=120", "--sbatch=--partition=gpu", f"--out={out}", "--dry-run"]
+    assert launch(monkeypatch, "slurm", RECIPE, *options, "--training.steps=7000") == 0
+    printed = capsys.readouterr().out
+    assert "valid for 32 processes" in printed and "GiB per GPU" in printed and f"sbatch {out}/job.sbatch" in printed
+    file = out / "job.sbatch"
+    assert directives(file) >= {
+        "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=1-12", "--signal=B:USR1@120", "--requeue",
+        "--open-mode=append", "--partition=gpu",
+    }  # fmt: skip
+    assert f"-m titanlike.cli.launch {out}/recipe.toml" in file.read_text()
+    assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
+    # The recipe of the job: with a name, so that a requeued job resumes, and with time to save.
+    recipe = load(PretrainRecipe, out / "recipe.toml")
+    assert recipe.run.name.startswith("llama3_8b-") and recipe.run.shutdown_timeout == 90
+    assert recipe.training.steps == 7000 and recipe.model == load(PretrainRecipe, Path(RECIPE)).model
+    before = file.read_text()
+    assert launch(monkeypatch, "slurm", RECIPE, *options) == 2
+    assert "is not empty; choose another folder" in capsys.readouterr().err and file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("slurm", ["--nodes=3"], "training.global_batch_size = 128 does not divide over 24 data-parallel ranks"),
+        ("slurm", ["--parallelism.tensor=5"], "parallelism.tensor = 5 does not divide"),
+        ("slurm", ["--training.stepz=5"], "training.stepz"),
+        ("slurm", ["--node=2", "--nodez=3"], "--nodez: unknown option; see titanlike launch slurm --help"),
+        ("slurm", ["--time=tomorrow"], "--time tomorrow: give minutes, hours:minutes:seconds or days-hours"),
+        ("slurm", ["--grace=30"], "--grace 30 leaves no time for a last checkpoint; give 60 or more"),
+        ("kubernetes", ["--image=i"], "give --claim, a volume that all pods mount, or --checkpoint.dir=s3://bucket/runs"),
+        ("kubernetes", ["--image=i", "--hardware=h10"], "h100"),
+    ],
+)  # fmt: skip
+def test_a_job_that_cannot_work_is_refused_before_anything_is_written(
+    target: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch(monkeypatch, target, RECIPE, *options, "--dry-run") == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for target, command in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("docker", "docker")):
+        assert launch(monkeypatch, target, RECIPE, "--image=i"[: 9 * (target != "slurm")] or "--nodes=1") == 2
+        assert f"{command} is not on the PATH; install it, or write the files only" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def manifests(monkeypatch: pytest.MonkeyPatch, out: Path, kind: str, *options: str) -> list[dict[str, Any]]:
+    arguments = ["--image=registry/titanlike:1", f"--out={out}", f"--kind={kind}", "--dry-run", "--run.name=My_Run.1"]
+    assert launch(monkeypatch, "kubernetes", RECIPE, *arguments, *options) == 0
+    return list(yaml.safe_load_all((out / f"{kind}.yaml").read_text()))
+
+
+def test_job_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--nodes=2", "--claim=shared", "--secret=keys", "--grace=100"]
+    config, job_set = manifests(monkeypatch, tmp_path / "a", "jobset", *options)
+    (tmp_path / "recipe.toml").write_text(config["data"]["recipe.toml"])
+    recipe = load(PretrainRecipe, tmp_path / "recipe.toml")
+    assert recipe.run.name == "My_Run.1" and recipe.run.shutdown_timeout == 70
+    assert config["data"]["pretrain.py"] == (ROOT / "recipes/pretrain.py").read_text()
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert variables == {
+        "NNODES": "2", "NPROC": "8", "MASTER_PORT": "29500", "NODE_RANK": None, "MASTER_ADDR": "my-run-1-node-0-0.my-run-1",
+    }  # fmt: skip
+    assert job_set["metadata"]["name"] == job_set["spec"]["network"]["subdomain"] == "my-run-1"
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (2, 2, "Indexed")
+    assert pod["terminationGracePeriodSeconds"] == 100 and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes.keys() == {mount["name"] for mount in container["volumeMounts"]}
+    assert volumes["workspace"]["persistentVolumeClaim"] == {"claimName": "shared"}
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}
+
+
+def test_train_job_has_the_same_job_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--nodes=2", "--checkpoint.dir=s3://bucket/runs"]
+    _, job_set = manifests(monkeypatch, tmp_path / "a", "jobset", *options)
+    _, runtime, training = manifests(monkeypatch, tmp_path / "b", "trainjob", *options)
+    template = runtime["spec"]["template"]["spec"]
+    labels = template["replicatedJobs"][0]["template"].pop("metadata")["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert template == job_set["spec"]
+    assert training["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "my-run-1"
+    assert training["spec"]["trainer"] == {"numNodes": 2, "image": "registry/titanlike:1"}
+
+
+@pytest.mark.slow  # imports some hundred generated models
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_manifests_are_valid_in_the_schemas_of_kubernetes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kubeflow_trainer_api import models
+    from kubeflow_trainer_api.models.io_k8s_api_core_v1_config_map import IoK8sApiCoreV1ConfigMap
+
+    types = {
+        "ConfigMap": IoK8sApiCoreV1ConfigMap,
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }
+    options = ["--nodes=2", "--claim=shared", "--secret=keys"]
+    for manifest in manifests(monkeypatch, tmp_path / "a", kind, *options):
+        parsed = types[manifest["kind"]].from_dict(manifest)
+        assert parsed.to_dict() == manifest  # an unknown field would be lost

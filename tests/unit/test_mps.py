@@ -1,0 +1,100 @@
+"""`run.device = "mps"`: refused where an Apple GPU lacks a feature, and trained on where there is one."""
+
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import SMALL, losses, records, run
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.distributed import collectives, environment, process_group
+from titanlike.distributed.environment import RankInfo
+from titanlike.metrics.hardware import device_name, peak_memory_gib
+from titanlike.parallelisms.mesh import build_mesh
+from titanlike.run.preflight import check_machine, check_recipe
+from titanlike.run.run_dir import machine_metadata
+
+DEBUG = Path(__file__).parents[2] / "train_configs/debug.toml"
+MPS = torch.device("mps")
+
+
+def recipe(**overrides: str) -> PretrainRecipe:
+    return load(PretrainRecipe, DEBUG, {"run.device": "mps", **overrides})
+
+
+def test_the_debug_recipe_is_valid() -> None:
+    check_recipe(recipe(), 1)
+    check_recipe(recipe(**{"data.document_masks": "true", "training.attention": "math"}), 1)  # not FlexAttention
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "message"),
+    [
+        ({}, 2, "run.device = 'mps' trains one process, but there are 2; use one, or run.device = 'cpu'"),
+        ({"float8.scaling": "tensorwise"}, 1, "has no float8; set float8.scaling = 'none' instead of 'tensorwise'"),
+        ({"compile.mode": "block"}, 1, "is not supported by compile.mode = 'block'; set it to 'none'"),
+        ({"training.attention": "flash"}, 1, "has no kernel training.attention = 'flash'; set it to 'auto'"),
+        ({"parallelism.cpu_offload": "true"}, 1, "but run.device = 'mps'; set it to false"),
+    ],
+)
+def test_what_an_apple_gpu_lacks_is_refused(overrides: dict[str, str], processes: int, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_recipe(recipe(**overrides), processes)
+    assert message in str(refused.value)
+
+
+def test_machines_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(UserError, match=r"is an Apple GPU, but this system is linux; set run.device = 'auto'"):
+        check_machine(recipe())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("13.6", ("", "", ""), "arm64"))
+    check_machine(recipe())
+    with pytest.raises(
+        UserError, match=r"requires macOS 14 on an Apple GPU, but this is macOS 13.6; set it to 'float32'"
+    ):
+        check_machine(recipe(**{"training.compute_dtype": "bfloat16"}))
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("14.1", ("", "", ""), "arm64"))
+    check_machine(recipe(**{"training.compute_dtype": "bfloat16"}))
+
+
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"--device = 'mps', but torch finds no Apple GPU; set --device = 'auto'"):
+        process_group.select_device("mps", "--device")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert process_group.select_device("mps", "run.device") == MPS
+    monkeypatch.setattr(environment, "rank_info", lambda: RankInfo(world_size=2))
+    with pytest.raises(UserError, match=r"run.device = 'mps' is for one process, not 2"):
+        process_group.select_device("mps", "run.device")
+
+
+def test_what_depends_on_the_device(alone: None) -> None:
+    assert collectives.sum_dtype(MPS) == torch.float32
+    assert collectives.sum_dtype(torch.device("cpu")) == torch.float64
+    assert build_mesh("mps").fsdp.size() == 1
+    assert device_name(MPS) == "mps" and peak_memory_gib(MPS) > 0
+    assert machine_metadata(MPS)["device"] == "mps"
+
+
+@pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no Apple GPU")
+def test_training_resumes_and_is_close_to_the_cpu(tmp_path: Path) -> None:
+    changes: dict[str, Any] = SMALL | {"validation.interval": "3", "data.source": "python_stdlib"}
+    for device in ("cpu", "mps"):
+        for steps in ("3", "6"):
+            overrides = changes | {
+                "run.name": device,
+                "run.device": device,
+                "training.steps": steps,
+                "schedule.decay": "none",
+            }
+            done = run(tmp_path, **overrides)
+            assert done.returncode == 0, done.stderr
+    expected, found = (losses(tmp_path / "runs" / device) for device in ("cpu", "mps"))
+    assert found.keys() == expected.keys() == set(range(1, 7))
+    # Both draw other initial weights, from the same distribution.
+    assert all(abs(found[step] - expected[step]) < 0.2 for step in found)
+    assert sum("validation_loss" in record for record in records(tmp_path / "runs/mps")) == 2
