@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from titanlike.cli import data, evaluate, generate, harness, plan, weights
+from titanlike.cli import data, evaluate, generate, harness, plan, sweep, weights
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="maximum relative difference, for all quantities, or for some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
     )
     plan.add(commands)
+    sweep.add(commands)
     weights.add(commands)
     data.add(commands)
     generate.add(commands)
@@ -63,7 +64,9 @@ def main() -> None:
     except UserError as error:
         environment.fail(error)
     arguments, overrides = parser.parse_known_args()
-    accepts_overrides = arguments.command in ("plan", "verify") or getattr(arguments, "data_command", "") == "inspect"
+    accepts_overrides = (
+        arguments.command in ("plan", "sweep", "verify") or getattr(arguments, "data_command", "") == "inspect"
+    )
     if overrides and not accepts_overrides:
         parser.error(f"{arguments.command} takes no {shown(' '.join(overrides))}")
     if arguments.command == "schema":
@@ -75,6 +78,8 @@ def main() -> None:
         data.run(arguments, overrides)
     elif arguments.command == "plan":
         plan.run(arguments, overrides)
+    elif arguments.command == "sweep":
+        sweep.run(arguments, overrides)
     elif arguments.command in ("export", "import"):
         weights.run(arguments)
     elif arguments.command == "generate":
