@@ -212,7 +212,7 @@ def _dimension(file: Path, key: str, table: Any) -> Dimension:
         if not isinstance(values, list) or not values:
             raise UserError(f"{where}: values = {show_value(values)} must be a list with at least one value")
         if len({as_text(value) for value in values}) < len(values):
-            raise UserError(f"{where}: values = {show_value(values)} has a value twice; remove one of them")
+            raise UserError(f"{where}: values = {show_value(values)} has a value twice; remove one")
         return Dimension(key, values=tuple(values))
     low, high, log, step = (table.get(name) for name in RANGE_KEYS)
     for name, number in (("low", low), ("high", high), *([("step", step)] if "step" in table else [])):

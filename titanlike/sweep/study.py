@@ -114,7 +114,7 @@ class Study:
         complete = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         others = [trial.intermediate_values[step] for trial in complete if step in trial.intermediate_values]
         best, side = (min, "above") if self.sweep.direction == "minimize" else (max, "below")
-        own = best(known for at, known in frozen.intermediate_values.items() if at <= step)
+        own = best(frozen.intermediate_values.values())
         return (
             f"the best {metric} up to step {step}, {own:.6g}, is {side} {statistics.median(others):.6g}, the median of "
             f"{len(others)} complete trials at step {step}"
