@@ -46,7 +46,8 @@ class Resources:
     gpus_per_trial: NonNegative = 1
     """GPUs of each trial. Without a GPU, trials run on the CPU."""
     processes_per_trial: NonNegative = 0
-    """Processes of each trial. 0: one per GPU, or one on a CPU. A SageMaker job has one per GPU of its instances."""
+    """Processes of each trial. 0: one per GPU, or one on a CPU. A SageMaker job always has one per GPU of its instances; then this
+    number is the one that the recipe is checked for before the first trial, and 0 omits that check."""
     parallel: NonNegative = 0
     """Trials at a time. 0: as many as there are GPUs for; one on a CPU, with SageMaker and with Ray."""
     options: tuple[str, ...] = ()
@@ -287,7 +288,7 @@ def _problem(plan: SweepPlan, overrides: Mapping[str, str]) -> str:
         program, processes = program_of(plan.recipe), plan.num_processes()
         if program == PRETRAIN:
             recipe = load(PretrainRecipe, plan.recipe, overrides)
-            if plan.sweep.resources.backend != "sagemaker":  # sagemaker/launch.py checks it for its instances
+            if plan.sweep.resources.backend != "sagemaker" or plan.sweep.resources.processes_per_trial:
                 check_recipe(recipe, processes)
             if plan.sweep.resources.backend == "local":
                 check_machine(recipe, processes, processes)

@@ -88,9 +88,10 @@ class RunProcess:
 def start_run(plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str]) -> RunProcess:
     """Starts the run of a trial with the variables of its slot, after the process of a killed sweep has left the run."""
     folder = plan.run_path(number)
-    if plan.sweep.resources.backend == "local":
-        wait_for_lock(folder / "lock")
-    on_death = signal.SIGTERM if plan.sweep.resources.backend == "local" else signal.SIGKILL  # a job continues
+    wait_for_lock(folder / "lock")
+    resources = plan.sweep.resources
+    is_job = resources.backend == "sagemaker" and "--simulate" not in resources.options
+    on_death = signal.SIGKILL if is_job else signal.SIGTERM  # a job continues, and the next process attaches to it
     return RunProcess(run_command(plan, number, settings), variables, folder.with_name(f"{folder.name}.log"), on_death)
 
 
