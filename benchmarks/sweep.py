@@ -43,7 +43,15 @@ def main() -> None:
     if arguments.table:
         print(table(json.loads(arguments.table.read_text())["killed"]))
         return
-    results = compare(arguments.steps, arguments.kill)
+    with tempfile.TemporaryDirectory() as folder:
+        results = compare(write_sweep(Path(folder), arguments.steps), arguments.kill)
+    results = {
+        "command": shlex.join(["python", "-m", "benchmarks.sweep", *sys.argv[1:]]),
+        "cpu": cpu_name(),
+        "versions": versions(),
+        "steps": arguments.steps,
+        **results,
+    }
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results["killed"]))
@@ -51,10 +59,9 @@ def main() -> None:
     sys.exit(0 if results["is_equal"] else 1)
 
 
-def compare(steps: int, kills: list[int]) -> dict[str, Any]:
+def compare(sweep: Path, kills: list[int]) -> dict[str, Any]:
     """Runs a sweep without kills, and with a kill in each of some trials. Returns the results of both."""
     with tempfile.TemporaryDirectory() as folder:
-        sweep = write_sweep(Path(folder), steps)
         whole = start(sweep, Path(folder, "whole"))
         stopped = []
         for number in kills:
@@ -67,16 +74,7 @@ def compare(steps: int, kills: list[int]) -> dict[str, Any]:
         assert codes == [0, 0], f"exit codes {codes}"
         (expected,), (killed,) = (list(Path(folder, name).glob("*/sweep.json")) for name in ("whole", "killed"))
         pair = [read_results(path.parent) for path in (expected, killed)]
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks.sweep", *sys.argv[1:]]),
-        "cpu": cpu_name(),
-        "versions": versions(),
-        "steps": steps,
-        "kills": stopped,
-        "is_equal": pair[0] == pair[1],
-        "whole": pair[0],
-        "killed": pair[1],
-    }
+    return {"kills": stopped, "is_equal": pair[0] == pair[1], "whole": pair[0], "killed": pair[1]}
 
 
 def write_sweep(folder: Path, steps: int) -> Path:

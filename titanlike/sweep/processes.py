@@ -43,14 +43,20 @@ class RunProcess:
     """A run as a child process, whose output is in `RUN.log` beside the run directory."""
 
     def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], log: Path, on_death: signal.Signals
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+        on_death: signal.Signals,
+        folder: str | None = None,
     ) -> None:
-        """Starts the command. It receives the signal `on_death` if this process dies."""
+        """Starts the command in a folder. It receives the signal `on_death` if this process dies."""
         self.log = log
         with log.open("ab") as output:
             self._start = output.tell()
             self._process = subprocess.Popen(
                 command,
+                cwd=folder,
                 env=environment.child_environment({"PYTHONPATH": _python_path(), **variables}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -85,14 +91,17 @@ class RunProcess:
         return f"{[*errors, *lines, 'no output'][0] if errors else lines[-1] if lines else 'no output'} ({end})"
 
 
-def start_run(plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str]) -> RunProcess:
+def start_run(
+    plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str], cwd: str | None = None
+) -> RunProcess:
     """Starts the run of a trial with the variables of its slot, after the process of a killed sweep has left the run."""
     folder = plan.run_path(number)
     wait_for_lock(folder / "lock")
     resources = plan.sweep.resources
     is_job = resources.backend == "sagemaker" and "--simulate" not in resources.options
     on_death = signal.SIGKILL if is_job else signal.SIGTERM  # a job continues, and the next process attaches to it
-    return RunProcess(run_command(plan, number, settings), variables, folder.with_name(f"{folder.name}.log"), on_death)
+    log = folder.with_name(f"{folder.name}.log")
+    return RunProcess(run_command(plan, number, settings), variables, log, on_death, cwd)
 
 
 def run_command(plan: SweepPlan, number: int, settings: Mapping[str, str]) -> list[str]:

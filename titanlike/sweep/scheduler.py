@@ -45,7 +45,13 @@ def run_sweep(plan: SweepPlan) -> None:
         def start(trial: Trial, variables: Mapping[str, str]) -> Run:
             return start_run(plan, trial.number, trial.settings, variables)
 
-        Scheduler(plan, study, start, slots(plan)).run()
+        if plan.sweep.resources.backend == "ray":
+            from titanlike.sweep.ray_tune import run_on_ray
+
+            run_on_ray(plan, study)
+            write_results(plan, study.trials(), study.importance())
+        else:
+            Scheduler(plan, study, start, slots(plan)).run()
     finally:
         lock.release()
 
