@@ -78,13 +78,14 @@ def compare(sweep: Path, kills: list[int]) -> dict[str, Any]:
 
 
 def write_sweep(folder: Path, steps: int) -> Path:
-    """Writes the sweep and its recipe with this number of steps, and with intervals in proportion. Returns the sweep file."""
+    """Writes the sweep and its recipe with this number of steps, and with intervals and warmup in proportion. Returns the file."""
     recipe = (
         f'extends = "{RECIPE}"\n[training]\nsteps = {steps}\n[validation]\ninterval = {steps // 8}\n'
-        f"[checkpoint]\ninterval = {steps // 2}\n"
+        f"[checkpoint]\ninterval = {steps // 2}\n[schedule]\nwarmup_steps = {steps // 8}\n"
     )
     (folder / "recipe.toml").write_text(recipe)
     values = tomli.loads(SWEEP.read_text()) | {"recipe": "recipe.toml", "pruning": {"warmup_steps": steps // 4}}
+    values["search"]["schedule.warmup_steps"] = {"low": max(1, steps // 32), "high": steps // 4}
     (folder / "sweep.toml").write_text(dump(values))
     return folder / "sweep.toml"
 

@@ -16,9 +16,10 @@ from optuna.storages import JournalStorage
 
 from titanlike.cli import main as cli
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.schema import describe
 from titanlike.run.preflight import check_recipe
 from titanlike.sweep import scheduler
-from titanlike.sweep.config import SweepPlan, load_sweep
+from titanlike.sweep.config import Sweep, SweepPlan, load_sweep
 from titanlike.sweep.processes import RunProcess, run_command, slots, wait_for_lock
 from titanlike.sweep.results import Trial, read_results, table
 from titanlike.sweep.scheduler import Interrupted, Scheduler
@@ -97,6 +98,20 @@ def without_validation(folder: Path) -> Path:
     path = folder / "recipe.toml"
     path.write_text(f'extends = "{RECIPE}"\n[validation]\ninterval = 0\n')
     return path
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "sweep_configs").glob("*.toml")), ids=lambda file: file.stem)
+def test_a_shipped_sweep_is_valid(file: Path) -> None:
+    load_sweep(file, {})
+
+
+def test_the_page_lists_every_key() -> None:
+    page = (ROOT / "docs/sweeps.md").read_text()
+    for key in describe(Sweep):
+        table, _, name = key.name.rpartition(".")
+        assert f"`[{table}]` `{name}`" in page if table else f"`{name}`" in page or f'`[{name}."KEY"]`' in page, (
+            key.name
+        )
 
 
 def test_trials_share_the_gpus(tmp_path: Path) -> None:
