@@ -14,7 +14,7 @@ PACKAGE = ROOT / "titanlike"
 # From top to bottom: a package imports only from lower layers. Packages of one layer do not import each other.
 LAYERS = [
     {"cli"},
-    {"verify"},
+    {"verify", "sweep"},
     {"run"},
     {"comparison"},
     {"planning"},

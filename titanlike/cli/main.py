@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlike.cli import clusters, compare, data, doctor, evaluate, generate, harness, init, plan, profile, weights
+from titanlike.cli import clusters, compare, data, doctor, evaluate, generate, harness, init, plan, profile, sweep, weights
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
@@ -23,7 +23,7 @@ largest difference of any weight. Exits with code 0 if they agree up to rounding
   titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
 # Modules of commands, in the order of --help.
-MODULES = (init, doctor, plan, clusters, profile, compare, weights, data, generate, evaluate, harness)
+MODULES = (init, doctor, plan, clusters, profile, compare, sweep, weights, data, generate, evaluate, harness)
 
 Command = Callable[[argparse.Namespace], None]
 CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
@@ -44,6 +44,7 @@ WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
     "plan": plan.run,
     "launch": clusters.run,
     "profile": profile.run,
+    "sweep": sweep.run,
     "data": data.run,
     "verify": lambda arguments, overrides: verify(
         arguments.recipe, arguments.layout, arguments.steps, arguments.tolerance, overrides

@@ -124,6 +124,14 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error}; fix this, or choose another run.dir") from None
 
+    def lacks_validation(self, step: int) -> bool:
+        """Whether the run has trained this step and not recorded its validation loss. Rank 0 decides for all ranks."""
+        lacks = False
+        if step and process_group.is_main() and self.metrics.exists():
+            lines = read_regular(self.metrics).decode(errors="replace").splitlines()
+            lacks = not any('"validation_loss"' in line and _step_of(line) == step for line in lines)
+        return process_group.broadcast_object(lacks)
+
     def command(self) -> str:
         """Returns the command that resumes this run."""
         return f"./run_train.sh {shlex.quote(str(self.path / 'recipe.toml'))}"

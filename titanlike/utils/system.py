@@ -49,13 +49,20 @@ def num_cores() -> int:
 
 def num_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the number of NVIDIA GPUs that this process may use, without importing torch."""
+    return len(visible_gpus(environ))
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the NVIDIA GPUs that this process may use, each as an entry of CUDA_VISIBLE_DEVICES."""
     devices = environ.get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
-        return len([entry for entry in devices.split(",") if entry.strip() not in ("", "-1")])
+        return [entry.strip() for entry in devices.split(",") if entry.strip() not in ("", "-1")]
     if shutil.which("nvidia-smi"):
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-        return sum(line.startswith("GPU ") for line in listing.splitlines())
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+        number = sum(line.startswith("GPU ") for line in listing.splitlines())
+    else:
+        number = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return [str(index) for index in range(number)]
 
 
 def raise_open_file_limit() -> None:

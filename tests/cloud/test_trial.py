@@ -1,0 +1,134 @@
+"""Trials of a sweep as SageMaker jobs: submission, attaching to a job, metrics, and stopping."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trial
+
+from tests.cloud.aws import ACCOUNT, BUCKET, Aws, in_sequence, no_change
+from tests.cloud.test_simulated_jobs import TINY
+from tests.launching import ROOT
+from titanlike.cli import main as cli
+from titanlike.sweep.results import read_results
+
+RECIPE = str(ROOT / "train_configs/debug.toml")
+OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--instances=2"]
+
+
+@pytest.fixture(autouse=True)
+def _environment(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("service.make_clients", "study.make_clients", "trial.make_clients"):
+        monkeypatch.setattr(name, lambda region="": aws.clients)
+    trial.fetch.__globals__["_bucket"].cache_clear()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def put_metrics(aws: Aws, run: str) -> None:
+    lines = [{"step": step, "validation_loss": 5.0 - step / 100} for step in (20, 40)]
+    files = {"metrics.jsonl": "".join(f"{json.dumps(line)}\n" for line in lines), "environment.json": "{}"}
+    for name, content in files.items():
+        aws.clients.s3.put_object(Bucket=BUCKET, Key=f"titanlike/runs/{run}/{name}", Body=content.encode())
+
+
+def run_trial(folder: Path, *options: str) -> int:
+    words = [RECIPE, f"--run.dir={folder}", "--run.name=lr-003", "--optimizer.lr=0.02", *OPTIONS, *options]
+    return trial.run(words, interval=0.01)
+
+
+def submitted(aws: Aws) -> list[str]:
+    return [one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"]]
+
+
+def test_a_trial_is_submitted_and_its_metrics_are_copied(aws: Aws, tmp_path: Path) -> None:
+    put_metrics(aws, "lr-003")
+    assert run_trial(tmp_path) == 0
+    (job,) = submitted(aws)
+    assert job.startswith("titanlike-lr-003-")
+    request = aws.clients.sagemaker.describe_training_job(TrainingJobName=job)
+    assert "--optimizer.lr=0.02" in request["AlgorithmSpecification"]["ContainerArguments"]
+    assert [json.loads(line)["step"] for line in (tmp_path / "lr-003/metrics.jsonl").read_text().splitlines()] == [
+        20,
+        40,
+    ]
+    assert run_trial(tmp_path) == 0  # complete: not submitted again
+    assert len(submitted(aws)) == 1
+
+
+def test_a_trial_attaches_to_its_job_and_reports_its_failure(
+    aws: Aws, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = aws.running("lr-003")
+    fail = aws.ending(job, "Failed", failure_reason="error: out of memory")
+    aws.before("DescribeTrainingJob", in_sequence(*[no_change] * 3, fail))
+    assert run_trial(tmp_path) == 1
+    assert submitted(aws) == [job]
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_a_signal_stops_the_job(aws: Aws, tmp_path: Path) -> None:
+    job = aws.running("lr-003")
+    interrupt = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    aws.before("DescribeTrainingJob", in_sequence(no_change, interrupt))
+    aws.before("StopTrainingJob", lambda: aws.before("DescribeTrainingJob", aws.ending(job, "Stopped")))
+    assert run_trial(tmp_path) == 143
+    assert [operation for operation, _ in aws.calls].count("StopTrainingJob") == 1
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["titanlike", "sweep", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0)
+
+
+def sweep_file(folder: Path, **keys: object) -> Path:
+    keys = TINY | {"training.steps": 4, "validation.interval": 2, "checkpoint.interval": 4, "model.dropout": 0.0} | keys
+    tables: dict[str, dict[str, object]] = {}
+    for key, value in keys.items():
+        tables.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
+    lines = [f'extends = "{RECIPE}"']
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    (folder / "recipe.toml").write_text("\n".join(lines) + "\n")
+    file = folder / "cloud.toml"
+    file.write_text(
+        f'recipe = "recipe.toml"\ndir = "{folder}/runs"\ntrials = 2\n[resources]\nbackend = "sagemaker"\n'
+        f'options = ["--simulate", "--folder={folder}/sim"]\n'
+        '[search."optimizer.lr"]\nlow = 1e-3\nhigh = 1e-1\nlog = true\n'
+    )
+    return file
+
+
+def test_a_dry_run_prints_the_request_of_a_trial(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = sweep_file(tmp_path, **{"training.global_batch_size": 32})
+    options = json.dumps([*OPTIONS, "--json"])
+    assert sweep(monkeypatch, str(file), "--dry-run", f"--resources.options={options}") == 0
+    output = capfd.readouterr().out
+    request = json.loads(output[output.index("\n{") :])
+    assert request["ResourceConfig"]["InstanceCount"] == 2
+    assert request["TrainingJobName"].startswith("titanlike-cloud-000-")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_of_simulated_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = sweep_file(tmp_path)
+    assert sweep(monkeypatch, str(file)) == 0
+    trials = read_results(tmp_path / "runs/cloud")["trials"]
+    assert [trial["state"] for trial in trials] == ["complete"] * 2
+    assert [list(trial["values"]) for trial in trials] == [["2", "4"]] * 2
+    assert len({trial["value"] for trial in trials}) == 2
+    jobs = sorted(path.name[:19] for path in (tmp_path / "sim/jobs").iterdir())
+    assert jobs == [f"titanlike-cloud-00{number}" for number in range(2)]
+    assert sweep(monkeypatch, str(file)) == 0  # complete
+    assert len(list((tmp_path / "sim/jobs").iterdir())) == 2

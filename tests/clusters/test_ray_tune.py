@@ -1,0 +1,49 @@
+"""A sweep with Ray Tune on a local Ray cluster has the results of the same sweep without Ray. Requires Ray:
+
+pip install -e ".[ray]" && pytest -n 0 -m slow tests/clusters
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_killed_sweep import RUN, SWEEP
+from titanlike.config.load import dump
+from titanlike.sweep.config import load_sweep
+from titanlike.sweep.results import read_results
+from titanlike.sweep.scheduler import run_sweep
+from titanlike.sweep.study import Study
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip('Ray is not installed; run: pip install -e ".[ray]"', allow_module_level=True)
+
+import ray
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.minutes,
+    pytest.mark.filterwarnings("default"),
+]  # Ray's warnings are not ours
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_a_sweep_on_ray_has_the_same_results(tmp_path: Path, cluster: None) -> None:
+    for name, values in (("recipe", RUN), ("sweep", SWEEP | {"trials": 4})):
+        (tmp_path / f"{name}.toml").write_text(dump(values))
+    file = tmp_path / "sweep.toml"
+    local = load_sweep(file, {"dir": str(tmp_path / "local")})
+    run_sweep(local)
+    plan = load_sweep(file, {"dir": str(tmp_path / "ray"), "resources.backend": "ray"})
+    Study(plan).create_trial()  # of a sweep that was killed
+    run_sweep(plan)
+    results = read_results(plan.path)
+    assert results == read_results(local.path)
+    assert {trial["state"] for trial in results["trials"]} == {"complete", "pruned"}
