@@ -6,7 +6,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlike.cli import clusters, compare, data, doctor, evaluate, generate, harness, init, plan, profile, sweep, weights
+from titanlike.cli import (
+    clusters,
+    compare,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    harness,
+    init,
+    plan,
+    profile,
+    sweep,
+    weights,
+)
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
