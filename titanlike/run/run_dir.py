@@ -126,8 +126,10 @@ class RunDirectory:
 
     def lacks_validation(self, step: int) -> bool:
         """Whether the run has trained this step and not recorded its validation loss. Rank 0 decides for all ranks."""
+        if step == 0:
+            return False
         lacks = False
-        if step and process_group.is_main() and self.metrics.exists():
+        if process_group.is_main() and self.metrics.exists():
             lines = read_regular(self.metrics).decode(errors="replace").splitlines()
             lacks = not any('"validation_loss"' in line and _step_of(line) == step for line in lines)
         return process_group.broadcast_object(lacks)
