@@ -117,8 +117,8 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         num_steps=training.steps,
         num_tokens=training.num_tokens,
         flops_per_token=recipe.model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0),
-        interval=recipe.metrics.interval,
-        tensorboard=recipe.metrics.tensorboard,
+        section=recipe.metrics,
+        recipe=metadata.recipe,
     )
     guard = NonFiniteGuard(
         training.non_finite, training.skip_limit, training.skip_window, skipped=resume.skipped, on_skip=monitor.skipped

@@ -1,4 +1,4 @@
-"""Measurement of a run. Records go to the console, to `metrics.jsonl` and to TensorBoard."""
+"""Measurement of a run. Records go to the console, to `metrics.jsonl`, to trackers and to Prometheus."""
 
 import math
 import statistics
@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanlike.checkpoint import SaveResult
+from titanlike.config.sections import Metrics
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
+from titanlike.metrics.records import Records
 from titanlike.metrics.terminal import Console
-from titanlike.metrics.trackers import JSONLWriter, TensorBoardWriter
+from titanlike.metrics.trackers import RunInfo
 from titanlike.utils.async_d2h import AsyncD2H
 
 
@@ -28,8 +31,8 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Monitor(AbstractContextManager["Monitor"]):
-    """Measures throughput from its creation on, and records it every `interval` steps and at the first and last step. Throughput
-    includes data wait and excludes validation and checkpointing. Only the rank that is passed a `folder` writes records."""
+    """Measures throughput from its creation on, and records it every `section.interval` steps and at the first and last
+    step. Throughput includes data wait and excludes validation and checkpointing. Only the rank that is passed a `folder` writes records."""
 
     device: torch.device
     num_devices: int
@@ -37,17 +40,16 @@ class Monitor(AbstractContextManager["Monitor"]):
     first_step: int
     num_tokens: Callable[[int], int]  # of all steps up to and including one
     flops_per_token: int
-    interval: int
+    section: Metrics
     folder: Path | None
-    tensorboard: bool
+    recipe: Mapping[str, Any]  # for trackers
 
     def __post_init__(self) -> None:
         self.peak_flops = peak_flops(device_name(self.device))
-        self._trackers: list[JSONLWriter | TensorBoardWriter] = []
+        self._records: Records | None = None
         if self.folder:
-            self._trackers.append(JSONLWriter(self.folder / "metrics.jsonl"))
-        if self.folder and self.tensorboard:
-            self._trackers.append(TensorBoardWriter(self.folder / "tensorboard", self.first_step))
+            run = RunInfo(self.folder, self.first_step, self.section.project, self.recipe)
+            self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
@@ -79,7 +81,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it."""
         self._flush()
         self._window_steps += 1
-        if step % self.interval == 0 or step in (1, self.num_steps):
+        if step % self.section.interval == 0 or step in (1, self.num_steps):
             values = AsyncD2H(loss, grad_norm)
             self._pending = step, values, learning_rate
             if values.is_on_host or step == self.num_steps:
@@ -148,6 +150,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         for result in results:
             if result.error:
                 self.warn(f"saving the checkpoint of step {result.step} failed: {result.error}; training continues")
+                self._track(result.step, {"save_failed": result.error})
                 continue
             if result.cleanup_error:
                 self.warn(
@@ -171,12 +174,11 @@ class Monitor(AbstractContextManager["Monitor"]):
         return Measured(self._peak_memory_gib, rate)
 
     def close(self) -> None:
-        """Closes the status line and the files."""
+        """Closes the status line, the files and the trackers."""
         if self._console:
             self._console.close()
-        for tracker in self._trackers:
-            if warning := tracker.close():
-                self.warn(warning)
+        for message in self._records.close() if self._records else ():
+            self.print(message)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -188,6 +190,5 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._console.log(step, values)
 
     def _track(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        for tracker in self._trackers:
-            if warning := tracker.log(step, values):
-                self.warn(warning)
+        for message in self._records.log(step, values) if self._records else ():
+            self.print(message)

@@ -21,6 +21,7 @@ from titanlike.run.layout_validation import (
     pipeline_stage_problems,
     tensor_parallel_problems,
 )
+from titanlike.run.tracker_validation import missing_trackers, tracker_problems
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
@@ -38,6 +39,7 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
         *_compile_problems(recipe),
         *data_problems(recipe),
         *evaluation_problems(recipe.evaluation),
+        *tracker_problems(recipe.metrics),
         *tensor_parallel_problems(recipe),
         *pipeline_stage_problems(recipe),
         *float8_problems(recipe),
@@ -70,6 +72,7 @@ def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size:
     problems += _memory_problems(recipe, world_size, local_world_size)
     problems += missing_data(recipe)
     problems += missing_files(recipe.evaluation)
+    problems += missing_trackers(recipe.metrics)
     problems += _initial_problems(recipe)
     folder = Path(recipe.run.dir, recipe.run.name)
     folder_problem = _folder_problem("run.dir", recipe.run.dir, folder, " or run.name")
