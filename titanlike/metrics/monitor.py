@@ -31,8 +31,11 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Monitor(AbstractContextManager["Monitor"]):
-    """Measures throughput from its creation on, and records it every `section.interval` steps and at the first and last
-    step. Throughput includes data wait and excludes validation and checkpointing. Only the rank that is passed a `folder` writes records."""
+    """Measures throughput from its creation on, and records it every `section.interval` steps and at the first and last step.
+
+    Throughput includes data wait and excludes validation and checkpointing. Only the rank that is passed a `folder` writes
+    records.
+    """
 
     device: torch.device
     num_devices: int

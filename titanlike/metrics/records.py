@@ -7,13 +7,13 @@ from functools import partial
 from titanlike.config.sections import Metrics
 from titanlike.metrics.background import CLOSE_TIMEOUT, BackgroundTracker
 from titanlike.metrics.prometheus import PrometheusEndpoint
-from titanlike.metrics.services import MLflowTracker, WandbTracker
+from titanlike.metrics.services import MLflowTracker, WandbTracker, abandon_wandb
 from titanlike.metrics.trackers import JSONLWriter, RunInfo, TensorBoardTracker, Tracker, Values
 
-TRACKERS: dict[str, tuple[str, Callable[[RunInfo], Tracker]]] = {
-    "tensorboard": ("TensorBoard", TensorBoardTracker),
-    "wandb": ("W&B", WandbTracker),
-    "mlflow": ("MLflow", MLflowTracker),
+TRACKERS: dict[str, tuple[str, Callable[[RunInfo], Tracker], str]] = {
+    "tensorboard": ("TensorBoard", TensorBoardTracker, "torch.utils.tensorboard"),
+    "wandb": ("W&B", WandbTracker, "wandb"),
+    "mlflow": ("MLflow", MLflowTracker, "mlflow"),
 }
 
 
@@ -23,8 +23,10 @@ class Records:
     def __init__(self, run: RunInfo, section: Metrics, num_steps: int) -> None:
         self._file = JSONLWriter(run.folder / "metrics.jsonl")
         self._trackers: list[BackgroundTracker] = []
-        for name, build in (TRACKERS[tracker] for tracker in section.trackers):
-            self._trackers.append(BackgroundTracker(name, partial(build, run)))
+        for tracker in section.trackers:
+            name, build, package = TRACKERS[tracker]
+            abandon = abandon_wandb if tracker == "wandb" else lambda: None
+            self._trackers.append(BackgroundTracker(name, partial(build, run), package, abandon))
         self._endpoint: PrometheusEndpoint | None = None
         self._messages: list[str] = []
         if section.prometheus_port:

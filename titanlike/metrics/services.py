@@ -44,6 +44,13 @@ class WandbTracker:
         self._run.finish()
 
 
+def abandon_wandb() -> None:
+    """Leaves the upload to W&B's process. Without this, the exit of this process waits for it."""
+    import wandb
+
+    wandb.teardown()
+
+
 class MLflowTracker:
     """Logs to MLflow, at MLFLOW_TRACKING_URI, or to mlflow.db in the working directory."""
 

@@ -122,6 +122,7 @@ class TensorBoardTracker:
     def log(self, step: int, values: Values) -> None:
         """Writes the values of a step, except for `tokens`, a multiple of the step."""
         if not self._directory.exists():
+            self._directory.mkdir(parents=True)
             self._writer.close()  # it opens another file for the next event
         for name, value in values.items():
             if isinstance(value, str):
