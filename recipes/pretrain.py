@@ -144,9 +144,10 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
             loss, local_loss = forward_backward(model, microbatches, mesh, parallelism.gradient_sync)
             shutdown.begin_sync(checkpoints.has_failed)  # overlaps with what follows
             norms = gradient_norms(model, mesh.pipeline)
-            if guard.should_step(step, loss, local_loss, norms):
-                clip_gradients(model, norms.total, training.max_norm)
-                optimizer.step()
+            with monitor.parameter_statistics(step, model):
+                if guard.should_step(step, loss, local_loss, norms):
+                    clip_gradients(model, norms.total, training.max_norm)
+                    optimizer.step()
             optimizer.zero_grad()
             monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from titanlike.checkpoint import SaveResult
 from titanlike.config.sections import Metrics
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
+from titanlike.metrics.health import RankStatistics, SpikeDetector, parameter_statistics
 from titanlike.metrics.records import Records
 from titanlike.metrics.terminal import Console
 from titanlike.metrics.trackers import RunInfo
@@ -54,6 +56,9 @@ class Monitor(AbstractContextManager["Monitor"]):
             run = RunInfo(self.folder, self.first_step, self.section.project, self.recipe)
             self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
+        self._spikes, self._in_spike = SpikeDetector(self.section.spike_threshold), False
+        is_distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self._ranks = RankStatistics(self.device) if is_distributed else None
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
         self._rates: list[float] = []  # tokens per second of each record
@@ -85,7 +90,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._flush()
         self._window_steps += 1
         if step % self.section.interval == 0 or step in (1, self.num_steps):
-            values = AsyncD2H(loss, grad_norm)
+            of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
+            values = AsyncD2H(loss, grad_norm, *of_ranks)
             self._pending = step, values, learning_rate
             if values.is_on_host or step == self.num_steps:
                 self._flush()
@@ -95,7 +101,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if self._pending is None:
             return
         (step, values, learning_rate), self._pending = self._pending, None
-        loss, grad_norm = values.read()
+        loss, grad_norm, *of_ranks = values.read()
         now = time.perf_counter()  # after the read: the device has completed the steps
         seconds = now - self._window_started
         tokens = self.num_tokens(step)
@@ -103,6 +109,10 @@ class Monitor(AbstractContextManager["Monitor"]):
         flops = tokens_per_second * self.flops_per_token / self.num_devices
         self._rates.append(tokens_per_second)
         self._peak_memory_gib = peak_memory_gib(self.device)
+        extra: dict[str, float] = {}
+        warning = ""
+        if self._ranks:
+            extra, warning = self._ranks.summarize([of_ranks[i : i + 3] for i in range(0, len(of_ranks), 3)])
         self._log(
             step,
             {
@@ -117,9 +127,33 @@ class Monitor(AbstractContextManager["Monitor"]):
                 "data_wait": self._data_wait / seconds,
                 "step_seconds": seconds / self._window_steps,
                 "elapsed_seconds": now - self._started,
+                **extra,
             },
         )
+        if warning:
+            self.warn(warning)
+        self._detect_spike(step, loss)
         self._window_started, self._window_steps, self._data_wait = time.perf_counter(), 0, 0.0
+
+    def _detect_spike(self, step: int, loss: float) -> None:
+        deviations = self._spikes.deviations(loss)
+        if deviations:
+            self._track(step, {"loss_spike": deviations})
+            if not self._in_spike:
+                self.warn(f"step {step}: loss spike: {loss:.4f} is {deviations:.0f} deviations above the recent median")
+        self._in_spike = deviations > 0
+
+    @contextmanager
+    def parameter_statistics(self, step: int, model: nn.Module) -> Iterator[None]:
+        """Records norms of gradients, weights and their update for each parameter, if that is due. The block updates weights."""
+        interval = self.section.layer_interval
+        if not interval or step % interval:
+            yield
+            return
+        with parameter_statistics(model) as values:
+            yield
+        self._flush()
+        self._track(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
 
     def validation(self, step: int, loss: float) -> None:
         """Records a validation loss."""

@@ -40,6 +40,8 @@ class PrometheusEndpoint:
         if "loss" in values:
             gauges["titanlike_step"] = float(step)
         for name, value in values.items():
+            if name.startswith("layers/"):
+                continue  # too many series
             if isinstance(value, int | float):
                 gauges[gauge_name(name)] = float(value)
             elif value is None and name in FINITE:
