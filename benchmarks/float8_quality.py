@@ -35,7 +35,7 @@ SMALL = {
     "validation.interval": 25,
     "validation.batches": 8,
     "metrics.interval": 5,
-    "metrics.tensorboard": "false",
+    "metrics.trackers": "[]",
 }
 FLOAT8 = {"float8.emulate": "true", "float8.skip_small": "false"}
 

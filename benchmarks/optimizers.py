@@ -39,7 +39,7 @@ def measure(changes: dict[str, str]) -> dict[str, float]:
             "run.dir": runs,
             "run.name": "run",
             "sample.tokens": "0",
-            "metrics.tensorboard": "false",
+            "metrics.trackers": "[]",
         }
         command = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml")]
         subprocess.run([*command, *(f"--{key}={value}" for key, value in keys.items())], check=True)

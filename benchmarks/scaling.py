@@ -41,7 +41,7 @@ def step_seconds(recipe: str, processes: int, changes: dict[str, str]) -> float:
         keys = changes | {
             "training.steps": str(STEPS), "schedule.warmup_steps": "0", "schedule.decay_steps": "0",
             "run.dir": runs, "run.name": "run", "checkpoint.enabled": "false",
-            "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "5", "metrics.tensorboard": "false",
+            "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "5", "metrics.trackers": "[]",
         }  # fmt: skip
         command = [str(ROOT / "run_train.sh"), recipe, *(f"--{key}={value}" for key, value in keys.items())]
         subprocess.run(command, check=True, env=os.environ | {"NPROC": str(processes)}, stdout=subprocess.DEVNULL)

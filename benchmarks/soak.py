@@ -41,7 +41,7 @@ RECIPE = {
     "model.dropout": "0.1", "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "8",
     "training.local_batch_size": "4", "optimizer.lr": "1.5e-3", "optimizer.groups": "[]",
     "schedule.warmup_steps": "20", "checkpoint.interval": "5", "checkpoint.keep": str(KEEP),
-    "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "1", "metrics.tensorboard": "false",
+    "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "1", "metrics.trackers": "[]",
     "run.device": "cpu",
 }  # fmt: skip
 KINDS = {

@@ -28,7 +28,7 @@ from titanlike.run.run_dir import versions
 
 ROOT = Path(__file__).parents[1]
 BASE = {
-    "checkpoint.enabled": "false", "sample.tokens": "0", "metrics.tensorboard": "false", "metrics.interval": "1",
+    "checkpoint.enabled": "false", "sample.tokens": "0", "metrics.trackers": "[]", "metrics.interval": "1",
 }  # fmt: skip
 MUON = '{pattern = "layers", optimizer = "muon"}'
 ADAMW = {

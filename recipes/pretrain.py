@@ -118,8 +118,8 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         num_steps=training.steps,
         num_tokens=training.num_tokens,
         flops_per_token=recipe.model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0),
-        interval=recipe.metrics.interval,
-        tensorboard=recipe.metrics.tensorboard,
+        section=recipe.metrics,
+        recipe=metadata.recipe,
     )
     guard = NonFiniteGuard(
         training.non_finite, training.skip_limit, training.skip_window, skipped=resume.skipped, on_skip=monitor.skipped
@@ -137,7 +137,11 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         monitor.print(summary(recipe, mesh.sizes, device, data.training.source.describe(training.steps)))
         monitor.print(resume.message)
         start = resume.first_step - 1  # a signal ends a run before the validation that is due at this step
-        if data.validation and is_due(start, recipe.validation.interval, training.steps) and run.lacks_validation(start):
+        if (
+            data.validation
+            and is_due(start, recipe.validation.interval, training.steps)
+            and run.lacks_validation(start)
+        ):
             with monitor.exclude_from_throughput("validating"), watchdog.pause():
                 monitor.validation(start, validate(model, data.validation, recipe.validation.batches, mesh))
         for step in range(resume.first_step, training.steps + 1):
@@ -151,9 +155,10 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
             loss, local_loss = forward_backward(model, microbatches, mesh, parallelism.gradient_sync)
             shutdown.begin_sync(checkpoints.has_failed)  # overlaps with what follows
             norms = gradient_norms(model, mesh.pipeline)
-            if guard.should_step(step, loss, local_loss, norms):
-                clip_gradients(model, norms.total, training.max_norm)
-                optimizer.step()
+            with monitor.parameter_statistics(step, model):
+                if guard.should_step(step, loss, local_loss, norms):
+                    clip_gradients(model, norms.total, training.max_norm)
+                    optimizer.step()
             optimizer.zero_grad()
             monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
 

@@ -22,7 +22,7 @@ SMALL = {
     "training.local_batch_size": "2", "schedule.warmup_steps": "2", "validation.interval": "0",
     "optimizer.lr": "1.5e-3", "optimizer.groups": "[]", "schedule.decay": "cosine", "schedule.min_ratio": "0.1",
     "checkpoint.interval": "200",
-    "sample.tokens": "0", "metrics.interval": "1", "metrics.tensorboard": "false", "training.steps": "6",
+    "sample.tokens": "0", "metrics.interval": "1", "metrics.trackers": "[]", "training.steps": "6",
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ TINY: dict[str, dict[str, Any]] = dict(
     schedule=dict(warmup_steps=2),
     compile=dict(mode="none"),
     validation=dict(interval=5, batches=2),
-    metrics=dict(interval=1, tensorboard=False),
+    metrics=dict(interval=1, trackers=()),
 )
 
 

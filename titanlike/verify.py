@@ -217,7 +217,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "evaluation.interval": 0,
         "sample.tokens": 0,
         "metrics.interval": 1,
-        "metrics.tensorboard": False,
+        "metrics.trackers": [],
     }
     if split:
         changes["parallelism.pipeline_split"] = [1] * (stages - 1) + [changes["model.num_layers"] - stages + 1]

@@ -80,16 +80,16 @@ def test_free_space_is_checked_before_writing(starter: Starter, undisturbed: Tra
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("tensorboard", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trackers", ["[]", pytest.param('["tensorboard"]', marks=pytest.mark.slow)])
 def test_checkpoints_records_and_output_do_not_fit(
-    starter: Starter, undisturbed: Trained, tmp_path: Path, tensorboard: str
+    starter: Starter, undisturbed: Trained, tmp_path: Path, trackers: str
 ) -> None:
     """Checkpoints, records and printed lines do not fit for a while."""
     job = starter.start(
         tmp_path,
         Fault(COPY, "after", rank=0, step=2, do="limit 1000"),
         Fault(COPY, rank=0, step=6, do="unlimit"),
-        **{"checkpoint.mode": "sync", "metrics.tensorboard": tensorboard},
+        **{"checkpoint.mode": "sync", "metrics.trackers": trackers},
     )
     assert job.wait() == [0, 0], job.output
     warning = "warning: runs/run/metrics.jsonl: File too large; records are buffered until there is space\n"

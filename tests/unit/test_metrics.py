@@ -9,8 +9,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from titanlike.config.sections import Metrics
 from titanlike.metrics import Monitor
 from titanlike.metrics.hardware import peak_flops
+
+TENSORBOARD = Metrics(interval=2, trackers=("tensorboard",))
 
 
 class Clock:
@@ -33,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def build_monitor(folder: Path | None, **overrides: Any) -> Monitor:
     options: dict[str, Any] = dict(
         folder=folder, device=torch.device("cpu"), num_devices=2, first_step=1, num_steps=5, num_tokens=lambda step: 1000 * step,
-        flops_per_token=10**9, interval=2, tensorboard=False,
+        flops_per_token=10**9, section=Metrics(interval=2, trackers=()), recipe={},
     )  # fmt: skip
     return Monitor(**options | overrides)
 
@@ -119,7 +122,7 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, clock: Clock, capsys: py
 def test_a_skipped_step_is_printed_and_recorded_in_valid_json(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with build_monitor(tmp_path, tensorboard=True) as monitor:
+    with build_monitor(tmp_path, section=TENSORBOARD) as monitor:
         clock.now += 1.0
         monitor.skipped(2, "the loss is nan on rank 1")
         monitor.step(2, loss=torch.tensor(float("nan")), grad_norm=torch.tensor(float("inf")), learning_rate=0.1)
@@ -137,13 +140,13 @@ def test_a_skipped_step_is_printed_and_recorded_in_valid_json(
     assert "step      2/5  val nan" in out
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Tensors("skipped/text_summary")] == [2]
-    assert "learning_rate" in events.Tags()["scalars"]
-    assert not {"loss", "grad_norm", "validation_loss"} & set(events.Tags()["scalars"])
+    assert [event.step for event in events.Tensors("train/skipped/text_summary")] == [2]
+    assert "train/learning_rate" in events.Tags()["scalars"]
+    assert not {"train/loss", "train/grad_norm", "validation/loss"} & set(events.Tags()["scalars"])
 
 
 def test_a_rank_without_a_folder_prints_and_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with build_monitor(None, tensorboard=True) as monitor:
+    with build_monitor(None, section=TENSORBOARD) as monitor:
         step(monitor, 2)
         monitor.validation(2, 1.0)
         monitor.skipped(2, "the loss is nan on rank 0")
@@ -152,11 +155,11 @@ def test_a_rank_without_a_folder_prints_and_records_nothing(capsys: pytest.Captu
 
 
 def test_tensorboard_records_the_same_values(tmp_path: Path) -> None:
-    with build_monitor(tmp_path, tensorboard=True) as monitor:
+    with build_monitor(tmp_path, section=TENSORBOARD) as monitor:
         step(monitor, 2)
         monitor.validation(2, 1.25)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 2.5)]
-    assert [(event.step, event.value) for event in events.Scalars("validation_loss")] == [(2, 1.25)]
-    assert "mfu" not in events.Tags()["scalars"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(2, 2.5)]
+    assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(2, 1.25)]
+    assert "train/mfu" not in events.Tags()["scalars"]

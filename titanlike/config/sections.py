@@ -42,6 +42,7 @@ from titanlike.config.model_configs import (
 from titanlike.config.optimizer import Optimizer, Schedule
 
 DType = Literal["float32", "bfloat16"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 TaskFormat = Literal["hellaswag", "arc", "piqa", "lambada"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -430,8 +431,22 @@ class Metrics:
 
     interval: Positive = 10
     """Steps between records in `metrics.jsonl`, and between log lines if the output is not a terminal."""
-    tensorboard: bool = True
-    """Also write TensorBoard events."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Experiment trackers that receive the records as well, each in a thread of its own: `tensorboard`, `wandb` (needs
+    `pip install "titanlike[wandb]"`) and `mlflow` (`"titanlike[mlflow]"`). `[]` writes `metrics.jsonl` only."""
+    project: Annotated[str, Field(min_length=1, max_length=100)] = "titanlike"
+    """W&B project and MLflow experiment of the run."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port at which rank 0 serves the latest values to Prometheus, at `/metrics`. 0 serves none: a port is for one run of a
+    machine only."""
+    prometheus_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to serve at. `0.0.0.0` serves all interfaces, without authentication."""
+    spike_threshold: NonNegativeFloat = 10.0
+    """Reports a loss that exceeds the median of the last 50 records by this many standard deviations, estimated from the median
+    absolute deviation. 0 disables it."""
+    layer_interval: NonNegative = 0
+    """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
+    0 disables them."""
 
 
 @section

@@ -1,4 +1,4 @@
-"""Measurement of a run. Records go to the console, to `metrics.jsonl` and to TensorBoard."""
+"""Measurement of a run. Records go to the console, to `metrics.jsonl`, to trackers and to Prometheus."""
 
 import math
 import statistics
@@ -7,16 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from titanlike.checkpoint import SaveResult
+from titanlike.config.sections import Metrics
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
+from titanlike.metrics.health import RankStatistics, SpikeDetector, parameter_statistics
+from titanlike.metrics.records import Records
 from titanlike.metrics.terminal import Console
 from titanlike.metrics.trace import DATA_WAIT
-from titanlike.metrics.trackers import JSONLWriter, TensorBoardWriter
+from titanlike.metrics.trackers import RunInfo
 from titanlike.utils.async_d2h import AsyncD2H
 
 
@@ -30,8 +35,11 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Monitor(AbstractContextManager["Monitor"]):
-    """Measures throughput from its creation on, and records it every `interval` steps and at the first and last step. Throughput
-    includes data wait and excludes validation and checkpointing. Only the rank that is passed a `folder` writes records."""
+    """Measures throughput from its creation on, and records it every `section.interval` steps and at the first and last step.
+
+    Throughput includes data wait and excludes validation and checkpointing. Only the rank that is passed a `folder` writes
+    records.
+    """
 
     device: torch.device
     num_devices: int
@@ -39,18 +47,20 @@ class Monitor(AbstractContextManager["Monitor"]):
     first_step: int
     num_tokens: Callable[[int], int]  # of all steps up to and including one
     flops_per_token: int
-    interval: int
+    section: Metrics
     folder: Path | None
-    tensorboard: bool
+    recipe: Mapping[str, Any]  # for trackers
 
     def __post_init__(self) -> None:
         self.peak_flops = peak_flops(device_name(self.device))
-        self._trackers: list[JSONLWriter | TensorBoardWriter] = []
+        self._records: Records | None = None
         if self.folder:
-            self._trackers.append(JSONLWriter(self.folder / "metrics.jsonl"))
-        if self.folder and self.tensorboard:
-            self._trackers.append(TensorBoardWriter(self.folder / "tensorboard", self.first_step))
+            run = RunInfo(self.folder, self.first_step, self.section.project, self.recipe)
+            self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
+        self._spikes, self._in_spike = SpikeDetector(self.section.spike_threshold), False
+        is_distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self._ranks = RankStatistics(self.device) if is_distributed else None
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
         self._rates: list[float] = []  # tokens per second of each record
@@ -82,8 +92,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it."""
         self._flush()
         self._window_steps += 1
-        if step % self.interval == 0 or step in (1, self.num_steps):
-            values = AsyncD2H(loss, grad_norm)
+        if step % self.section.interval == 0 or step in (1, self.num_steps):
+            of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
+            values = AsyncD2H(loss, grad_norm, *of_ranks)
             self._pending = step, values, learning_rate
             if values.is_on_host or step == self.num_steps:
                 self._flush()
@@ -93,7 +104,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if self._pending is None:
             return
         (step, values, learning_rate), self._pending = self._pending, None
-        loss, grad_norm = values.read()
+        loss, grad_norm, *of_ranks = values.read()
         now = time.perf_counter()  # after the read: the device has completed the steps
         seconds = now - self._window_started
         tokens = self.num_tokens(step)
@@ -101,6 +112,10 @@ class Monitor(AbstractContextManager["Monitor"]):
         flops = tokens_per_second * self.flops_per_token / self.num_devices
         self._rates.append(tokens_per_second)
         self._peak_memory_gib = peak_memory_gib(self.device)
+        extra: dict[str, float] = {}
+        warning = ""
+        if self._ranks:
+            extra, warning = self._ranks.summarize([of_ranks[i : i + 3] for i in range(0, len(of_ranks), 3)])
         self._log(
             step,
             {
@@ -115,9 +130,33 @@ class Monitor(AbstractContextManager["Monitor"]):
                 "data_wait": self._data_wait / seconds,
                 "step_seconds": seconds / self._window_steps,
                 "elapsed_seconds": now - self._started,
+                **extra,
             },
         )
+        if warning:
+            self.warn(warning)
+        self._detect_spike(step, loss)
         self._window_started, self._window_steps, self._data_wait = time.perf_counter(), 0, 0.0
+
+    def _detect_spike(self, step: int, loss: float) -> None:
+        deviations = self._spikes.deviations(loss)
+        if deviations:
+            self._track(step, {"loss_spike": deviations})
+            if not self._in_spike:
+                self.warn(f"step {step}: loss spike: {loss:.4f} is {deviations:.0f} deviations above the recent median")
+        self._in_spike = deviations > 0
+
+    @contextmanager
+    def parameter_statistics(self, step: int, model: nn.Module) -> Iterator[None]:
+        """Records norms of gradients, weights and their update for each parameter, if that is due. The block updates weights."""
+        interval = self.section.layer_interval
+        if not interval or step % interval:
+            yield
+            return
+        with parameter_statistics(model) as values:
+            yield
+        self._flush()
+        self._track(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
 
     def validation(self, step: int, loss: float) -> None:
         """Records a validation loss."""
@@ -151,6 +190,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         for result in results:
             if result.error:
                 self.warn(f"saving the checkpoint of step {result.step} failed: {result.error}; training continues")
+                self._track(result.step, {"save_failed": result.error})
                 continue
             if result.cleanup_error:
                 self.warn(
@@ -174,12 +214,11 @@ class Monitor(AbstractContextManager["Monitor"]):
         return Measured(self._peak_memory_gib, rate)
 
     def close(self) -> None:
-        """Closes the status line and the files."""
+        """Closes the status line, the files and the trackers."""
         if self._console:
             self._console.close()
-        for tracker in self._trackers:
-            if warning := tracker.close():
-                self.warn(warning)
+        for message in self._records.close() if self._records else ():
+            self.print(message)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -191,6 +230,5 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._console.log(step, values)
 
     def _track(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        for tracker in self._trackers:
-            if warning := tracker.log(step, values):
-                self.warn(warning)
+        for message in self._records.log(step, values) if self._records else ():
+            self.print(message)

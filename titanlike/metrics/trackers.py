@@ -1,19 +1,65 @@
-"""Metrics files. A full disk does not stop the run: methods return a warning for the user, or an empty string."""
+"""Files of a run's records: JSON lines and TensorBoard events."""
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
+
+from titanlike.utils.atomic_io import atomic_write_text
 
 Values = Mapping[str, float | str | None]
 
 
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker shows of a run besides its records."""
+
+    folder: Path
+    first_step: int
+    project: str
+    recipe: Mapping[str, Any]  # nested, of plain values
+
+    def recipe_text(self) -> str:
+        """Returns the resolved recipe as TOML."""
+        path = self.folder / "recipe.toml"
+        return path.read_text() if path.exists() else json.dumps(self.recipe, indent=1)
+
+    def hparams(self) -> dict[str, bool | int | float | str]:
+        """Returns the recipe's values by dotted key."""
+        return dict(_flatten(self.recipe))
+
+
+class Tracker(Protocol):
+    """Receives records. A method that raises an exception disables it."""
+
+    location: str
+    """Where to see the run, or "" if that is known."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Records the values of a step. None stands for a value that is not finite, or unknown."""
+
+    def close(self) -> None:
+        """Writes what is buffered."""
+
+
+def tag(name: str) -> str:
+    """Returns the name of a value with its group: `train/loss`, `validation/loss`, `checkpoint/save_seconds`."""
+    if "/" in name:  # an evaluation, or a layer
+        return name
+    if name.startswith("validation_"):
+        return name.replace("_", "/", 1)
+    return f"{'checkpoint' if name.startswith('save_') else 'train'}/{name}"
+
+
 class JSONLWriter:
-    """Appends one JSON object per record to a file. While the disk is full, records are buffered."""
+    """Appends one JSON object per record to a file. While the disk is full, records are buffered. A file that was deleted is
+    written again, with all its records. Methods return a warning for the user, or an empty string."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
         self._buffer = b""
         self._warned = False
 
@@ -21,16 +67,18 @@ class JSONLWriter:
         """Writes a record. Returns a warning at the first of consecutive failures."""
         self._buffer += json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
         try:
+            warning = self._restore()
             self._flush()
         except OSError as error:
             warned, self._warned = self._warned, True
             return "" if warned else f"{self.path}: {error.strerror}; records are buffered until there is space"
         self._warned = False
-        return ""
+        return warning
 
     def close(self) -> str:
         """Closes the file. Returns a warning if records are lost."""
         try:
+            self._restore()
             self._flush()
         except OSError as error:
             lost = self._buffer.count(b"\n")
@@ -43,36 +91,55 @@ class JSONLWriter:
         while self._buffer:
             self._buffer = self._buffer[self._file.write(self._buffer) :]
 
+    def _restore(self) -> str:
+        """Writes a deleted file again: its content exists as long as it is open."""
+        if os.fstat(self._file.fileno()).st_nlink:
+            return ""
+        self._file.seek(0)
+        content = self._file.read()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(self.path, content.decode())
+        self._file.close()
+        self._file = self.path.open("a+b", buffering=0)
+        return f"{self.path} was deleted; it is written again"
 
-class TensorBoardWriter:
-    """Writes TensorBoard events: numbers as scalars, strings as text. After a failure, the library can write no more events."""
 
-    def __init__(self, directory: Path, first_step: int) -> None:
+class TensorBoardTracker:
+    """Writes TensorBoard events: numbers as scalars, strings as text, and the recipe as text and as hyperparameters."""
+
+    location = ""
+
+    def __init__(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
+        from torch.utils.tensorboard.summary import hparams
 
-        self._writer: Any = SummaryWriter(str(directory), purge_step=first_step)
+        self._directory = run.folder / "tensorboard"
+        self._writer = cast(Any, SummaryWriter(str(self._directory), purge_step=run.first_step))
+        self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe_text().splitlines()))
+        for summary in hparams(run.hparams(), {"train/loss": None, "validation/loss": None}):
+            self._writer.file_writer.add_summary(summary)
 
-    def log(self, step: int, values: Values) -> str:
+    def log(self, step: int, values: Values) -> None:
         """Writes the values of a step, except for `tokens`, a multiple of the step."""
-        try:
-            for name, value in values.items() if self._writer else ():
-                if isinstance(value, str):
-                    self._writer.add_text(name, value, step)
-                elif value is not None and name != "tokens":
-                    self._writer.add_scalar(name, value, step)
-        except OSError as error:
-            return self._disable(error)
-        return ""
+        if not self._directory.exists():
+            self._directory.mkdir(parents=True)
+            self._writer.close()  # it opens another file for the next event
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(tag(name), value, step)
+            elif value is not None and name != "tokens":
+                self._writer.add_scalar(tag(name), value, step)
 
-    def close(self) -> str:
+    def close(self) -> None:
         """Closes the event file."""
-        try:
-            if self._writer:
-                self._writer.close()
-        except OSError as error:
-            return self._disable(error)
-        return ""
+        self._writer.close()
 
-    def _disable(self, error: OSError) -> str:
-        self._writer = None
-        return f"TensorBoard logging is disabled: {error.strerror}"
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            items += _flatten(value, f"{prefix}{name}.")
+        else:
+            items.append((prefix + name, value if isinstance(value, bool | int | float | str) else json.dumps(value)))
+    return items

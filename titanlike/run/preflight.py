@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import matches, shown
+from titanlike.config.base import shown
 from titanlike.config.load import nearest
 from titanlike.config.model_configs import CONFIGS
 from titanlike.config.schema import describe
@@ -21,28 +21,30 @@ from titanlike.run.layout_validation import (
     pipeline_stage_problems,
     tensor_parallel_problems,
 )
+from titanlike.run.model_validation import attention_problems, lora_problems, model_problems
 from titanlike.run.mps_validation import apple_gpu_problems, mps_problems
+from titanlike.run.tracker_validation import missing_trackers, tracker_problems
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "eager")
-FLEX_MIN_HEAD_DIM = 16  # of FlexAttention's kernels for GPUs
 
 
 def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     """Raises `UserError` with one line for each thing in the recipe that cannot work on this number of processes."""
     problems = [
-        *_model_problems(recipe),
+        *model_problems(recipe),
         *_schedule_problems(recipe),
         *_option_problems(recipe),
-        *_attention_problems(recipe),
+        *attention_problems(recipe),
         *_compile_problems(recipe),
         *data_problems(recipe),
         *evaluation_problems(recipe.evaluation),
+        *tracker_problems(recipe.metrics),
         *tensor_parallel_problems(recipe),
         *pipeline_stage_problems(recipe),
         *float8_problems(recipe),
-        *_lora_problems(recipe),
+        *lora_problems(recipe),
         *mps_problems(recipe, world_size),
     ]
     try:
@@ -74,6 +76,7 @@ def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size:
     problems += _memory_problems(recipe, world_size, local_world_size)
     problems += missing_data(recipe)
     problems += missing_files(recipe.evaluation)
+    problems += missing_trackers(recipe.metrics)
     problems += _initial_problems(recipe)
     folder = Path(recipe.run.dir, recipe.run.name)
     folder_problem = _folder_problem("run.dir", recipe.run.dir, folder, " or run.name")
@@ -154,17 +157,6 @@ def _compile_problems(recipe: PretrainRecipe) -> list[str]:
     ]
 
 
-def _model_problems(recipe: PretrainRecipe) -> list[str]:
-    model, seq_len = recipe.model, recipe.training.seq_len
-    problems = model.problems()
-    if seq_len > model.max_seq_len:
-        problems.append(
-            f"training.seq_len = {seq_len} is longer than the model's max_seq_len = {model.max_seq_len}; "
-            f"use {model.max_seq_len} or less, or raise model.max_seq_len"
-        )
-    return problems
-
-
 def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
     steps, schedule = recipe.training.steps, recipe.schedule
     if schedule.warmup_steps > steps:
@@ -188,80 +180,6 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
             f"training.steps = {steps}; shorten them or train longer"
         ]
     return []
-
-
-def _attention_problems(recipe: PretrainRecipe) -> list[str]:
-    """What the selected kernel does not support, which torch would report at the first step."""
-    kernel, model, context = recipe.training.attention, recipe.model, recipe.parallelism.context
-    window, soft_cap = model.sliding_window, model.attention_soft_cap
-    reasons = {
-        f"model.attention_soft_cap = {soft_cap}": soft_cap > 0,
-        "data.document_masks = true": recipe.data.document_masks,
-        f"data.source = '{recipe.data.source}'": "chat" in recipe.data.source,
-        f"model.sliding_window = {window}": model.num_local() > 0 and window < recipe.training.seq_len,
-    }
-    what = next((reason for reason, holds in reasons.items() if holds), "")
-    heads = (getattr(model, "num_kv_heads", model.num_heads), model.num_heads)
-    masked = bool(what) and recipe.run.allows_cuda  # the CPU's flash kernel supports masks
-    flex = masked and kernel == "auto"  # these use FlexAttention
-    problems = []
-    if flex and model.head_dim < FLEX_MIN_HEAD_DIM:
-        problems.append(
-            f"{what} uses FlexAttention on a GPU, which requires a head dimension of {FLEX_MIN_HEAD_DIM} or "
-            f"more, but that of this model is {model.head_dim}; set training.attention = 'math', or use larger heads"
-        )
-    if flex and recipe.activation_checkpoint.mode == "selective" and recipe.compile.mode == "none":
-        problems.append(
-            f"{what} uses FlexAttention on a GPU, but activation_checkpoint.mode = 'selective' with "
-            "compile.mode = 'none' keeps it from being compiled; set compile.mode = 'block', or "
-            "activation_checkpoint.mode = 'full'"
-        )
-    unsupported = (
-        ("efficient", heads[0] != heads[1], "does not support num_kv_heads = {} and num_heads = {}".format(*heads)),
-        ("cudnn", recipe.run.deterministic, "is not deterministic, but run.deterministic = true"),
-        ("cudnn flash", masked, f"does not support the mask of {what}"),
-        ("efficient", soft_cap > 0, f"does not bound scores as {what} asks"),
-        ("cudnn efficient math", context > 1 and not what, f"is not used with parallelism.context = {context}"),
-    )
-    return problems + [
-        f"training.attention = '{kernel}' {reason}; set training.attention = 'auto'"
-        for kernels, holds, reason in unsupported
-        if kernel in kernels.split() and holds
-    ]
-
-
-def _lora_problems(recipe: PretrainRecipe) -> list[str]:
-    """Whether LoRA selects layers, and in every pipeline stage, whose backward pass would otherwise have nothing to compute."""
-    lora, model = recipe.lora, recipe.model
-    if not lora.rank:
-        return (
-            [f"lora.layers = {list(lora.layers)} has no effect with lora.rank = 0; set lora.rank"]
-            if lora.layers
-            else []
-        )
-    names = [name for name in model.matrices() if name.startswith("layers.")]
-    problems = [
-        f"lora.layers: {pattern!r} matches no linear layer ({', '.join(model.block_matrices())} in each of layers.0 to "
-        f"layers.{model.num_layers - 1})"
-        for pattern in lora.layers
-        if not any(matches(pattern, name) for name in names)
-    ]
-    if recipe.float8.scaling != "none":
-        problems.append(
-            f"lora.rank = {lora.rank} and float8.scaling = {recipe.float8.scaling!r} are not supported together; set one of them "
-            "to 0 or 'none'"
-        )
-    selected = {int(name.split(".")[1]) for name in names if lora.selects(name)}
-    stages = recipe.parallelism.split(model) if recipe.parallelism.pipeline > 1 and not problems else []
-    first = 0
-    for number, size in enumerate(stages):
-        if selected.isdisjoint(range(first, first + size)):
-            problems.append(
-                f"lora.layers selects nothing in blocks {first} to {first + size - 1}, which are stage {number} of the pipeline; "
-                "select layers of all blocks"
-            )
-        first += size
-    return problems
 
 
 def _option_problems(recipe: PretrainRecipe) -> list[str]:

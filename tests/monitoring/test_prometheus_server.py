@@ -1,0 +1,90 @@
+"""The files of `monitoring/` with a real Prometheus: apt-get install prometheus."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT, SMALL, free_port, start
+
+MONITORING = ROOT / "monitoring"
+METRIC = re.compile(r"\btitanlike_\w+")
+
+pytestmark = pytest.mark.slow
+if shutil.which("prometheus") is None or shutil.which("promtool") is None:
+    pytest.skip("Prometheus is not installed; apt-get install prometheus", allow_module_level=True)
+
+
+def promtool(folder: Path, *words: str) -> str:
+    done = subprocess.run(["promtool", *words], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_each_alert_fires_for_its_fault_only(tmp_path: Path) -> None:
+    shutil.copy(MONITORING / "alerts.yml", tmp_path)
+    shutil.copy(Path(__file__).with_name("alerts_test.yml"), tmp_path)
+    assert "SUCCESS" in promtool(tmp_path, "test", "rules", "alerts_test.yml")
+    assert "SUCCESS: 7 rules found" in promtool(MONITORING, "check", "config", "prometheus.yml")
+
+
+@pytest.fixture
+def query(tmp_path: Path) -> Iterator[Any]:
+    """A server that scrapes a run of two processes each second. Returns a function: the results of a query."""
+    port, own_port = free_port(), free_port()
+    options = {
+        "training.steps": "1000000", "schedule.decay": "none", "validation.interval": "5", "checkpoint.interval": "20",
+        "metrics.prometheus_port": port, "run.name": "scraped", "checkpoint.export": "none",
+    }  # fmt: skip
+    config = (MONITORING / "prometheus.yml").read_text()
+    (tmp_path / "prometheus.yml").write_text(config.replace("15s", "1s").replace("9400", port))
+    shutil.copy(MONITORING / "alerts.yml", tmp_path)
+    job = start(tmp_path, {"NPROC": "2"}, **SMALL | options)
+    server = subprocess.Popen(
+        ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+         f"--web.listen-address=127.0.0.1:{own_port}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def ask(expression: str) -> list[dict[str, Any]]:
+        url = f"http://127.0.0.1:{own_port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        return found
+
+    yield ask
+    server.terminate()
+    server.wait(60)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=120)
+    assert "stopped by SIGTERM" in output
+
+
+def test_a_server_scrapes_every_metric_of_the_dashboard_and_the_alerts(query: Any) -> None:
+    dashboard = json.loads((MONITORING / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = set(METRIC.findall("\n".join(expressions) + (MONITORING / "alerts.yml").read_text()))
+    assert len(named) > 15
+    missing, end = named, time.monotonic() + 180
+    while missing:
+        assert time.monotonic() < end, f"not scraped: {missing}"
+        time.sleep(0.5)
+        try:
+            missing = {name for name in named if not query(name)}
+        except OSError:  # the server starts
+            continue
+    (step,) = query("titanlike_step")
+    assert step["metric"]["run"] == "scraped"
+    assert float(step["value"][1]) > 1
+    for expression in expressions:
+        assert query(expression.replace("$run", "scraped")), expression
+    assert query('ALERTS{alertname!="ThroughputDrop"}') == []

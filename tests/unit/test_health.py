@@ -1,0 +1,66 @@
+"""Loss spikes, statistics of parameters and slow ranks."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from titanlike.metrics.health import RankStatistics, SpikeDetector, parameter_statistics
+
+
+def decreasing_losses(num: int) -> list[float]:
+    generator = random.Random(0)
+    return [2 + 4 * math.exp(-step / 30) + generator.gauss(0, 0.05) for step in range(num)]
+
+
+def test_a_spike_in_a_noisy_decreasing_loss_is_detected_and_nothing_else() -> None:
+    losses = decreasing_losses(200)
+    losses[120] += 2.0
+    losses[150] = math.nan  # is reported elsewhere
+    detector = SpikeDetector(10.0)
+    found = {step: distance for step, loss in enumerate(losses) if (distance := detector.deviations(loss))}
+    assert list(found) == [120]
+    assert 10 < found[120] < 100
+    off = SpikeDetector(0.0)
+    assert not any(off.deviations(loss) for loss in losses)
+
+
+def test_a_constant_loss_has_no_spikes_and_a_new_level_is_accepted() -> None:
+    detector = SpikeDetector(10.0)
+    assert not any(detector.deviations(2.0 + 1e-4 * (step % 2)) for step in range(30))
+    assert sum(detector.deviations(3.0) > 0 for _ in range(100)) <= 30
+
+
+def test_statistics_of_an_update() -> None:
+    model = nn.Linear(2, 2)
+    unused = nn.Parameter(torch.ones(1))
+    model.register_parameter("unused", unused)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+        model.bias.zero_()
+    model.weight.grad, model.bias.grad = torch.full((2, 2), 2.0), torch.ones(2)
+    with parameter_statistics(model) as values:
+        model.weight.grad.mul_(0.1)  # clipped: the norm is that before
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert values == pytest.approx(
+        {
+            "layers/grad_norm/weight": 4.0, "layers/weight_norm/weight": 5.0, "layers/update_ratio/weight": 0.04,
+            "layers/grad_norm/bias": math.sqrt(2), "layers/weight_norm/bias": 0.0, "layers/update_ratio/bias": 0.0,
+        }
+    )  # fmt: skip
+
+
+def test_a_slow_rank_is_named_once() -> None:
+    ranks = RankStatistics(torch.device("cpu"))
+    even = [[1.0, 0.0, 0.010], [2.0, 0.5, 0.011], [1.5, 0.1, 0.009], [1.0, 0.0, 0.010]]
+    slow = [[1.0, 0.0, 0.010], [2.0, 0.5, 0.011], [1.5, 0.1, 0.020], [1.0, 0.0, 0.010]]
+    values, warning = ranks.summarize(even)
+    assert values == {
+        "max_memory_gib": 2.0, "max_data_wait_seconds": 0.5, "slowest_rank": 1, "slowest_rank_ratio": pytest.approx(1.1),
+    }  # fmt: skip
+    assert warning == ""
+    warnings = [ranks.summarize(slow)[1] for _ in range(6)]
+    message = "rank 2 is slow: it takes 2.0 times as long as the median rank for the same matmul"
+    assert warnings == ["", "", message, "", "", ""]

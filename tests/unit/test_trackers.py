@@ -1,0 +1,204 @@
+"""Trackers in threads, records on a full disk and in a deleted file, and the Prometheus endpoint."""
+
+import errno
+import json
+import math
+import os
+import socket
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.launching import free_port
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.sections import Metrics
+from titanlike.metrics import background, records
+from titanlike.metrics.background import BackgroundTracker
+from titanlike.metrics.prometheus import PrometheusEndpoint
+from titanlike.metrics.records import Records
+from titanlike.metrics.trackers import JSONLWriter, RunInfo, Values, tag
+from titanlike.run.preflight import check_machine, check_recipe
+
+
+class Recorder:
+    """A tracker that keeps its records, and waits for `go` before each."""
+
+    location = "here"
+
+    def __init__(self) -> None:
+        self.go, self.steps, self.closed = threading.Event(), list[int](), False
+
+    def log(self, step: int, values: Values) -> None:
+        self.go.wait()
+        if values.get("fail"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def messages(tracker: BackgroundTracker) -> list[str]:
+    found = []
+    while not tracker.messages.empty():
+        found.append(tracker.messages.get())
+    return found
+
+
+def test_records_reach_the_tracker_in_order(tmp_path: Path) -> None:
+    recorder = Recorder()
+    tracker = BackgroundTracker("T", lambda: recorder)
+    for step in range(5):
+        tracker.log(step, {})
+    recorder.go.set()
+    tracker.begin_close()
+    tracker.close(time.monotonic() + 60)
+    assert (recorder.steps, recorder.closed, messages(tracker)) == ([0, 1, 2, 3, 4], True, ["T       here"])
+
+
+def test_a_slow_tracker_misses_records_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "QUEUE_SIZE", 4)
+    recorder = Recorder()
+    tracker = BackgroundTracker("T", lambda: recorder)
+    for step in range(50):  # none of these calls waits for the tracker
+        tracker.log(step, {})
+    recorder.go.set()
+    tracker.begin_close()
+    tracker.close(time.monotonic() + 60)
+    assert recorder.steps == list(range(len(recorder.steps)))
+    assert 4 <= len(recorder.steps) <= 5
+    assert messages(tracker)[-2:] == [
+        "warning: T is behind by 4 records; until it catches up, it receives no more",
+        f"warning: T has missed {50 - len(recorder.steps)} records; metrics.jsonl has them",
+    ]
+
+
+def test_a_tracker_that_does_not_answer_is_left_behind() -> None:
+    recorder, abandoned = Recorder(), threading.Event()
+    tracker = BackgroundTracker("T", lambda: recorder, abandon=abandoned.set)
+    tracker.log(1, {})
+    tracker.begin_close()
+    tracker.close(time.monotonic())
+    assert messages(tracker)[-1] == "warning: T has not answered for 10 s; its last records may be lost"
+    assert abandoned.wait(60)
+    recorder.go.set()
+
+
+def test_a_tracker_that_fails_is_disabled_and_says_so_once() -> None:
+    recorder = Recorder()
+    recorder.go.set()
+    tracker = BackgroundTracker("T", lambda: recorder)
+    tracker.log(1, {})
+    tracker.log(2, {"fail": 1.0})
+    tracker._thread.join(60)
+    tracker.log(3, {})
+    tracker.begin_close()
+    tracker.close(time.monotonic() + 60)
+    assert recorder.steps == [1]
+    assert messages(tracker)[1:] == ["warning: T is disabled, training continues: No space left on device"]
+    missing = BackgroundTracker("T", lambda: recorder, "no_such_package")
+    missing.log(1, {})
+    missing.close(time.monotonic() + 60)
+    assert messages(missing) == ["warning: T is disabled, training continues: No module named 'no_such_package'"]
+
+
+def test_tags_have_groups() -> None:
+    names = ["loss", "validation_loss", "save_seconds", "evaluation/text/loss"]
+    assert [tag(name) for name in names] == [
+        "train/loss", "validation/loss", "checkpoint/save_seconds", "evaluation/text/loss",
+    ]  # fmt: skip
+
+
+def test_tensorboard_has_the_recipe_and_survives_a_deleted_directory(tmp_path: Path) -> None:
+    run = RunInfo(tmp_path, 1, "p", {"optimizer": {"lr": 0.5, "groups": []}, "recipe": "pretrain"})
+    (tmp_path / "recipe.toml").write_text("[optimizer]\nlr = 0.5\n")
+    out = Records(run, Metrics(), num_steps=2)
+    out.log(1, {"loss": 2.0})
+    assert out.close() == []
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("recipe/text_summary")
+    assert text.tensor_proto.string_val[0] == b"    [optimizer]\n    lr = 0.5\n"
+    hparams = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"optimizer.lr" in hparams and b"optimizer.groups" in hparams
+    tracker = records.TensorBoardTracker(run)
+    for file in (tmp_path / "tensorboard").iterdir():
+        file.unlink()
+    (tmp_path / "tensorboard").rmdir()
+    tracker.log(2, {"loss": 3.0})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(2, 3.0)]
+
+
+def test_a_deleted_file_is_written_again_with_all_records(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    writer = JSONLWriter(path)
+    assert writer.log(1, {"loss": 1.0}) == ""
+    path.unlink()
+    path.parent.rmdir()
+    assert writer.log(2, {"loss": 2.0}) == f"{path} was deleted; it is written again"
+    assert writer.log(3, {"loss": 3.0}) == ""
+    assert writer.close() == ""
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": step, "loss": float(step)} for step in (1, 2, 3)
+    ]
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.labels == {"run": "a run"} for sample in samples)
+    return {sample.name: sample.value for sample in samples}
+
+
+def test_prometheus_serves_the_latest_values_and_counts_events() -> None:
+    port = int(free_port())
+    endpoint = PrometheusEndpoint("127.0.0.1", port, "a run", num_steps=9)
+    assert scrape(port)["titanlike_non_finite_total"] == 0
+    endpoint.log(3, {"loss": 2.0, "mfu": None, "evaluation/a/acc": 0.5, "sample": "text"})
+    endpoint.log(4, {"loss": None, "grad_norm": 1.0})
+    endpoint.log(4, {"validation_loss": 2.5})
+    endpoint.log(2, {"save_failed": "No space left on device"})
+    found = scrape(port)
+    assert math.isnan(found.pop("titanlike_loss"))
+    assert time.time() - found.pop("titanlike_last_record_timestamp_seconds") < 300
+    assert found == {
+        "titanlike_step": 4, "titanlike_num_steps": 9, "titanlike_grad_norm": 1, "titanlike_validation_loss": 2.5,
+        "titanlike_evaluation_a_acc": 0.5, "titanlike_non_finite_total": 1, "titanlike_failed_saves_total": 1,
+        "titanlike_loss_spikes_total": 0,
+    }  # fmt: skip
+    endpoint.close()
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_a_port_in_use_does_not_stop_the_run(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        out = Records(RunInfo(tmp_path, 1, "p", {}), Metrics(trackers=(), prometheus_port=port), num_steps=2)
+        warning = f"warning: no metrics for Prometheus, training continues: 127.0.0.1:{port}: Address already in use"
+        assert (out.log(1, {"loss": 1.0}), out.log(2, {"loss": 1.0}), out.close()) == ([warning], [], [])
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_missing_packages_are_refused_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()  # as W&B leaves it in a working directory: not the package
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+    with pytest.raises(
+        UserError, match=r"names 'wandb', which is not installed; run: pip install \"titanlike\[wandb\]\""
+    ):
+        check_machine(PretrainRecipe(metrics=Metrics(trackers=("wandb",))))
+    with pytest.raises(UserError, match=r"metrics\.trackers names 'tensorboard' twice; name it once"):
+        check_recipe(PretrainRecipe(metrics=Metrics(trackers=("tensorboard", "tensorboard"))), 1)
