@@ -59,7 +59,7 @@ def attention_problems(recipe: PretrainRecipe) -> list[str]:
 
 
 def lora_problems(recipe: PretrainRecipe) -> list[str]:
-    """Returns the problems of LoRA: it selects layers in every pipeline stage, whose backward pass would otherwise compute nothing."""
+    """Returns the problems of LoRA. A pipeline stage without a trained layer would have no backward pass."""
     lora, model = recipe.lora, recipe.model
     if not lora.rank:
         return (
