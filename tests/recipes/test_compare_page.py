@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import SPIKE, write_run
+from tests.debian import require
 from titanlike.comparison.page import page
 from titanlike.comparison.runs import Runs
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2500")
 STEPS = 12_000  # more than a page has points
 PROBE = """<script>{
@@ -70,10 +69,7 @@ try {
 document.title = "seen" + btoa(JSON.stringify(seen).replace(/[^\\x20-\\x7e]/g, "?"));
 }</script>"""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="requires Chromium: apt-get install chromium"),
-]
+pytestmark = pytest.mark.slow
 
 
 def browse(tmp_path: Path, text: str, fragment: str = "", size: str = "1200,900") -> tuple[dict[str, Any], str]:
@@ -82,7 +78,7 @@ def browse(tmp_path: Path, text: str, fragment: str = "", size: str = "1200,900"
     file.write_text(text.replace("</body>", f"{PROBE}</body>"))
     done = subprocess.run(
         [
-            str(BROWSER), *OPTIONS, f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+            require("chromium", "chromium"), *OPTIONS, f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
             f"{file.as_uri()}{fragment}",
         ],
         capture_output=True, text=True, check=True, timeout=240,

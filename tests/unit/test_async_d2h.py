@@ -8,6 +8,7 @@ import torch
 
 from tests.unit.test_metrics import build_monitor, records
 from titanlike.config import UserError
+from titanlike.config.sections import Metrics
 from titanlike.optim.clipping import Norms
 from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.utils.async_d2h import AsyncD2H
@@ -70,7 +71,7 @@ def test_skipping_checks_a_step_before_the_optimizer_update() -> None:
 
 @pytest.mark.usefixtures("delayed")
 def test_a_skipped_step_is_recorded_in_order(tmp_path: Path) -> None:
-    with build_monitor(tmp_path, interval=1) as monitor:
+    with build_monitor(tmp_path, section=Metrics(interval=1, trackers=())) as monitor:
         for step in range(1, 4):
             if step == 2:
                 monitor.skipped(2, "the loss is nan on rank 0")
@@ -84,7 +85,7 @@ def test_a_skipped_step_is_recorded_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("delayed")
 def test_a_step_is_recorded_at_the_next_step_and_none_is_lost(tmp_path: Path) -> None:
-    with build_monitor(tmp_path, num_steps=6, interval=2) as monitor:
+    with build_monitor(tmp_path, num_steps=6) as monitor:
         for step in range(1, 7):
             monitor.step(step, loss=torch.tensor(float(step)), grad_norm=torch.tensor(1.0), learning_rate=0.1)
             if step == 4:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import compare as benchmark
 from titanlike.cli import main as cli
 from titanlike.comparison import reader
 from titanlike.comparison.differences import differences
@@ -68,9 +69,9 @@ def test_a_file_is_read_while_it_is_written(tmp_path: Path, monkeypatch: pytest.
         file.write("\n" + record(5))
     assert metrics.read()["step"].tolist() == [1, 2, 3, 4, 5] and metrics.damaged_lines == []
     replacement = tmp_path / "new"  # as a resume does, which removes records
-    replacement.write_text(record(1) + record(2))
+    replacement.write_text("".join(map(record, (1, 2, 6, 7, 8, 9, 10))))
     replacement.replace(path)
-    assert metrics.read()["step"].tolist() == [1, 2]
+    assert metrics.read()["step"].tolist() == [1, 2, 6, 7, 8, 9, 10]
 
 
 def test_damaged_lines_are_counted_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +275,13 @@ def test_damaged_recipes_are_named_and_the_run_is_compared(
     compare(monkeypatch, path)
     output = " ".join(capsys.readouterr().out.split())
     assert "unknown" in output and "recipe.toml cannot be read" in output
+
+
+def test_the_table_of_the_documentation_is_the_measurement() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/compare_cpu.json").read_text())
+    text = (ROOT / "docs/comparing.md").read_text()
+    assert f"\n\n{benchmark.table(measured)}\n\n" in text and f"\n{measured['command']}\n" in text
+    assert measured["cpu_seconds"] < 5 and measured["page_mb"] < 5
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:
