@@ -78,7 +78,8 @@ def browse(tmp_path: Path, text: str, fragment: str = "", size: str = "1200,900"
     file.write_text(text.replace("</body>", f"{PROBE}</body>"))
     done = subprocess.run(
         [
-            require("chromium", "chromium"), *OPTIONS, f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+            require("chromium", "chromium"), *OPTIONS,
+            f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
             f"{file.as_uri()}{fragment}",
         ],
         capture_output=True, text=True, check=True, timeout=240,
