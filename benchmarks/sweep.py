@@ -1,7 +1,7 @@
 """A sweep that is killed twice ends with the same results as one that is not.
 
     python -m benchmarks.sweep --out benchmarks/results/sweep_cpu.json
-    python -m benchmarks.sweep --table benchmarks/results/sweep_cpu.json          prints the table of docs/sweeps.md, and draws its figure
+    python -m benchmarks.sweep --table benchmarks/results/sweep_cpu.json      prints the table of docs/sweeps.md, draws its figure
 
 Runs `sweep_configs/debug.toml` twice at the same time, in two directories. One of the two sweeps receives SIGKILL while trial 2 and
 while trial 7 trains, and the same command starts it again. `--steps` shortens the trials: the debug recipe has 160 steps.
