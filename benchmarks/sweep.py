@@ -1,7 +1,7 @@
 """A sweep that is killed twice ends with the same results as one that is not.
 
     python -m benchmarks.sweep --out benchmarks/results/sweep_cpu.json
-    python -m benchmarks.sweep --table benchmarks/results/sweep_cpu.json          prints the table of docs/sweeps.md
+    python -m benchmarks.sweep --table benchmarks/results/sweep_cpu.json      prints the table of docs/sweeps.md, draws its figure
 
 Runs `sweep_configs/debug.toml` twice at the same time, in two directories. One of the two sweeps receives SIGKILL while trial 2 and
 while trial 7 trains, and the same command starts it again. `--steps` shortens the trials: the debug recipe has 160 steps.
@@ -25,7 +25,7 @@ from titanlike.config.load import dump
 from titanlike.distributed.environment import child_environment
 from titanlike.run.run_dir import versions
 from titanlike.sweep.processes import read_records
-from titanlike.sweep.results import read_results, table
+from titanlike.sweep.results import draw_importance, read_results, table
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "train_configs/debug.toml"
@@ -41,7 +41,9 @@ def main() -> None:
     parser.add_argument("--kill", type=int, nargs="+", default=[2, 7], metavar="TRIAL", help="kill the sweep in these")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table(json.loads(arguments.table.read_text())["killed"]))
+        killed = json.loads(arguments.table.read_text())["killed"]
+        (ROOT / "docs/sweep_importance.svg").write_text(draw_importance(killed))
+        print(table(killed))
         return
     with tempfile.TemporaryDirectory() as folder:
         results = compare(write_sweep(Path(folder), arguments.steps), arguments.kill)

@@ -136,12 +136,9 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     ):
         monitor.print(summary(recipe, mesh.sizes, device, data.training.source.describe(training.steps)))
         monitor.print(resume.message)
-        start = resume.first_step - 1  # a signal ends a run before the validation that is due at this step
-        if (
-            data.validation
-            and is_due(start, recipe.validation.interval, training.steps)
-            and run.lacks_validation(start)
-        ):
+        start = resume.first_step - 1
+        is_missing = is_due(start, recipe.validation.interval, training.steps) and run.lacks_validation(start)
+        if data.validation and is_missing:  # a signal ended the run before this validation
             with monitor.exclude_from_throughput("validating"), watchdog.pause():
                 monitor.validation(start, validate(model, data.validation, recipe.validation.batches, mesh))
         for step in range(resume.first_step, training.steps + 1):

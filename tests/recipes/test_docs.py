@@ -38,6 +38,7 @@ from titanlike.data.packed_dataset import BatchSource
 from titanlike.data.prepare.prepare import prepare
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
+from titanlike.sweep.results import table as sweep_table
 from titanlike.verify import TOLERANCES, _parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -246,6 +247,14 @@ def test_the_checkpoint_tables_are_the_measurements() -> None:
     killed = json.loads((ROOT / "benchmarks/results/soak_cpu.json").read_text())
     assert killed["differences"] == [] == killed["leftovers"]
     assert len(killed["kills"]) >= 100
+
+
+def test_the_sweep_table_is_the_measurement() -> None:
+    page = (ROOT / "docs/sweeps.md").read_text()
+    measured = json.loads((ROOT / "benchmarks/results/sweep_cpu.json").read_text())
+    assert f"\n```\n{sweep_table(measured['killed'])}\n```\n" in page
+    assert measured["is_equal"] and measured["killed"] == measured["whole"] and len(measured["kills"]) == 2
+    assert f"<!-- {measured['command']} -->" in page
 
 
 def messages() -> list[str]:

@@ -1,5 +1,6 @@
 """Runs the trials of a sweep: starts, watches, prunes and stops them."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -188,7 +189,11 @@ class Scheduler:
             if self.signal:
                 for active in self.active.values():
                     active.run.kill()
+            elif number == signal.SIGINT and self.active:  # not print: the signal may have interrupted one
+                os.write(2, b"\nstopping the trials, which save a checkpoint; press Ctrl-C again to kill them\n")
             self.signal = number
+            if not self.active:  # waits for a run of a killed sweep
+                raise Interrupted(number)
 
         previous: dict[int, Any] = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 
@@ -57,12 +58,15 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     devices = environ.get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
         return [entry.strip() for entry in devices.split(",") if entry.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi"):
+    return [str(index) for index in range(_num_installed_gpus())]
+
+
+@cache
+def _num_installed_gpus() -> int:
+    if shutil.which("nvidia-smi"):  # takes up to a second
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-        number = sum(line.startswith("GPU ") for line in listing.splitlines())
-    else:
-        number = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return [str(index) for index in range(number)]
+        return sum(line.startswith("GPU ") for line in listing.splitlines())
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def raise_open_file_limit() -> None:
