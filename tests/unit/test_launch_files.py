@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.launching import environment
 from titanlike.cli import main as cli
 from titanlike.config import PretrainRecipe, load
 
@@ -121,6 +123,26 @@ def test_train_job_has_the_same_job_set(tmp_path: Path, monkeypatch: pytest.Monk
     assert template == job_set["spec"]
     assert training["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "my-run-1"
     assert training["spec"]["trainer"] == {"numNodes": 2, "image": "registry/titanlike:1"}
+
+
+@pytest.mark.slow  # builds the wheel
+def test_docker_folder_has_all_that_the_image_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, installed = tmp_path / "out", tmp_path / "installed"
+    recipe = str(ROOT / "train_configs/debug.toml")
+    options = ["--gpus-per-node=1", "--image=mine:1", f"--out={out}", "--dry-run", "--run.device=cpu"]
+    assert launch(monkeypatch, "docker", recipe, *options) == 0
+    lines = [line.split() for line in (out / "Dockerfile").read_text().splitlines() if line and line[0] not in "# "]
+    copied = {name for words in lines if words[0] == "COPY" for name in words[1:-1]}
+    assert copied == {path.name for path in out.iterdir()} - {"Dockerfile"}
+    assert ["USER", "titanlike"] in lines and ["ARG", "TORCH_INDEX=https://download.pytorch.org/whl/cpu"] in lines
+    assert ["ARG", 'TORCH_VERSION=">=2.11,<2.16"'] in lines
+    # The wheel, the recipe and the program are enough to start, without the repository.
+    (wheel,) = out.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(installed)
+    command = [sys.executable, "-m", "titanlike.cli.launch", str(out / "recipe.toml"), "--check=1"]
+    variables = environment(PYTHONPATH=str(installed))
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "valid for 1 process" in done.stdout, done.stderr
 
 
 @pytest.mark.slow  # imports some hundred generated models

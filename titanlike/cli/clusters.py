@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +139,9 @@ def _docker(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         cluster_job.require("docker")
     job = _job(arguments, overrides)
     folder = arguments.out or Path("launch", job.name)
-    torch = next(line.removeprefix("torch") for line in requires("titanlike") or [] if re.match("torch[<>=]", line))
     with tempfile.TemporaryDirectory() as wheels:
         wheel = docker.build_wheel(Path(wheels))
-        text = docker.dockerfile(job, arguments.image, folder, wheel, torch)
+        text = docker.dockerfile(job, arguments.image, folder, wheel)
         files = {"Dockerfile": text, "recipe.toml": job.resolved, job.program.name: job.program.read_text()}
         job.write(folder, files)
         (folder / wheel).write_bytes(Path(wheels, wheel).read_bytes())

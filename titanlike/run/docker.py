@@ -1,10 +1,13 @@
 """The folder from which a container image is built: the wheel of this checkout, a recipe with its program, and a Dockerfile."""
 
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import tomli
 
 from titanlike.config import UserError
 from titanlike.run.cluster_job import ClusterJob
@@ -44,7 +47,7 @@ CMD ["/app/recipe.toml"]
 """
 
 
-def dockerfile(job: ClusterJob, image: str, folder: Path, wheel: str, torch: str) -> str:
+def dockerfile(job: ClusterJob, image: str, folder: Path, wheel: str) -> str:
     """Returns the Dockerfile.
 
     Args:
@@ -52,8 +55,9 @@ def dockerfile(job: ClusterJob, image: str, folder: Path, wheel: str, torch: str
         image: Name of the image.
         folder: The folder to build from.
         wheel: File name of the wheel.
-        torch: Supported versions of torch, such as ">=2.11".
     """
+    project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    torch = next(each for each in project["dependencies"] if re.match("torch[<>=]", each))
     return DOCKERFILE.format(
         name=job.name,
         image=image,
@@ -62,7 +66,7 @@ def dockerfile(job: ClusterJob, image: str, folder: Path, wheel: str, torch: str
         cuda=CUDA_INDEX,
         cpu=CPU_INDEX,
         index=CUDA_INDEX if job.gpus_per_node else CPU_INDEX,
-        torch=torch,
+        torch=torch.removeprefix("torch"),
         wheel=wheel,
         program=job.program.name,
     )
