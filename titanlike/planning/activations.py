@@ -64,7 +64,8 @@ def block_activations(job: Job) -> BlockActivations:
         selective += 2 * keys * layout.context
     if tensor > 1:
         selective += gathered + (stream if compiled else 2 * stream)
-    if is_gated and not compiled:  # compiled code does not keep the output of w2, which no gradient depends on
+    # Compiled code does not keep the output of w2 unless a post-norm reads it: otherwise no gradient depends on it.
+    if is_gated and (model.post_norms or not compiled):
         selective += hidden
     budget = job.recipe.activation_checkpoint
     saved = {

@@ -4,22 +4,24 @@ Fake tensors have a shape, a dtype and a storage of a known size, but no data. A
 on a GPU. What CUDA kernels allocate for themselves is not seen, nor is the fragmentation of the caching allocator.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.distributed import process_group
-from titanlike.models import blocks, build_model
+from titanlike.models import blocks, build_model, layers
 from titanlike.models.init import allocate
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
+from titanlike.parallelisms import context
 from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
@@ -211,7 +213,11 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                 activation_checkpoint=recipe.activation_checkpoint,
                 compile=replace(recipe.compile, mode="none"),
             )
-        with compat.fake_tensors(), _gpu_operators(device), StorageTracker(read_as=1) as tracker:
+        with (
+            compat.fake_tensors(),
+            _gpu_operators(device, training.attention == "auto"),
+            StorageTracker(read_as=1) as tracker,
+        ):
             tracker.begin("parameters")
             allocate(model, torch.device("cpu"))
             tracker.begin("optimizer")
@@ -260,13 +266,25 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.zeros_like(x), torch.zeros_like(weight)
 
 
-def _gpu_operators(device: str) -> AbstractContextManager[Any]:
-    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass."""
+@contextmanager
+def _gpu_operators(device: str, flex: bool) -> Iterator[None]:
+    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, and soft-capped attention,
+    of which FlexAttention keeps no scores."""
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
         return _FusedRMSNorm.apply(x, weight)
 
-    return nullcontext() if device == "cpu" else mock.patch.object(torch.nn.functional, "rms_norm", rms_norm)
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    if device == "cpu":
+        yield
+        return
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
+        for module in (layers, context) if flex else ():
+            patches.enter_context(mock.patch.object(module, "masked_attention", attention))
+        yield
 
 
 def _any_hardware(float8: Float8) -> AbstractContextManager[Any]:

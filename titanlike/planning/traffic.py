@@ -179,8 +179,7 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
         forward = 1 + block.recomputed
         gather = elements * (1 if layer.colwise <= float8 else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
-        # Recomputation ends with the last tensor that the backward pass reads. After the last layer, dropout and post-norms save
-        # one.
+        # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
         is_last = layer is block.layers[-1] and not (recipe.model.dropout or recipe.model.post_norms)
         scatters = 1 if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
