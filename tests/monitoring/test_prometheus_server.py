@@ -1,4 +1,4 @@
-"""The files of `monitoring/` with a real Prometheus: apt-get install prometheus."""
+"""The files of `monitoring/` with a real Prometheus."""
 
 import json
 import re
@@ -15,14 +15,19 @@ from typing import Any
 
 import pytest
 
+from tests.debian import require
 from tests.launching import ROOT, SMALL, free_port, start
 
 MONITORING = ROOT / "monitoring"
 METRIC = re.compile(r"\btitanlike_\w+")
 
 pytestmark = pytest.mark.slow
-if shutil.which("prometheus") is None or shutil.which("promtool") is None:
-    pytest.skip("Prometheus is not installed; apt-get install prometheus", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    for program in ("prometheus", "promtool"):
+        require(program, "prometheus")
 
 
 def promtool(folder: Path, *words: str) -> str:

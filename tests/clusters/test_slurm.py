@@ -1,7 +1,6 @@
 """`titanlike launch slurm` under a real slurmctld with two slurmd on loopback, from Debian's packages."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.debian import require
 from tests.launching import ROOT, SMALL, environment, free_port, losses, records
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("apt-get"), reason="needs root and apt to install Slurm"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="requires root: munged and slurmctld run as this user"),
 ]
 
 PACKAGES = ("slurm-wlm", "munge")
@@ -50,10 +50,8 @@ PartitionName=debug Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Starts munged, slurmctld and two slurmd. Yields the environment of a user's shell."""
-    if not shutil.which("slurmctld") or not shutil.which("munged"):
-        subprocess.run(["apt-get", "update"], capture_output=True, check=True)
-        install = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
-        subprocess.run(install, capture_output=True, check=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
+    for program in ("munged", "slurmctld", "slurmd"):
+        require(program, *PACKAGES)
     folder = tmp_path_factory.mktemp("slurm")
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)  # munged refuses a socket in a folder that not everybody may search
