@@ -1,4 +1,4 @@
-"""Faults of what observes a run: training goes on with the same losses, and says so once."""
+"""Faults of what observes a run: training continues with the same losses, and reports the fault once."""
 
 import socket
 from collections.abc import Iterator

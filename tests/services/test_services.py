@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.launching import free_port, losses, run
+from tests.launching import SMALL, free_port, losses, run
 
 if importlib.util.find_spec("wandb") is None or importlib.util.find_spec("mlflow") is None:
     pytest.skip("W&B and MLflow are not installed; .ci/run installs them", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnings of these packages are not ours
-OPTIONS = {"run.name": "a", "schedule.decay": "none", "sample.tokens": "4", "sample.interval": "2"}
+OPTIONS = SMALL | {"run.name": "a", "schedule.decay": "none", "sample.tokens": "4", "sample.interval": "2"}
 
 
 def wandb_history(folder: Path) -> list[dict[str, Any]]:
