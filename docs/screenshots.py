@@ -56,7 +56,45 @@ CAPTURES = {
         rows=100,
     ),
     "plan": Capture("titanlike plan train_configs/llama3_8b.toml --gpus 64", rows=80),
+    "doctor": Capture("titanlike doctor", columns=110),
+    "init": Capture("titanlike init mine.toml --gpus 8 && cat mine.toml", columns=110, rows=100),
+    "launch": Capture(
+        "titanlike launch slurm train_configs/llama3_8b.toml --nodes 4 --out job --dry-run && cat job/job.sbatch",
+        130,
+        60,
+    ),
 }
+
+# Short runs that `comparison` compares: not long enough to say which settings are better.
+RUNS = {
+    "muon": [],
+    "adamw": ["--optimizer.groups=[]", "--optimizer.lr=1.5e-3"],
+    "adamw-high-lr": ["--optimizer.groups=[]", "--optimizer.lr=6e-3"],
+}
+OF_ALL_RUNS = {
+    "training.steps": 40, "training.global_batch_size": 8, "validation.interval": 8, "validation.batches": 1, "metrics.interval": 1,
+    "sample.tokens": 0, "metrics.trackers": "[]",
+}  # fmt: skip
+
+NAMES = (*CAPTURES, "comparison")
+
+
+def comparison(folder: Path) -> None:
+    """Trains three short runs, and makes the pictures of `titanlike compare`."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def run(*words: str) -> None:
+        subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+    for name, options in RUNS.items():
+        keys = [f"--{key}={value}" for key, value in OF_ALL_RUNS.items()]
+        run("./run_train.sh", "train_configs/debug.toml", f"--run.name={name}", *keys, *options)
+    runs = [f"runs/{name}" for name in ("adamw", "adamw-high-lr", "muon")]
+    run("titanlike", "compare", *runs, "--html", "compare.html", "--png", str(FOLDER / "comparison.png"))
+    run(
+        "chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1240",
+        f"--user-data-dir={folder / 'browser'}", f"--screenshot={FOLDER / 'comparison_page.png'}", f"file://{folder}/compare.html",
+    )  # fmt: skip
 
 
 def capture(name: str, item: Capture, folder: Path) -> None:
@@ -69,7 +107,7 @@ def capture(name: str, item: Capture, folder: Path) -> None:
         subprocess.run(shlex.split(item.before), cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     screen = pyte.Screen(item.columns, item.rows)
     stream = pyte.ByteStream(screen)
-    words = shlex.split(item.command)
+    words = ["bash", "-c", item.command]
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
@@ -118,22 +156,25 @@ def color_of(name: str) -> str | None:
 def main() -> None:
     """Makes all pictures, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CAPTURES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--list", action="store_true", help="print the commands")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in CAPTURES]
+    unknown = [name for name in arguments.names if name not in NAMES]
     if unknown:
-        parser.error(f"{unknown[0]}: unknown; use {', '.join(CAPTURES)}")
+        parser.error(f"{unknown[0]}: unknown; use {', '.join(NAMES)}")
     FOLDER.mkdir(exist_ok=True)
-    for name in arguments.names or CAPTURES:
+    for name in arguments.names or NAMES:
         if arguments.list:
-            print(f"{name}: {CAPTURES[name].command}")
+            print(f"{name}: {CAPTURES[name].command if name in CAPTURES else 'titanlike compare'}")
             continue
         with tempfile.TemporaryDirectory() as folder:
             for path in ("run_train.sh", "train_configs"):
                 Path(folder, path).symlink_to(ROOT / path)
-            capture(name, CAPTURES[name], Path(folder))
-        print(f"wrote {FOLDER / name}.svg")
+            if name in CAPTURES:
+                capture(name, CAPTURES[name], Path(folder))
+            else:
+                comparison(Path(folder))
+        print(f"made {name}")
 
 
 if __name__ == "__main__":
