@@ -122,6 +122,12 @@ def capture(name: str, item: Capture, folder: Path) -> None:
                 break
             if not found:
                 break
+            for path, shown in (
+                (str(folder), "/home/you"),
+                (sys.prefix, "/home/you/venv"),
+                (str(ROOT), "/home/you/titanlike"),
+            ):
+                found = found.replace(path.encode(), shown.encode())
             stream.feed(found)
         if item.until and re.search(item.until, "\n".join(screen.display)):
             break
