@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 from fcntl import ioctl
 from io import StringIO
+from itertools import groupby
 from pathlib import Path
 
 import pyte
@@ -144,9 +145,11 @@ def write_svg(path: Path, screen: pyte.Screen, title: str) -> None:
     console = Console(record=True, width=screen.columns, file=StringIO(), highlight=False)
     for row in range(last + 1):
         line = Text()
-        for column in range(screen.columns):
-            cell = screen.buffer[row][column]
-            line.append(cell.data, Style(color=color_of(cell.fg), bold=cell.bold, reverse=cell.reverse))
+        cells = [screen.buffer[row][column] for column in range(screen.columns)]
+        for style, part in groupby(
+            cells, lambda cell: Style(color=color_of(cell.fg), bold=cell.bold, reverse=cell.reverse)
+        ):
+            line.append("".join(cell.data for cell in part), style)
         console.print(line, no_wrap=True, crop=True, overflow="crop")
     svg = console.export_svg(title=title)
     path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))  # fonts of the reader's machine
