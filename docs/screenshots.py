@@ -150,6 +150,7 @@ def write_svg(path: Path, screen: pyte.Screen, title: str) -> None:
             cells, lambda cell: Style(color=color_of(cell.fg), bold=cell.bold, reverse=cell.reverse)
         ):
             line.append("".join(cell.data for cell in part), style)
+        line.rstrip()
         console.print(line, no_wrap=True, crop=True, overflow="crop")
     svg = console.export_svg(title=title)
     path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))  # fonts of the reader's machine
