@@ -47,12 +47,14 @@ def main() -> None:
     from titanlike.run.run_dir import RunDirectory
 
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}  # CPU seconds per step of all threads
     inside: dict[str, list[float]] = {kind: [] for kind in KINDS}  # the monitor's calls in the training thread
 
     class Monitor(pretrain.Monitor):
         """Starts a block of another kind every ten steps."""
 
         began = 0.0
+        cpu_began = 0.0
         spent = 0.0
 
         def kind(self, step: int) -> str:
@@ -67,8 +69,9 @@ def main() -> None:
             if step % BLOCK == 0:
                 if step > len(KINDS) * BLOCK:  # the first blocks warm up
                     seconds[self.kind(step)].append((now - self.began) / BLOCK)
+                    cpu[self.kind(step)].append((time.process_time() - self.cpu_began) / BLOCK)
                     inside[self.kind(step)].append(self.spent / BLOCK)
-                self.began, self.spent = time.perf_counter(), 0.0
+                self.began, self.cpu_began, self.spent = time.perf_counter(), time.process_time(), 0.0
 
         @contextmanager
         def parameter_statistics(self, step: int, model: Any) -> Any:
@@ -94,10 +97,15 @@ def main() -> None:
         "seconds_per_step": {kind: statistics.median(values) for kind, values in seconds.items()},
         "monitor_share": {kind: statistics.median(values) / step for kind, values in inside.items()},
         "step_ratio": {kind: statistics.median(values) / step for kind, values in seconds.items()},
-        "blocks": seconds,
+        "cpu_ratio": {kind: statistics.median(values) / statistics.median(cpu["off"]) for kind, values in cpu.items()},
+        "blocks": seconds, "cpu_blocks": cpu,
     }  # fmt: skip
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: result[name] for name in ("seconds_per_step", "monitor_share", "step_ratio")}, indent=1))
+    print(
+        json.dumps(
+            {name: result[name] for name in ("seconds_per_step", "monitor_share", "step_ratio", "cpu_ratio")}, indent=1
+        )
+    )
 
 
 if __name__ == "__main__":
