@@ -98,14 +98,34 @@ def main() -> None:
         "monitor_share": {kind: statistics.median(values) / step for kind, values in inside.items()},
         "step_ratio": {kind: statistics.median(values) / step for kind, values in seconds.items()},
         "cpu_ratio": {kind: statistics.median(values) / statistics.median(cpu["off"]) for kind, values in cpu.items()},
-        "blocks": seconds, "cpu_blocks": cpu,
+        "profiling_off_share": seconds_of_profiling_off(device) / step, "blocks": seconds, "cpu_blocks": cpu,
     }  # fmt: skip
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(
         json.dumps(
-            {name: result[name] for name in ("seconds_per_step", "monitor_share", "step_ratio", "cpu_ratio")}, indent=1
+            {
+                name: result[name]
+                for name in ("seconds_per_step", "monitor_share", "step_ratio", "cpu_ratio", "profiling_off_share")
+            },
+            indent=1,
         )
     )
+
+
+def seconds_of_profiling_off(device: Any, number: int = 100_000) -> float:
+    """Returns what a step spends on a profiler that traces nothing: its call and the annotation of the data wait."""
+    from torch.profiler import record_function
+
+    from titanlike.config.sections import Profiling
+    from titanlike.metrics.profiler import Profiler
+
+    profiler = Profiler(Profiling(), Path(), device)
+    start = time.perf_counter()
+    for step in range(number):
+        profiler.step(step)
+        with record_function("data wait"):
+            pass
+    return (time.perf_counter() - start) / number
 
 
 if __name__ == "__main__":

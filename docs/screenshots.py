@@ -85,7 +85,9 @@ def comparison(folder: Path) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def run(*words: str) -> None:
-        subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
     for name, options in RUNS.items():
         keys = [f"--{key}={value}" for key, value in OF_ALL_RUNS.items()]

@@ -127,6 +127,7 @@ def test_tensorboard_has_the_recipe_and_survives_a_deleted_directory(tmp_path: P
     hparams = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"optimizer.lr" in hparams and b"optimizer.groups" in hparams
     tracker = records.TensorBoardTracker(run)
+    tracker._writer.flush()  # its thread would write to the deleted file
     for file in (tmp_path / "tensorboard").iterdir():
         file.unlink()
     (tmp_path / "tensorboard").rmdir()

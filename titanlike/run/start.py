@@ -229,7 +229,7 @@ def _refuse_unknown_options(recipe_type: type, arguments: Arguments) -> None:
         if keys_of_table and name not in keys:
             raise UserError(f"--{name} is a table; name one of its keys, as in --{keys_of_table[0]}=...")
         if "." not in name and name not in keys:
-            full_names = {key.rpartition(".")[2]: key for key in keys}
+            full_names = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section that has it
             near = nearest(name.replace("-", "_"), list(full_names))
             suggestion = f"did you mean --{full_names[near]}?" if near else "see --help"
             raise UserError(f"--{shown(name)}: unknown option; {suggestion}")
