@@ -88,13 +88,13 @@ class RankStatistics:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        size = 4096 if device.type == "cuda" else 192
+        size = 2048 if device.type == "cuda" else 192
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._matrix = torch.full((size, size), 0.5, device=device, dtype=dtype)
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._has_timed = False
         self._seconds = 0.0
-        self._num_slow = 0
+        self._slow, self._num_slow = -1, 0  # rank, and number of records in a row
 
     def gather(self, data_wait: float) -> Tensor:
         """Times the matmul and returns (ranks, 3) values: peak memory in GiB, data wait in seconds and seconds of the matmul. On a
@@ -125,7 +125,9 @@ class RankStatistics:
             "slowest_rank": slowest,
             "slowest_rank_ratio": ratio,
         }
-        self._num_slow = self._num_slow + 1 if ratio > SLOW_RATIO else 0
+        is_same = slowest == self._slow
+        self._slow = slowest
+        self._num_slow = 0 if ratio <= SLOW_RATIO else self._num_slow + 1 if is_same else 1
         if self._num_slow != SLOW_RECORDS:
             return result, ""
         return (
