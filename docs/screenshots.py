@@ -12,7 +12,6 @@ import os
 import pty
 import re
 import select
-import shlex
 import struct
 import subprocess
 import sys
@@ -45,6 +44,28 @@ class Capture:
     before: str = ""  # a command that prepares it
 
 
+# A sweep of six short trials, with its recipe.
+SWEEP = """
+cat > short.toml <<EOF
+extends = "train_configs/debug.toml"
+training.steps = 20
+training.global_batch_size = 8
+schedule.warmup_steps = 4
+validation.interval = 4
+validation.batches = 1
+metrics.interval = 1
+sample.tokens = 0
+EOF
+cat > sweep.toml <<EOF
+recipe = "short.toml"
+trials = 6
+startup_trials = 4
+pruning.startup_trials = 2
+search."optimizer.lr" = { low = 1e-3, high = 1e-1, log = true }
+search."optimizer.weight_decay" = { values = [0.0, 0.1] }
+EOF
+"""
+
 # By the name of the file.
 CAPTURES = {
     "training": Capture(
@@ -57,6 +78,7 @@ CAPTURES = {
         rows=100,
     ),
     "plan": Capture("titanlike plan train_configs/llama3_8b.toml --gpus 64", rows=80),
+    "sweep": Capture("titanlike sweep sweep.toml", columns=120, rows=60, before=SWEEP),
     "doctor": Capture("titanlike doctor", columns=110),
     "init": Capture("titanlike init mine.toml --gpus 8 && cat mine.toml", columns=110, rows=100),
     "launch": Capture(
@@ -93,6 +115,7 @@ def comparison(folder: Path) -> None:
         keys = [f"--{key}={value}" for key, value in OF_ALL_RUNS.items()]
         run("./run_train.sh", "train_configs/debug.toml", f"--run.name={name}", *keys, *options)
     runs = [f"runs/{name}" for name in ("adamw", "adamw-high-lr", "muon")]
+    capture("comparison_table", Capture(f"titanlike compare {' '.join(runs)}", columns=150), folder)
     run("titanlike", "compare", *runs, "--html", "compare.html", "--png", str(FOLDER / "comparison.png"))
     run(
         "chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1240",
@@ -107,7 +130,7 @@ def capture(name: str, item: Capture, folder: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     if item.before:
-        subprocess.run(shlex.split(item.before), cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["bash", "-c", item.before], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     screen = pyte.Screen(item.columns, item.rows)
     stream = pyte.ByteStream(screen)
     words = ["bash", "-c", item.command]

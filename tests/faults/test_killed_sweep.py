@@ -16,7 +16,7 @@ RUN = {
     "validation": {"interval": 2},
     "checkpoint": {"interval": 2},
     "sample": {"tokens": 0},
-    "metrics": {"interval": 1, "tensorboard": False},
+    "metrics": {"interval": 1, "trackers": []},
 }
 SWEEP = {
     "name": "killed",
