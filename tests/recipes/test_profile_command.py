@@ -35,7 +35,7 @@ def test_a_profile_of_two_ranks_beside_a_plan(tmp_path: Path) -> None:
     # The traces are kept, and printed again without a run.
     code, output, errors = profile(tmp_path, "found", "--hardware", "h100", PYTHONPATH=str(ROOT))
     assert code == 0, errors
-    for text in ("exposed shard", "rank 0", "rank 1", "plan", "peak memory", "ui.perfetto.dev"):
+    for text in ("exposed shard", "rank 0", "rank 1", "plan", "resident at the peak", "ui.perfetto.dev"):
         assert text in output
     code, _, errors = profile(tmp_path, recipe, *SMALL, "--out", "found", PYTHONPATH=str(ROOT))
     assert (code, errors) == (2, "error: found exists; give another --out\n")

@@ -108,7 +108,8 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     if arguments.json:
         print(json.dumps(_as_json(profiles, plan, measured), indent=1))
     else:
-        _print(profiles, plan, measured, [found[step, profile.rank] for profile in profiles])
+        files = [found[step, profile.rank] for profile in profiles]
+        _print(profiles, plan, measured, files, on_gpu=facts["device"] != "cpu")
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
@@ -156,7 +157,12 @@ def _planned_parts(plan: "Plan") -> dict[str, float]:
 
 
 def _print(
-    profiles: "Sequence[Profile]", plan: "Plan | None", measured: Mapping[str, float], files: Sequence[Path]
+    profiles: "Sequence[Profile]",
+    plan: "Plan | None",
+    measured: Mapping[str, float],
+    files: Sequence[Path],
+    *,
+    on_gpu: bool,
 ) -> None:
     from rich.console import Console
 
@@ -169,7 +175,9 @@ def _print(
     result = table(f"Time of a step, {unit}", "", *columns, *(["plan", "share"] if plan else []))
     totals = [*(profile.seconds for profile in profiles), *([plan.time.seconds] if plan else [])]
     parts = [*(profile.parts for profile in profiles), *([planned] if plan else [])]
-    names = sorted({*profiles[0].parts, *planned}, key=lambda name: -max(each.get(name, 0.0) for each in parts))
+    names = sorted(
+        {name for each in parts for name in each}, key=lambda name: -max(each.get(name, 0.0) for each in parts)
+    )
 
     def cells(name: str) -> list[str]:
         found = []
@@ -204,8 +212,9 @@ def _print(
             f"without the profiler, a step takes {seconds * scale:,.{digits}f} {unit}; with it "
             f"{profiles[0].seconds / seconds - 1:+.0%}"
         )
-    expected = f", planned {plan.allocated / 2**30:.2f} GiB" if plan else ""
-    console.print(f"peak memory {measured['memory_gib']:.2f} GiB{expected}")
+    expected = f", planned {plan.allocated / 2**30:.2f} GiB" if plan and on_gpu else ""
+    what = "allocated at the peak" if on_gpu else "resident at the peak, with Python and the libraries"
+    console.print(f"memory  {measured['memory_gib']:.2f} GiB {what}{expected}")
     for file in files:
         console.print(f"trace   {file} (open it in ui.perfetto.dev)", soft_wrap=True)
 

@@ -77,21 +77,25 @@ class Profiler(AbstractContextManager["Profiler"]):
         with self._pause("writing the trace"):
             current.stop()
             name = trace_name(self._first, self._rank)
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                current.export_chrome_trace(str(self._folder / name))
-                if self._records_memory:
-                    compat.dump_memory_snapshot(self._folder / name.replace(".json.gz", ".pickle"))
-            except (OSError, RuntimeError) as error:
-                print(f"warning: {self._folder / name} cannot be written: {error}; training continues", flush=True)
+            self._write(name, current.export_chrome_trace)
+            if self._records_memory:
+                self._write(name.replace(".json.gz", ".pickle"), compat.dump_memory_snapshot)
+
+    def _write(self, name: str, write: Callable[[str], None]) -> None:
+        """Writes a file. A full disk, for example, does not end training, nor hide the error that ends it."""
+        path = self._folder / name
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+        except (OSError, RuntimeError) as error:
+            print(f"warning: {path} cannot be written: {error}", flush=True)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._records_memory and kind is torch.OutOfMemoryError:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            compat.dump_memory_snapshot(self._folder / f"out_of_memory-rank-{self._rank}.pickle")
+        if self._records_memory and kind and issubclass(kind, torch.OutOfMemoryError):
+            self._write(f"out_of_memory-rank-{self._rank}.pickle", compat.dump_memory_snapshot)
         elif self._profile and kind is None:  # the run ends within the steps to trace
             self._stop()

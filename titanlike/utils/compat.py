@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -237,9 +236,9 @@ def record_memory_history() -> None:
     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
 
 
-def dump_memory_snapshot(path: Path) -> None:
+def dump_memory_snapshot(path: str) -> None:
     """Writes the recorded allocations, for pytorch.org/memory_viz."""
-    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
