@@ -35,8 +35,10 @@ from titanlike.config.model_configs import (
     Gemma3Config,
     GPTConfig,
     LlamaConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     TransformerConfig,
 )
 from titanlike.config.optimizer import Optimizer, Schedule
@@ -228,6 +230,9 @@ class Parallelism:
     several times per block: keep it within one node."""
     async_tensor_parallel: bool = False
     """Overlap tensor-parallel collectives with matmuls. Requires GPUs with peer access and `compile.mode = "block"`."""
+    expert: Positive = 1
+    """Expert parallelism: ranks over which the experts of a block are distributed. They are ranks of `shard` and `context`, so
+    they add none. Each token is sent to the ranks of its experts and back."""
     pipeline: Positive = 1
     """Pipeline parallelism: ranks over which the blocks are distributed. Communicates least: use it across nodes."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
@@ -472,7 +477,15 @@ class PretrainRecipe:
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path."""
     run: Run = Run()
     model: Annotated[
-        LlamaConfig | Qwen2Config | Qwen3Config | Gemma2Config | Gemma3Config | GPTConfig, Field(discriminator="name")
+        LlamaConfig
+        | Qwen2Config
+        | Qwen3Config
+        | Qwen3MoeConfig
+        | MixtralConfig
+        | Gemma2Config
+        | Gemma3Config
+        | GPTConfig,
+        Field(discriminator="name"),
     ] = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import LlamaConfig, LlamaFamilyConfig
+from titanlike.config.model_configs import LlamaConfig, LlamaFamilyConfig, MoeConfig
 from titanlike.models.document_mask import DocumentMask, Mask
+from titanlike.models.experts import MixtureOfExperts
 from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.registry import register_model
@@ -122,7 +123,7 @@ class Llama(nn.Module):
             value.fill_(0.0 if self.config.unit_offset_norm else 1.0)
             return
         std = 0.02
-        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+        if name.removesuffix(".weight").endswith(("attention.wo", "feed_forward.w2", "experts.w2", "shared.w2")):
             # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
             std /= math.sqrt(2 * self.config.num_layers)
         value.normal_(0.0, std, generator=generator)
@@ -138,7 +139,7 @@ class Block(nn.Module):
         self.attention = Attention(config, config.sliding_window if config.is_local(index) else 0)
         self.post_attention_norm = rms_norm(config, config.dim) if config.post_norms else None
         self.ffn_norm = rms_norm(config, config.dim)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = build_feed_forward(config)
         self.post_ffn_norm = rms_norm(config, config.dim) if config.post_norms else None
         self.attention_dropout = Dropout(config.dropout, site=2 * index + 1)
         self.ffn_dropout = Dropout(config.dropout, site=2 * index + 2)
@@ -185,16 +186,24 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """A feed-forward layer with a gate: SwiGLU, or, if the config has it, GELU in the tanh approximation."""
 
-    def __init__(self, config: LlamaFamilyConfig) -> None:
+    def __init__(self, config: LlamaFamilyConfig, hidden: int) -> None:
         super().__init__()
         self.gelu = config.gelu
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = nn.Linear(config.dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.w1(x)
         return self.w2((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.w3(x))
+
+
+def build_feed_forward(config: LlamaFamilyConfig) -> nn.Module:
+    """Returns the feed-forward layer of an architecture, or the mixture of experts in its place."""
+    if not isinstance(config, MoeConfig):
+        return FeedForward(config, config.ffn_dim)
+    shared = FeedForward(config, config.num_shared_experts * config.ffn_dim) if config.num_shared_experts else None
+    return MixtureOfExperts(config, shared)
 
 
 def rms_norm(config: LlamaFamilyConfig, size: int) -> nn.RMSNorm:

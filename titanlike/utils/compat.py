@@ -69,6 +69,9 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, functional.AsyncCollectiveTensor) else tensor
 
 
+# Public where torch has it; without it, groups are multiplied one by one.
+grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)
+
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass

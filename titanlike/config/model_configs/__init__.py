@@ -10,6 +10,11 @@ from titanlike.config.model_configs.gpt import GPTConfig as GPTConfig
 from titanlike.config.model_configs.llama import LLAMA_SIZES as LLAMA_SIZES
 from titanlike.config.model_configs.llama import LlamaConfig as LlamaConfig
 from titanlike.config.model_configs.llama_family import LlamaFamilyConfig as LlamaFamilyConfig
+from titanlike.config.model_configs.moe import MIXTRAL_SIZES as MIXTRAL_SIZES
+from titanlike.config.model_configs.moe import QWEN3_MOE_SIZES as QWEN3_MOE_SIZES
+from titanlike.config.model_configs.moe import MixtralConfig as MixtralConfig
+from titanlike.config.model_configs.moe import MoeConfig as MoeConfig
+from titanlike.config.model_configs.moe import Qwen3MoeConfig as Qwen3MoeConfig
 from titanlike.config.model_configs.qwen2 import QWEN2_SIZES as QWEN2_SIZES
 from titanlike.config.model_configs.qwen2 import Qwen2Config as Qwen2Config
 from titanlike.config.model_configs.qwen3 import QWEN3_SIZES as QWEN3_SIZES
@@ -20,6 +25,8 @@ CONFIGS: tuple[type[TransformerConfig], ...] = (  # of this package
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    MixtralConfig,
     Gemma2Config,
     Gemma3Config,
     GPTConfig,

@@ -79,8 +79,16 @@ class TransformerConfig:
         return sum(map(self.is_local, range(self.num_layers)))
 
     def block_matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the matrices of a block by name, each as (outputs, inputs)."""
+        """Returns the matrices of a block that multiply every token, by name, each as (outputs, inputs)."""
         raise NotImplementedError
+
+    def expert_parameters(self) -> dict[str, tuple[int, int, int]]:
+        """Returns the stacked matrices of a block's routed experts by parameter name, each as (experts, outputs, inputs)."""
+        return {}
+
+    def router_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Returns the sizes of the parameters of a block's router by name."""
+        return {}
 
     def block_vectors(self) -> dict[str, int]:
         """Returns the sizes of the norms and biases of a block, by parameter name. The default has two norms in each
@@ -140,6 +148,12 @@ class TransformerConfig:
             return []
         near = [n for n in divisors(self.dim) if n <= 2 * self.num_heads]
         return [f"model.num_heads = {self.num_heads} does not divide model.dim = {self.dim}; use {one_of(near[-4:])}"]
+
+    def expert_parallel_problems(self, expert: int) -> list[str]:
+        """Returns a message if the experts cannot be distributed over this number of ranks."""
+        if expert == 1:
+            return []
+        return [f"parallelism.expert = {expert}, but model.name = {self.name!r} has no experts; use 1"]
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Returns what describes this model in Hugging Face's `config.json`."""

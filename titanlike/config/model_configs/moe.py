@@ -1,0 +1,217 @@
+"""Configs of mixture-of-experts models: Qwen3-MoE and Mixtral, with the options of DeepSeek-V3's layer. Does not import torch."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from typing_extensions import Self
+
+from titanlike.config.base import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    UserError,
+    divisors,
+    one_of,
+    section,
+)
+from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
+from titanlike.config.model_configs.transformer import require
+
+NumExperts = Annotated[int, Field(ge=2, le=4096)]
+
+_QWEN3 = dict(num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936, num_experts=128, experts_per_token=8)
+QWEN3_MOE_SIZES: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "30B-A3B": dict(dim=2048, num_layers=48, ffn_dim=768, **_QWEN3),
+    "235B-A22B": dict(dim=4096, num_layers=94, ffn_dim=1536, **{**_QWEN3, "num_heads": 64}),
+}
+
+MIXTRAL_SIZES: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "8x7B": dict(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=32000),
+    "8x22B": dict(
+        dim=6144, num_layers=56, num_heads=48, num_kv_heads=8, ffn_dim=16384, vocab_size=32000, max_seq_len=65536
+    ),
+}
+
+
+@section
+class MoeConfig(LlamaFamilyConfig):
+    """What mixture-of-experts models share: the blocks of Llama, with a router and experts instead of one feed-forward layer.
+
+    Each token is computed by the `experts_per_token` experts with the largest scores. No token is dropped.
+    """
+
+    ffn_dim: Positive = 128
+    """Hidden dimension of an expert."""
+    num_experts: NumExperts = 8
+    """Number of experts in each block."""
+    experts_per_token: Positive = 2
+    """Number of experts that compute each token."""
+    num_shared_experts: NonNegative = 0
+    """Number of experts that compute every token, besides the others: one feed-forward layer of this many times `ffn_dim`."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits. `softmax`: over all experts. `sigmoid`: of each expert by itself, as in DeepSeek-V3."""
+    normalize_router: bool = True
+    """Divide the scores of a token's experts by their sum."""
+    router_scale: PositiveFloat = 1.0
+    """Multiplies the scores of a token's experts, after the normalization. DeepSeek-V3 has 2.5."""
+    balance_loss: NonNegativeFloat = 0.0
+    """Coefficient of the auxiliary loss that balances the load of the experts within each sequence. It has a gradient only: the
+    reported loss does not contain it. 0 disables it."""
+    balance_bias_rate: NonNegativeFloat = 0.0
+    """Step size of a bias of each expert that is added to its score for the selection only, and that decreases where an expert had
+    more tokens than the average in a training step, and increases where it had less. DeepSeek-V3 has 0.001. 0: no bias."""
+
+    rowwise_matrices = ("attention.wo", "feed_forward.shared.w2")
+
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        matrices = {name: size for name, size in super().block_matrices().items() if name.startswith("attention")}
+        hidden = self.num_shared_experts * self.ffn_dim
+        shared = {"w1": (hidden, self.dim), "w2": (self.dim, hidden), "w3": (hidden, self.dim)}
+        return matrices | {f"feed_forward.shared.{name}": size for name, size in shared.items() if hidden}
+
+    def expert_parameters(self) -> dict[str, tuple[int, int, int]]:
+        hidden, dim = self.ffn_dim, self.dim
+        sizes = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
+        return {f"feed_forward.experts.{name}": (self.num_experts, *size) for name, size in sizes.items()}
+
+    def router_parameters(self) -> dict[str, tuple[int, ...]]:
+        bias: dict[str, tuple[int, ...]] = {"feed_forward.router.expert_bias": (self.num_experts,)}
+        weight: dict[str, tuple[int, ...]] = {"feed_forward.router.weight": (self.num_experts, self.dim)}
+        return weight | (bias if self.balance_bias_rate else {})
+
+    def num_parameters(self) -> int:
+        idle = 3 * (self.num_experts - self.experts_per_token) * self.ffn_dim * self.dim
+        biases = self.num_experts if self.balance_bias_rate else 0
+        return super().num_parameters() + self.num_layers * (idle + biases)
+
+    def num_matmul_parameters(self) -> int:
+        experts = 3 * self.experts_per_token * self.ffn_dim * self.dim
+        return super().num_matmul_parameters() + self.num_layers * (experts + self.num_experts * self.dim)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.experts_per_token > self.num_experts:
+            problems.append(
+                f"model.experts_per_token = {self.experts_per_token} exceeds model.num_experts = {self.num_experts}; use "
+                f"{self.num_experts} or less"
+            )
+        return problems
+
+    def expert_parallel_problems(self, expert: int) -> list[str]:
+        if self.num_experts % expert == 0:
+            return []
+        near = [n for n in divisors(self.num_experts) if n <= expert][-4:]
+        return [
+            f"parallelism.expert = {expert} does not divide model.num_experts = {self.num_experts}; use {one_of(near)}"
+        ]
+
+    def refuse_options(self) -> None:
+        super().refuse_options()
+        defaults = {"num_shared_experts": 0, "router_score": "softmax", "router_scale": 1.0, "balance_bias_rate": 0.0}
+        for name, only in defaults.items():
+            if getattr(self, name) != only:
+                raise UserError(
+                    f"model.{name} = {getattr(self, name)!r} has no equivalent in {self.hf_architecture}; it cannot be exported"
+                )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        return super().to_hugging_face() | {
+            "num_experts_per_tok": self.experts_per_token,
+            "router_aux_loss_coef": self.balance_loss,
+            "output_router_logits": False,
+            "sliding_window": None,
+        }
+
+    @classmethod
+    def moe_fields(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of `config.json` that both architectures have, except for the coefficient of the auxiliary loss, with
+        which the published models were trained and which a recipe sets for itself."""
+        require(values, sliding_window=None)
+        return cls.fields_from_hugging_face(values) | {"experts_per_token": values["num_experts_per_tok"]}
+
+
+@section
+class Qwen3MoeConfig(MoeConfig):
+    """Qwen3 with a mixture of experts in every block: QK-norm, and a head dimension that does not depend on the model dimension."""
+
+    name: Literal["qwen3_moe"] = "qwen3_moe"
+    """Architecture. It decides which keys this section has."""
+    size: Literal["debug", "30B-A3B", "235B-A22B"] = "debug"
+    """Published size. It sets every key below that the recipe does not."""
+    num_heads: Positive = 4
+    """Number of query heads."""
+    head_dim: Positive = 64
+    """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
+    published sizes have 128."""
+    max_seq_len: Positive = 40960
+    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+
+    hf_architecture = "Qwen3MoeForCausalLM"
+    hf_model_type = "qwen3_moe"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = QWEN3_MOE_SIZES
+    qk_norm = True
+    own_head_dim = True
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        return super().to_hugging_face() | {
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "num_experts": self.num_experts,
+            "moe_intermediate_size": self.ffn_dim,
+            # Of dense blocks, of which there are none: as in the published models, that of a token's experts together.
+            "intermediate_size": self.ffn_dim * self.experts_per_token,
+            "norm_topk_prob": self.normalize_router,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+        require(values, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[])
+        return cls.published(
+            cls.moe_fields(values)
+            | {
+                "head_dim": values.get("head_dim") or 128,
+                "ffn_dim": values["moe_intermediate_size"],
+                "num_experts": values["num_experts"],
+                "normalize_router": values.get("norm_topk_prob", False),
+            }
+        )
+
+
+@section
+class MixtralConfig(MoeConfig):
+    """Mixtral: the blocks of Llama with a mixture of experts."""
+
+    name: Literal["mixtral"] = "mixtral"
+    """Architecture. It decides which keys this section has."""
+    size: Literal["debug", "8x7B", "8x22B"] = "debug"
+    """Published size. It sets every key below that the recipe does not."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    max_seq_len: Positive = 32768
+    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+
+    hf_architecture = "MixtralForCausalLM"
+    hf_model_type = "mixtral"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = MIXTRAL_SIZES
+
+    def refuse_options(self) -> None:
+        super().refuse_options()
+        if not self.normalize_router:
+            raise UserError(
+                "model.normalize_router = False has no equivalent in MixtralForCausalLM; it cannot be exported"
+            )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        return super().to_hugging_face() | {"num_local_experts": self.num_experts, "router_jitter_noise": 0.0}
+
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+        head_dim = values["hidden_size"] // values["num_attention_heads"]
+        require(values, router_jitter_noise=0.0, head_dim=head_dim)
+        return cls.published(cls.moe_fields(values) | {"num_experts": values["num_local_experts"]})
