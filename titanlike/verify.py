@@ -25,6 +25,7 @@ from titanlike.utils.arguments import parse_int
 # Relative tolerances for float32 sums in a different order, which Adam amplifies.
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}
 MAX_PROCESSES = 32
+LAYOUT = (*DIMENSIONS, "expert")  # keys of [parallelism] that one process has 1 of
 # Sections whose changes are not printed.
 NOT_SHOWN = ("run", "checkpoint", "validation", "evaluation", "sample", "metrics")
 
@@ -97,7 +98,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
             _checked(_run([*arguments, *_as_options(small), "--check", str(processes)], 1))
     except UserError as error:
         environment.fail(error)
-    title = " x ".join(f"{name} {chosen[name]}" for name in DIMENSIONS if chosen[name] != "1") or "one process"
+    title = " x ".join(f"{name} {chosen[name]}" for name in LAYOUT if chosen[name] != "1") or "one process"
     print(f"{recipe} under {title} ({processes} processes) against one process, {steps} steps on the CPU\n")
     if checked.returncode:
         print(
@@ -120,7 +121,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
     if own:
         print(f"not changed, because only this program has them: {', '.join(own)}")
     print(flush=True)
-    alone: dict[str, Any] = {f"parallelism.{name}": 1 for name in DIMENSIONS}
+    alone: dict[str, Any] = {f"parallelism.{name}": 1 for name in LAYOUT}
     alone |= {"parallelism.pipeline_split": [], "parallelism.pipeline_stages": 0}
     alone |= {"training.local_batch_size": smaller["training.global_batch_size"]}
     with tempfile.TemporaryDirectory() as folder:
@@ -179,6 +180,9 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "ffn_dim": min(model.get("ffn_dim", 0), 3 * dim),
         "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
     }
+    if "num_experts" in model:
+        small["num_experts"] = min(model["num_experts"], parallelism["expert"] * -(-8 // parallelism["expert"]))
+        small["experts_per_token"] = min(model["experts_per_token"], small["num_experts"] - 1)
     if "ffn_dim" in model and small["ffn_dim"] % tensor:
         small["ffn_dim"] = model["ffn_dim"]
     masked = values["data"].get("document_masks", False) or "chat" in values["data"].get("source", "")
@@ -286,8 +290,8 @@ def _as_options(values: dict[str, Any]) -> list[str]:
 
 
 def _parse(layout: str) -> dict[str, str]:
-    """Returns the five dimensions and any other given key of [parallelism], as text."""
-    chosen = dict.fromkeys(DIMENSIONS, "1")
+    """Returns the dimensions and any other given key of [parallelism], as text."""
+    chosen = dict.fromkeys(LAYOUT, "1")
     keys = list(Parallelism.__dataclass_fields__)
     for item in filter(None, re.split(r",(?=\s*[a-z_]+=)", layout)):
         key, equals, value = item.strip().partition("=")
@@ -297,7 +301,7 @@ def _parse(layout: str) -> dict[str, str]:
                 f"--layout {layout}: {item!r} is not KEY=VALUE with a key of [parallelism], such as tensor=2"
                 + (f"; did you mean {near}?" if near and near != key else "")
             )
-        if key in DIMENSIONS and (parse_int(value) or 0) < 1:
+        if key in LAYOUT and (parse_int(value) or 0) < 1:
             raise UserError(f"--layout {layout}: {item!r}: give a number of processes, such as {key}=2")
         chosen[key] = value
     if math.prod(int(chosen[name]) for name in DIMENSIONS) > MAX_PROCESSES:

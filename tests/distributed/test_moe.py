@@ -1,17 +1,30 @@
 """Mixture of experts under every kind of layout: parity with one process, and expert parallelism."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from tests.distributed.test_checkpoint import drop_last, reshard
+from tests.distributed.test_float8_layouts import FLOAT8
+from tests.distributed.test_muon_layouts import MUON
+from tests.distributed.test_qwen3 import LORA
 from tests.parity import COMPILED, FULL, SELECTIVE
 from tests.pool import Pool
-from tests.training import MIXTRAL, QWEN3_MOE, assert_same, tiny, train, world_size
+from tests.training import LLAMA, MIXTRAL, QWEN3_MOE, assert_same, build, full_tensor, mesh_of, tiny, train, world_size
+from titanlike.checkpoint import read_whole
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Parallelism
-from titanlike.verify import Result
+from titanlike.models import build_model
+from titanlike.models.experts import Router
+from titanlike.optim.balance import BalanceBias
+from titanlike.parallelisms.expert import apply_expert
+from titanlike.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
 Case = tuple[str, dict[str, Any], int, dict[str, Any]]
@@ -48,7 +61,42 @@ CASES: dict[str, Case] = {
     "EP x TP, compiled": ("mixtral", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
     "EP x FSDP, compiled, selective": ("qwen3_moe", dict(shard=4, expert=2), 1, COMPILED | SELECTIVE),
     "EP, compiled, full": ("mixtral", dict(shard=2, expert=2), 2, COMPILED | FULL),
+    "FSDP, Muon": ("mixtral", dict(shard=2), 2, {"optimizer": MUON}),
+    "EP x FSDP, Muon": ("qwen3_moe", dict(shard=4, expert=2), 1, {"optimizer": MUON}),
+    "EP x TP, LoRA": ("mixtral", dict(shard=2, tensor=2, expert=2), 2, LORA),
+    "EP x CP, documents": ("qwen3_moe", dict(context=2, expert=2), 4, {"data": dict(document_masks=True)}),
 }
+
+
+# Those of the default and of the slow tests; the others run with `-m every`.
+QUICK = ("TP x FSDP", "EP x FSDP", "EP x TP")
+SLOW = (
+    "FSDP, fewer experts than ranks",
+    "CP",
+    "PP zbv",
+    "FSDP, compiled",
+    "EP x HSDP",
+    "EP x CP x FSDP",
+    "EP x PP 1f1b x TP",
+    "EP x PP zbv",
+    "EP, selective checkpointing",
+    "EP x FSDP, compiled, selective",
+    "EP x FSDP, Muon",
+    "EP x TP, LoRA",
+)
+
+
+def mark(case: str) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.every]
+
+
+@pytest.fixture(scope="module")
+def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]]:
+    """Collects measurements, and writes them to the path of `--record`."""
+    measured: dict[str, dict[str, Any]] = {}
+    yield measured
+    if path := request.config.getoption("--record"):
+        Path(path).write_text(json.dumps({"torch": torch.__version__, "cases": measured}, indent=1) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +116,186 @@ def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return get
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case)) for case in CASES])
 def test_layout_matches_one_process(
-    ranks: Ranks, baseline: Callable[[str, dict[str, Any]], Result], tmp_path: Path, case: str
+    ranks: Ranks,
+    baseline: Callable[[str, dict[str, Any]], Result],
+    record: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    case: str,
 ) -> None:
     model, layout, size, sections = CASES[case]
     parallelism = Parallelism(**({"shard": 1} | layout))
     training = dict(steps=2, local_batch_size=size)
     recipe = tiny(tmp_path, "run", model=MODELS[model], parallelism=parallelism, training=training, **sections)
     found, expected = train(ranks(world_size(recipe)), recipe), baseline(model, sections)
+    measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
+    record[case] = {"processes": world_size(recipe), MODELS[model].name: measured}
     assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
+
+
+def recipe_of(folder: Path, model: str, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
+    parallelism = Parallelism(**({"shard": 1} | layout))
+    return tiny(folder, "run", model=MODELS[model], parallelism=parallelism, **sections)
+
+
+def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
+    model, _ = build(recipe)
+    return {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": dict(shard=4),
+    "TP x FSDP": dict(tensor=2, shard=2),
+    "EP": dict(shard=4, expert=4),
+    "EP x FSDP": dict(shard=4, expert=2),
+    "EP x HSDP": dict(replicate=2, shard=2, expert=2),
+    "EP x TP": dict(tensor=2, shard=2, expert=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    expected = ranks(1).run(_initial_weights, recipe_of(tmp_path, model, {}))[0]
+    for name, layout in LAYOUTS.items():
+        if MODELS[model].num_experts % layout.get("expert", 1) == 0:
+            for found in ranks(4).run(_initial_weights, recipe_of(tmp_path, model, layout)):
+                assert found.keys() == expected.keys()
+                assert not [key for key, value in expected.items() if not torch.equal(found[key], value)], name
+
+
+EIGHT_BIT: dict[str, Any] = {"optimizer": dict(state_dtype="8bit")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", [{}, EIGHT_BIT, {"optimizer": MUON}], ids=["AdamW", "8bit", "Muon"])
+def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, sections: dict[str, Any]) -> None:
+    """Saves under each layout, loads under the next one, and compares what that saves."""
+    options: dict[str, Any] = dict(training=dict(steps=2), checkpoint=dict(interval=1), **sections)
+    model = replace(MIXTRAL, dim=128, ffn_dim=128)  # whole blocks of 8-bit states on each tensor-parallel rank
+    layouts = [
+        layout
+        for layout in LAYOUTS.values()
+        if not sections.get("optimizer", {}).get("groups") or "tensor" not in layout
+    ]
+    recipes = [
+        tiny(tmp_path, f"run{index}", model=model, parallelism=Parallelism(**layout), **options)
+        for index, layout in enumerate(layouts)
+    ]
+    for index, recipe in enumerate(recipes):
+        saved = train(ranks(4), recipe).state
+        assert {"layers.0.feed_forward.experts.w1", "layers.0.feed_forward.router.expert_bias"} <= saved["model"].keys()
+        target = tmp_path / f"moved {index}" / "checkpoints"
+        target.mkdir(parents=True)
+        ranks(4).run(reshard, replace(recipes[index - 1], run=recipe.run), target)
+        moved = read_whole(target / "step-00000002")
+        for kind, tensors in saved.items():
+            assert moved[kind].keys() == tensors.keys()
+            assert not [name for name, value in tensors.items() if not torch.equal(value, moved[kind][name])]
+
+
+@pytest.mark.parametrize("layout", [pytest.param("EP x FSDP", marks=pytest.mark.slow), "EP x TP"])
+def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    options = dict(training=dict(steps=4), checkpoint=dict(interval=2))
+    recipe = recipe_of(tmp_path, "mixtral", LAYOUTS[layout], **options)
+    expected = train(ranks(4), recipe)
+    drop_last(tmp_path / "run")
+    again = train(ranks(4), recipe)
+    assert (again.losses, again.gradient_norms) == (expected.losses, expected.gradient_norms)
+    for kind, tensors in expected.state.items():
+        assert not [name for name, value in tensors.items() if not torch.equal(value, again.state[kind][name])]
+
+
+@pytest.mark.slow
+def test_training_resumes_without_expert_parallelism(ranks: Ranks, tmp_path: Path) -> None:
+    options = dict(training=dict(steps=4), checkpoint=dict(interval=2))
+    expected = train(ranks(4), recipe_of(tmp_path, "mixtral", LAYOUTS["EP x FSDP"], **options))
+    drop_last(tmp_path / "run")
+    assert_same(train(ranks(4), recipe_of(tmp_path, "mixtral", LAYOUTS["TP x FSDP"], **options)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(balance_loss=0.0),
+        dict(balance_bias_rate=0.0),
+        dict(router_score="softmax"),
+        dict(router_scale=1.0),
+        dict(normalize_router=False),
+        dict(num_shared_experts=0),
+        dict(experts_per_token=1),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_changes_the_training(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Otherwise the parity above would hold for an option that does nothing."""
+    results = [
+        train(ranks(1), tiny(tmp_path, name, model=model, training=dict(steps=3, local_batch_size=8)))
+        for name, model in (("with", MIXTRAL), ("without", replace(MIXTRAL, **options)))
+    ]
+    assert results[0].losses[2] != results[1].losses[2]
+
+
+def test_the_bias_balances_the_load() -> None:
+    torch.manual_seed(0)
+    router = Router(replace(MIXTRAL, balance_loss=0.0))
+    nn.init.normal_(router.weight, std=0.1)
+    nn.init.zeros_(router.expert_bias)
+    x = torch.randn(8, 32, MIXTRAL.dim) + 1.0  # a common direction, which some experts have large scores for
+    optimizer = BalanceBias([router.expert_bias], rate=0.01)
+    imbalance = []
+    for _ in range(100):
+        weights, _, load = router(x)
+        weights.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = load.sum(0).float()
+        imbalance.append((total.max() / total.mean()).item())
+    assert imbalance[0] > 1.4 and max(imbalance[-10:]) < 1.1
+
+
+def test_the_state_has_a_bias_of_each_router_and_no_moments_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "mixtral", dict(shard=2, expert=2), training=dict(steps=1))
+    state = train(ranks(2), recipe).state
+    biases = {name: value for name, value in state["model"].items() if name.endswith("expert_bias")}
+    assert len(biases) == MIXTRAL.num_layers
+    rate = MIXTRAL.balance_bias_rate
+    assert {round(value / rate, 3) for bias in biases.values() for value in bias.tolist()} <= {-1.0, 0.0, 1.0}
+    assert any(bool(bias.any()) for bias in biases.values())
+    assert not [name for name in state["optimizer"] if "expert_bias" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["EP x FSDP", "EP x TP"])
+def test_float8_converts_attention_only(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    one, plain, several = (
+        train(ranks(size), recipe_of(tmp_path / name, "mixtral", chosen, training=dict(steps=1), **sections))
+        for name, size, chosen, sections in (
+            ("one", 1, {}, {"float8": FLOAT8}),
+            ("plain", 1, {}, {}),
+            ("several", 4, LAYOUTS[layout], {"float8": FLOAT8}),
+        )
+    )
+    assert one.losses[0] != plain.losses[0]
+    # A token whose scores are almost equal may get another expert.
+    assert_same(several, one, loss=1e-4, norm=1e-3, weights=1.0)
+
+
+def _refused(dense: bool) -> str:
+    mesh = mesh_of("cpu", shard=2, expert=2)
+    with torch.device("meta"):
+        model: nn.Module = build_model(LLAMA if dense else replace(MIXTRAL, num_experts=3))
+    try:
+        apply_expert(model, mesh.expert)  # type: ignore[arg-type]
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_distributed_is_refused(ranks: Ranks) -> None:
+    assert (
+        ranks(2).run(_refused, True) == ["Llama has no MixtureOfExperts (titanlike.models.experts) to distribute"] * 2
+    )
+    assert "2 expert-parallel ranks do not divide the 3 experts of w1" in ranks(2).run(_refused, False)[0]

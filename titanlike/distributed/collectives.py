@@ -79,7 +79,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return compat.wait_tensor(compat.all_to_all(gradient.contiguous(), *ctx.sizes, ctx.group)), None, None, None
+        received, sent = ctx.sizes
+        return compat.wait_tensor(compat.all_to_all(gradient.contiguous(), received, sent, ctx.group)), None, None, None
 
 
 class _Collective(torch.autograd.Function):

@@ -17,6 +17,7 @@ from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 
 DIRECTORY = "profile"  # in the run directory
+AXES = (*DIMENSIONS, "expert", "expert_shard")  # descriptions of process groups
 DATA_WAIT = "data wait"  # name of the annotation in a trace
 
 COMPUTATION = ("attention", "matmul", "elementwise")  # the first one counts where kernels overlap
@@ -24,6 +25,8 @@ HOST = "host gaps"
 
 # Operators of PyTorch on a CPU, without "aten::". All others that do not only call operators or create views are elementwise.
 MATMULS = {
+    "grouped_matmul",
+    "grouped_matmul_weight_gradient",
     "mm",
     "addmm",
     "addmm_",
@@ -155,7 +158,7 @@ def _kernel_kind(event: dict[str, Any], axis: str) -> str:
     name = event["name"]
     if "nccl" in name.lower():
         group = str(event.get("args", {}).get("Process Group Description", ""))
-        return f"exposed {axis or (group if group in DIMENSIONS else 'communication')}"
+        return f"exposed {axis or (group if group in AXES else 'communication')}"
     if ATTENTION.search(name):
         return "attention"
     return "matmul" if MATMUL_KERNEL.search(name) else "elementwise"

@@ -73,8 +73,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
-        for name, shape in config.expert_parameters().items():
-            self.register_parameter(name.rpartition(".")[2], nn.Parameter(torch.empty(shape)))
+        shapes = {name.rpartition(".")[2]: shape for name, shape in config.expert_parameters().items()}
+        self.w1, self.w2, self.w3 = (nn.Parameter(torch.empty(shapes[name])) for name in ("w1", "w2", "w3"))
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, load: Tensor) -> Tensor:
         """Returns the weighted sum of the results of each token's experts (B, T, D), for what a router returns for x (B, T, D)."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from titanlike.utils import compat
 
-_library: Any = torch.library  # its decorators have no types
 ALIGNMENT = 16  # bytes of a row, which torch's kernels require
 
 
@@ -27,7 +26,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return _grouped_matmul(x, weight, ends)
 
 
-@_library.custom_op("titanlike::grouped_matmul", mutates_args=())
+@torch.library.custom_op("titanlike::grouped_matmul", mutates_args=())
 def _grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, weight):
         return compat.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
@@ -37,7 +36,7 @@ def _grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@_library.custom_op("titanlike::grouped_matmul_weight_gradient", mutates_args=())
+@torch.library.custom_op("titanlike::grouped_matmul_weight_gradient", mutates_args=())
 def _weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(gradient, x):
         return compat.grouped_mm(gradient.t(), x, offs=ends)

@@ -89,7 +89,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = {"step": torch.tensor(0.0)}
-        if self.state_dtype == "8bit" and parameter.dim() == 2 and parameter.shape[1] % BLOCK == 0:
+        if self.state_dtype == "8bit" and parameter.dim() >= 2 and parameter.shape[-1] % BLOCK == 0:
             codes = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in MOMENTS}
             return step | codes | {f"{name}_scale": _block_scales(parameter) for name in MOMENTS}
         # In 8-bit mode, norms, biases and matrices that do not divide into blocks have float32 moments.
@@ -176,16 +176,16 @@ def _as_blocks(tensor: Tensor, name: str = "") -> Tensor:
 
 def _block_scales(parameter: Tensor) -> Tensor:
     """Returns a zero scale for each block of a row, sharded like the parameter."""
-    rows, columns = parameter.shape
-    shape = (rows, columns // BLOCK)
+    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // BLOCK))
     if not is_dtensor(parameter):
         return torch.zeros(shape, device=parameter.device)
     from torch.distributed.tensor import DTensor
 
     shard = local_tensor(parameter)
-    local = torch.zeros(shard.shape[0], shard.shape[1] // BLOCK, device=shard.device)
+    local = torch.zeros(*shard.shape[:-1], shard.shape[-1] // BLOCK, device=shard.device)
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _random_bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor:

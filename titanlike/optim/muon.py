@@ -1,7 +1,8 @@
 """Muon: momentum whose matrices are orthogonalized, for the matrices of the blocks.
 
 The update is that of the whole matrix whatever the layout: `whole_matrices` assembles each on one rank. The arithmetic is that of
-`torch.optim.Muon`, which takes matrices that are not sharded.
+`torch.optim.Muon`, which takes matrices that are not sharded. A stack of matrices (experts, outputs, inputs) may be sharded along
+its first dimension: each rank orthogonalizes those that it has.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from titanlike.config import UserError
 from titanlike.optim.whole_matrices import WholeMatrices
 from titanlike.utils.dtensor import local_tensor
 
@@ -24,7 +26,7 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
     Args:
-        parameters: Matrices, or groups of them.
+        parameters: Matrices, stacks of matrices, or groups of them.
         lr: Learning rate.
         weight_decay: Decoupled weight decay coefficient.
         momentum: Decay rate of the momentum.
@@ -49,22 +51,34 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, dict(lr=lr, weight_decay=weight_decay))
         self.momentum, self.num_steps, self.lr_scaling, self.dtype = momentum, num_steps, lr_scaling, dtype
         # All ranks take part in an exchange with gradients: one for each group, made now.
-        self.exchanges = [WholeMatrices(group["params"]) for group in self.param_groups]
+        self.exchanges = [WholeMatrices([p for p in group["params"] if p.dim() == 2]) for group in self.param_groups]
+        for stack in (p for group in self.param_groups for p in group["params"] if p.dim() == 3):
+            if local_tensor(stack).shape[1:] != stack.shape[1:]:
+                raise UserError(
+                    f"Muon takes stacks of matrices that are sharded along their first dimension, but a stack of shape "
+                    f"{tuple(stack.shape)} is sharded along another; use AdamW for it"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Performs a single optimization step. Returns the result of `closure`, which is called first."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group, exchange in zip(self.param_groups, self.exchanges, strict=True):
+            whole = [parameter for parameter in group["params"] if parameter.dim() == 2]
             for matrices in exchange.rounds:
-                parameters = [group["params"][index] for index in matrices.indices]
+                parameters = [whole[index] for index in matrices.indices]
                 directions = [self._direction(parameter) for parameter in parameters]
                 updates = exchange.apply(matrices, directions, partial(orthogonalize, num_steps=self.num_steps))
                 for parameter, update in zip(parameters, updates, strict=True):
-                    weight, lr = local_tensor(parameter), group["lr"]
-                    weight.mul_(1.0 - lr * group["weight_decay"])
-                    weight.add_(update, alpha=-lr * update_scale(parameter.shape, self.lr_scaling))
+                    self._update(parameter, update, group)
+            for stack in (parameter for parameter in group["params"] if parameter.dim() == 3):
+                self._update(stack, orthogonalize(self._direction(stack), self.num_steps), group)
         return loss
+
+    def _update(self, parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+        weight, lr = local_tensor(parameter), group["lr"]
+        weight.mul_(1.0 - lr * group["weight_decay"])
+        weight.add_(update, alpha=-lr * update_scale(parameter.shape, self.lr_scaling))
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """Updates the momentum of this rank's shard. Returns its Nesterov momentum."""
@@ -79,18 +93,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """Returns about U V^T of a matrix U S V^T, with singular values between 0.5 and 1.5, by Newton-Schulz steps."""
+    """Returns about U V^T of a matrix U S V^T, or of each matrix of a stack, with singular values between 0.5 and 1.5, by
+    Newton-Schulz steps."""
     a, b, c = COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=EPS)  # no singular value above 1
+    add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)  # no singular value above 1
     for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def update_scale(shape: torch.Size, scaling: str) -> float:
     """Returns the factor of the learning rate for a matrix of this shape."""
-    outputs, inputs = shape
+    outputs, inputs = shape[-2:]
     return 0.2 * math.sqrt(max(outputs, inputs)) if scaling == "rms" else math.sqrt(max(1.0, outputs / inputs))

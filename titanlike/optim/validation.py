@@ -9,10 +9,13 @@ def optimizer_group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> li
     if not optimizer.groups:
         return []
     problems = []
-    parameters = {f"{name}.weight": True for name in recipe.model.matrices()}
-    for block in range(recipe.model.num_layers):
-        parameters |= {f"layers.{block}.{name}": False for name in recipe.model.block_vectors()}
-    for outer in (recipe.model.first_parameters(), recipe.model.last_parameters()):
+    model = recipe.model
+    parameters = {f"{name}.weight": True for name in model.matrices()}
+    for block in range(model.num_layers):
+        parameters |= {f"layers.{block}.{name}": False for name in model.block_vectors()}
+        parameters |= {f"layers.{block}.{name}": True for name in model.expert_parameters()}
+        parameters |= {f"layers.{block}.{name}": True for name in model.router_parameters() if name.endswith("weight")}
+    for outer in (model.first_parameters(), model.last_parameters()):
         parameters |= {name: len(shape) > 1 for name, shape in outer.items()}
     used = {optimizer.group_of(name, is_matrix=is_matrix) for name, is_matrix in parameters.items()}
     for group in dict.fromkeys(optimizer.groups):
@@ -27,5 +30,12 @@ def optimizer_group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> li
             "parallelism.cpu_offload = true, where the host would orthogonalize; set it to false": recipe.parallelism.cpu_offload,
             "optimizer.stochastic_rounding = true; set it to false": optimizer.stochastic_rounding,
         }
+        stacks = [optimizer.group_of(f"layers.0.{name}", is_matrix=True) for name in model.expert_parameters()]
+        if any(group is not None and group.optimizer == "muon" for group in stacks):
+            tensor = recipe.parallelism.tensor
+            unsupported[
+                f"parallelism.tensor = {tensor} for experts, whose matrices it would divide; use parallelism.expert, or a pattern "
+                "that does not match experts"
+            ] = tensor > 1
         problems += [f"optimizer = 'muon' does not support {name}" for name, holds in unsupported.items() if holds]
     return problems

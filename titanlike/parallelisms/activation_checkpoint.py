@@ -16,9 +16,10 @@ SAVED = (
     "torch_attn._varlen_attn",
     "_c10d_functional.all_gather",
     "_c10d_functional.all_reduce",  # of float8 maxima
+    "_c10d_functional.all_to_all",  # of expert parallelism
     "_c10d_functional.reduce_scatter",
 )
-MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default")
+MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "titanlike.grouped_matmul.default")
 
 
 def apply_activation_checkpoint(

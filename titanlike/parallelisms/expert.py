@@ -53,7 +53,7 @@ def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 
 def _shard(name: str, parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     """Returns this rank's experts of a stack (E, ...) as a DTensor."""
-    local = parameter.detach()
+    local: Any = parameter.detach()
     placements = []
     if is_dtensor(local):
         local, placements = local.to_local(), list(local.placements)

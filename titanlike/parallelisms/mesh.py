@@ -80,9 +80,11 @@ def build_mesh(
             raise UserError(f"expert = {expert} does not divide shard x context = {shard * context}")
         expert_grid = grid.view(pipeline, replicate, -1, expert, tensor)
         new = [_group_along(expert_grid, dimension, name) for dimension, name in ((2, "expert_shard"), (3, "expert"))]
-        names = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
         experts: Any = DeviceMesh.from_group(
-            [*groups[:2], *new, groups[3]], device_type, expert_grid, mesh_dim_names=names
+            [*groups[:2], *new, groups[3]],
+            device_type,
+            expert_grid,
+            mesh_dim_names=("pipeline", "replicate", "expert_shard", "expert", "tensor"),
         )
         expert_meshes = {
             "expert": experts["expert", "tensor"] if tensor > 1 else experts["expert"],

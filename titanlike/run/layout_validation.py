@@ -31,6 +31,7 @@ def tensor_parallel_problems(recipe: PretrainRecipe) -> list[str]:
             f"training.seq_len = {seq_len} is not divisible into {chunks} chunks ({why}); use {one_of(near)}"
         )
     rowwise = {name: model.block_matrices().get(name, (0, 0))[1] for name in model.rowwise_matrices}
+    rowwise |= {name: shape[2] for name, shape in model.expert_parameters().items() if name.endswith("w2")}
     for name, inputs in rowwise.items():
         if adamw_section(recipe).state_dtype == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):
             problems.append(
@@ -51,6 +52,22 @@ def tensor_parallel_problems(recipe: PretrainRecipe) -> list[str]:
             for reason, holds in reasons.items()
             if holds
         ]
+    return problems
+
+
+def expert_parallel_problems(recipe: PretrainRecipe, num_ranks: int) -> list[str]:
+    """Sizes of expert parallelism that do not divide the experts or the `num_ranks` ranks of shard x context, and options that it
+    excludes."""
+    expert = recipe.parallelism.expert
+    problems = recipe.model.expert_parallel_problems(expert)
+    if num_ranks % expert:
+        near = [n for n in divisors(num_ranks) if n <= expert][-4:]
+        problems.append(
+            f"parallelism.expert = {expert} does not divide the {num_ranks} ranks of shard x context; use {one_of(near)}, or more "
+            "ranks"
+        )
+    if expert > 1 and recipe.compile.mode == "model":
+        problems.append(f"compile.mode = 'model' does not support parallelism.expert = {expert}; use 'block'")
     return problems
 
 

@@ -17,6 +17,7 @@ from titanlike.optim.validation import optimizer_group_problems
 from titanlike.run.layout_validation import (
     adamw_section,
     batch_ramp_problems,
+    expert_parallel_problems,
     microbatch_problems,
     pipeline_stage_problems,
     tensor_parallel_problems,
@@ -52,6 +53,7 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
         num_data_ranks = layout.replicate * layout.shard
         num_microbatches = recipe.training.num_microbatches(num_data_ranks)
         sequences_per_rank = recipe.training.global_batch_size // num_data_ranks
+        problems += expert_parallel_problems(recipe, layout.shard * layout.context)
         problems += microbatch_problems(recipe, num_microbatches, sequences_per_rank)
         problems += token_problems(recipe, sequences_per_rank // num_microbatches)
         problems += batch_ramp_problems(recipe, num_data_ranks)

@@ -21,6 +21,7 @@ import titanlike
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
+from titanlike.config.model_configs import MoeConfig, TransformerConfig
 from titanlike.config.sections import Training
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
@@ -179,13 +180,14 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
         "tensor": f"shards of a matrix, {model.num_heads // layout['tensor']} heads each",
     }
     lines = [
-        f"model   {model.label()}: {model.num_parameters():,} parameters, "
+        f"model   {model.label()}: {model.num_parameters():,} parameters, {_experts(model)}"
         f"{model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0) / 1e6:,.0f} MFLOP per token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens per step; per rank "
         f"{num_microbatches} x {microbatch_size}{_ramp(training)}",
         f"ranks   {ranks} on {device_name(device)}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {dimensions[name]}" for name, size in layout.items() if size > 1),
+        *_expert_lines(recipe),
         *_lora_lines(recipe),
         *float8_summary_lines(
             recipe.float8,
@@ -202,6 +204,27 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
 def _ramp(training: Training) -> str:
     stages = [f"{size} for {num_steps:,} steps" for num_steps, size in training.batch_ramp]
     return f"; before, {', then '.join(stages)}" if stages else ""
+
+
+def _experts(model: TransformerConfig) -> str:
+    """Returns how many parameters of a mixture of experts compute a token."""
+    if not isinstance(model, MoeConfig):
+        return ""
+    return f"{model.num_active_parameters():,} per token ({model.experts_per_token} of {model.num_experts} experts), "
+
+
+def _expert_lines(recipe: PretrainRecipe) -> list[str]:
+    model, expert = recipe.model, recipe.parallelism.expert
+    if not isinstance(model, MoeConfig):
+        return []
+    lines = []
+    if expert > 1:
+        lines.append(
+            f"          expert    {expert:>4}  of shard x context: shards of the experts, {model.num_experts // expert} each"
+        )
+    if recipe.float8.scaling != "none":
+        lines.append(f"          experts compute in {recipe.training.compute_dtype}: float8 is for linear layers")
+    return lines
 
 
 def _lora_lines(recipe: PretrainRecipe) -> list[str]:

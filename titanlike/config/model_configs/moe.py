@@ -92,6 +92,11 @@ class MoeConfig(LlamaFamilyConfig):
         experts = 3 * self.experts_per_token * self.ffn_dim * self.dim
         return super().num_matmul_parameters() + self.num_layers * (experts + self.num_experts * self.dim)
 
+    def num_active_parameters(self) -> int:
+        """Returns the number of parameters that compute a token, including the embedding."""
+        idle = 3 * (self.num_experts - self.experts_per_token) * self.ffn_dim * self.dim
+        return self.num_parameters() - self.num_layers * idle
+
     def problems(self) -> list[str]:
         problems = super().problems()
         if self.experts_per_token > self.num_experts:
