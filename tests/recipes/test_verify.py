@@ -16,7 +16,8 @@ from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
 from titanlike.run.preflight import check_recipe
-from titanlike.verify import TOLERANCES, Result, _parse, differences, fitting_batch, parse_tolerance, shrink
+from titanlike.run.small_recipe import fitting_batch, shrink
+from titanlike.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
 
 
 def verify(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
