@@ -17,7 +17,7 @@ from titanlike.config import UserError
 from titanlike.config.model_configs import Gemma2Config, Gemma3Config, Qwen2Config, Qwen3Config
 from titanlike.interop import export as export_module
 from titanlike.interop.export import export
-from titanlike.interop.weights import open_weights
+from titanlike.interop.weights import open_weights, whole
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_names_without_the_prefix_of_the_head_and_computed_buffers_are_accepted(
     safetensors.torch.save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
     (tmp_path / "hf/model.safetensors.index.json").unlink()
     weights = open_weights(tmp_path / "hf")
-    query = weights.full("layers.1.attention.wq.weight", (64, 64))
+    query = weights.read("layers.1.attention.wq.weight", whole((64, 64)))
     assert query.equal(tensors["h.1.attn.c_attn.weight"][:, :64].t())
 
 
