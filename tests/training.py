@@ -24,8 +24,10 @@ from titanlike.config.model_configs import (
     Gemma3Config,
     GPTConfig,
     LlamaConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
@@ -53,6 +55,15 @@ GEMMA2 = Gemma2Config(
 GEMMA3 = Gemma3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
     sliding_window=11, sliding_window_pattern=3, max_seq_len=128, tied_head=False,
+)  # fmt: skip
+# Sequences are unbalanced, so that both ways of balancing have an effect.
+QWEN3_MOE = Qwen3MoeConfig(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
+    experts_per_token=3, balance_loss=0.1,
+)  # fmt: skip
+MIXTRAL = MixtralConfig(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=320, num_experts=4, num_shared_experts=2,
+    router_score="sigmoid", router_scale=2.5, balance_loss=0.1, balance_bias_rate=0.01,
 )  # fmt: skip
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
@@ -82,7 +93,7 @@ def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
 def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     """Builds this rank's part of the recipe's model, initialized, and the mesh, as the recipe does."""
     layout = recipe.parallelism.resolve(dist.get_world_size())
-    mesh = mesh_of("cpu", **layout.dimensions())
+    mesh = mesh_of("cpu", **layout.dimensions(), expert=layout.expert)
     with torch.device("meta"):
         model: nn.Module = build_model(recipe.model)
     model = parallelize(

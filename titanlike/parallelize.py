@@ -1,6 +1,7 @@
 """Applies all transforms to a model, in the one order that works.
 
-The order is: float8, LoRA, pipeline split, tensor parallelism, context parallelism, activation checkpointing, compilation, FSDP.
+The order is: float8, LoRA, pipeline split, tensor parallelism, expert parallelism, context parallelism, activation checkpointing,
+compilation, FSDP.
 The model is on the meta device throughout; `models.init.initialize` allocates the parameters of the result.
 """
 
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models import blocks
@@ -80,6 +82,12 @@ def parallelize(
             apply_tensor(part, tensor_plan, mesh.tensor, blocks=blocks(part), replicated_io=False)
             if parallelism.async_tensor_parallel:
                 overlap_tensor(part, mesh.tensor)
+    inner_units: dict[nn.Module, DeviceMesh] = {}
+    if mesh.expert is not None and mesh.expert_fsdp is not None:
+        from titanlike.parallelisms.expert import apply_expert
+
+        for part in parts:
+            inner_units |= dict.fromkeys(apply_expert(part, mesh.expert), mesh.expert_fsdp)
     if use_float8:
         for part in parts:
             share_scales(
@@ -109,7 +117,7 @@ def parallelize(
                 z_loss=training.z_loss,
             )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
-    apply_compile(model, layers, mode=compile.mode, backend=compile.backend)
+    apply_compile(model, layers, mode=compile.mode, backend=compile.backend, fullgraph=not inner_units)
     reshard = parallelism.reshard_after_forward
     if reshard == "auto" and len(split) > 1:
         reshard = "never"  # every micro-batch would all-gather a stage's weights again
@@ -132,6 +140,7 @@ def parallelize(
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=reshard,
             cpu_offload=parallelism.cpu_offload,
+            inner_units=inner_units,
         )
     return model
 

@@ -60,6 +60,28 @@ def gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return _Collective.apply(tensor, "all_gather", "split", dim, group)
 
 
+def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Sends consecutive rows to each rank, and returns those that it receives from each, in order. The backward pass sends their
+    gradients back.
+
+    Args:
+        received: number of rows from each rank.
+        sent: number of rows to each rank.
+    """
+    return _AllToAll.apply(tensor, received, sent, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return compat.wait_tensor(compat.all_to_all(tensor.contiguous(), received, sent, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return compat.wait_tensor(compat.all_to_all(gradient.contiguous(), *ctx.sizes, ctx.group)), None, None, None
+
+
 class _Collective(torch.autograd.Function):
     """One of `_COLLECTIVES` in the forward pass, another in the backward pass."""
 

@@ -81,9 +81,9 @@ class Experts(nn.Module):
         num_experts = indices.shape[-1]
         order = indices.flatten().argsort(stable=True)  # (M,): rows by expert
         inverse = order.argsort()
-        rows = _Permute.apply(x.flatten(0, 1), order, inverse, num_experts)  # (M, D)
+        rows = permute_rows(x.flatten(0, 1), order, inverse, num_experts)  # (M, D)
         rows = self.compute(rows, load.sum(0))
-        rows = _Permute.apply(rows, inverse, order, 1).unflatten(0, indices.shape)  # (B, T, A, D)
+        rows = permute_rows(rows, inverse, order).unflatten(0, indices.shape)  # (B, T, A, D)
         return (rows * weights[..., None]).sum(-2)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -123,9 +123,13 @@ def scale_balance_loss(model: nn.Module, scale: Tensor) -> None:
         router.loss_scale = scale
 
 
-class _Permute(torch.autograd.Function):
-    """Returns the rows of x, each `repeats` times, in another order. The backward pass needs no atomic additions."""
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, repeats: int = 1) -> Tensor:
+    """Returns the rows of x, each `repeats` times, in another order, of which `inverse` is the inverse. The backward pass permutes
+    back, without the atomic additions of the gradient of indexing."""
+    return _Permute.apply(x, order, inverse, repeats)
 
+
+class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(inverse)

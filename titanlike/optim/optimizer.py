@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: AdamW, and Muon for the matrices of blocks."""
+"""The optimizer of a recipe: AdamW, Muon for the matrices of blocks, and the rule of the biases that balance experts."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
+from titanlike.models.experts import EXPERT_BIAS, routers
+from titanlike.optim.balance import BalanceBias
 from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
 from titanlike.optim.muon import Muon
 from titanlike.utils.compat import disable_compilation
@@ -24,8 +26,11 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     """
     default = OptimizerGroup()
     members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
+    biases: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and name.endswith(EXPERT_BIAS):
+            biases.append(parameter)
+        elif parameter.requires_grad:
             is_matrix = parameter.dim() >= 2
             group = section.group_of(name, is_matrix=is_matrix) or default
             members.setdefault((group, is_matrix), []).append(parameter)
@@ -36,17 +41,20 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
             decay = section.weight_decay if is_matrix else 0.0
         groups[group.optimizer].append({"params": parameters, "weight_decay": decay, "lr_scale": group.lr_scale})
     adamw = _build_adamw(model, section, groups["adamw"], seed)
-    if not groups["muon"]:
-        return adamw
-    muon = Muon(
-        groups["muon"],
-        lr=section.lr,
-        momentum=section.muon_momentum,
-        num_steps=section.muon_steps,
-        lr_scaling=section.muon_lr_scaling,
-        dtype=None if section.muon_dtype == "auto" else getattr(torch, section.muon_dtype),
-    )
-    return CombinedOptimizer([adamw, muon])
+    optimizers: list[torch.optim.Optimizer] = [adamw]
+    if groups["muon"]:
+        muon = Muon(
+            groups["muon"],
+            lr=section.lr,
+            momentum=section.muon_momentum,
+            num_steps=section.muon_steps,
+            lr_scaling=section.muon_lr_scaling,
+            dtype=None if section.muon_dtype == "auto" else getattr(torch, section.muon_dtype),
+        )
+        optimizers.append(muon)
+    if biases:
+        optimizers.append(BalanceBias(biases, rate=next(routers(model)).config.balance_bias_rate))
+    return CombinedOptimizer(optimizers) if len(optimizers) > 1 else adamw
 
 
 def _build_adamw(

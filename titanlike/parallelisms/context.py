@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
 from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
+from titanlike.models.experts import routers
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
 
@@ -73,9 +74,16 @@ def apply_context(
         soft_cap = getattr(attend, "soft_cap", 0.0)
         forward = partial(context_parallel_attention, mesh=mesh, soft_cap=soft_cap)
         attend.forward = forwards.setdefault(soft_cap, forward)
+        for router in routers(block):
+            router.sum_over_sequence = partial(sum_over_sequence, mesh=mesh)  # type: ignore[method-assign]
     for document_mask in document_masks:
         replacement: Any = partial(context_document_mask, mesh=mesh, module=document_mask)
         document_mask.forward = replacement  # type: ignore[method-assign]
+
+
+def sum_over_sequence(load: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """Sums the tokens of each expert over the ranks that share a sequence."""
+    return compat.wait_tensor(compat.all_reduce(load, "sum", mesh.get_group()))
 
 
 def context_document_mask(

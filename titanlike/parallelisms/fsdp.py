@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.parallelisms.blocks import check_choice, find_blocks
 from titanlike.utils import compat
+from titanlike.utils.dtensor import is_dtensor
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -28,6 +29,7 @@ def apply_fsdp(
     cast_forward_inputs: bool = True,
     reshard_after_forward: Literal["auto", "always", "never"] = "auto",
     cpu_offload: bool = False,
+    inner_units: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
     """Shards the parameters of a model over `mesh`, in place.
 
@@ -45,6 +47,8 @@ def apply_fsdp(
         reshard_after_forward: whether a unit frees its gathered parameters after its forward pass. `auto`: yes, except for the last
             unit, which the backward pass uses first.
         cpu_offload: keeps parameters, gradients and optimizer state in host memory.
+        inner_units: modules inside of units that are units of their own, sharded over another mesh, such as the experts of a block
+            with expert parallelism.
     """
     # This import takes most of a second, and a single process does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -77,20 +81,24 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     shard = partial(
         fully_shard,
-        mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
         ),
         offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     )
+    inner = {index: _inner_units(group, inner_units or {}) for index, group in enumerate(groups)}
     for index, group in enumerate(groups):
         # The backward pass starts with the last unit, so resharding it would only repeat its all-gather.
         reshard = reshard_after_forward == "always" or (reshard_after_forward == "auto" and index < len(groups) - 1)
-        shard(group, reshard_after_forward=reshard)  # <- shards a layer
+        for unit, unit_mesh in inner[index].items():
+            placement = partial(_placement, num_shards=unit_mesh.size(-1))
+            shard(unit, mesh=unit_mesh, reshard_after_forward=reshard, shard_placement_fn=placement)
+        placement = partial(_placement, num_shards=mesh.size(-1))
+        shard(group, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=placement)  # <- shards a layer
         if only_embeddings[index]:
             cast(FSDPModule, group[0]).set_unshard_in_backward(False)
-    shard(model, reshard_after_forward=reshard_after_forward == "always")
-    _prefetch([model, *(group[0] for group in groups)])
+    shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward == "always")
+    _prefetch([[model], *([group[0], *inner[index]] for index, group in enumerate(groups))])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if gradient_reduction == "sum":
@@ -98,22 +106,43 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
+def _inner_units(
+    group: Sequence[nn.Module], inner_units: Mapping[nn.Module, DeviceMesh]
+) -> dict[nn.Module, DeviceMesh]:
+    """Returns the units inside of the modules of a group."""
+    return {module: inner_units[module] for root in group for module in root.modules() if module in inner_units}
+
+
+def _placement(parameter: nn.Parameter, *, num_shards: int) -> Any:
+    """Returns the dimension to shard: the first one, or the second one of stacked matrices that are too few for all ranks. None is
+    the default."""
+    from torch.distributed.tensor import Shard
+
+    is_stack = parameter.dim() == 3
+    local = parameter.to_local() if is_dtensor(parameter) else parameter
+    return Shard(1) if is_stack and local.shape[0] % num_shards and local.shape[1] % num_shards == 0 else None
+
+
 def _users_in(unit: Sequence[nn.Module], users: Mapping[nn.Parameter, set[nn.Module]]) -> set[nn.Module]:
     """Returns the modules that have a parameter of the unit."""
     return {user for module in unit for parameter in module.parameters() for user in users[parameter]}
 
 
-def _prefetch(units: Sequence[Any]) -> None:
-    """Has each FSDP unit start the all-gather of the next one before it computes, in the order of the forward pass and in reverse.
+def _prefetch(units: Sequence[Sequence[Any]]) -> None:
+    """Has each FSDP unit start the all-gather of the next one before it computes, in the order of the forward pass and of the
+    backward pass. The units are in the order of the forward pass, each followed by the units inside of it. Both passes enter a unit
+    before those inside of it.
 
     FSDP's default order is that of the last forward pass, which is not that of the backward pass if forward and backward passes of
     several micro-batches alternate. Its default in the forward pass starts an all-gather only after the previous unit's kernels
     have been launched, which comes late if the host is not far ahead of the GPU.
     """
-    for unit, following in pairwise(units):
+    for unit, following in pairwise(chain.from_iterable(units)):
         unit.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([unit])
-    units[0].set_modules_to_backward_prefetch(units[-1:])  # the root computes last, too
+    for unit, following in pairwise(chain.from_iterable(reversed(units))):
+        unit.set_modules_to_backward_prefetch([following])
+    root, last = units[0][0], units[-1][0]
+    root.set_modules_to_backward_prefetch([last])  # the root computes last, too
 
 
 def accumulate_gradients(

@@ -18,7 +18,8 @@ from titanlike.distributed import process_group
 class Mesh:
     """The sub-meshes that contain this rank.
 
-    Context-parallel ranks hold the same weights, so FSDP shards over `shard` x `context` as one dimension.
+    Context-parallel ranks hold the same weights, so FSDP shards over `shard` x `context` as one dimension. Expert parallelism
+    divides the same ranks into groups of consecutive ones, each of which has all experts.
     """
 
     sizes: dict[str, int]  # of all five dimensions
@@ -28,6 +29,10 @@ class Mesh:
     pipeline: DeviceMesh
     data_rank: int  # index of this rank's part of the global batch
     num_data_ranks: int
+    expert: DeviceMesh | None = (
+        None  # (expert,), or (expert, tensor) where `tensor` is above 1; None without expert parallelism
+    )
+    expert_fsdp: DeviceMesh | None = None  # of the experts of one rank: (expert_shard,), or (replicate, expert_shard)
 
     @property
     def loss_groups(self) -> list[dist.ProcessGroup]:
@@ -41,9 +46,17 @@ class Mesh:
 
 
 def build_mesh(
-    device_type: str, *, pipeline: int = 1, replicate: int = 1, shard: int = 1, context: int = 1, tensor: int = 1
+    device_type: str,
+    *,
+    pipeline: int = 1,
+    replicate: int = 1,
+    shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
 ) -> Mesh:
-    """Builds the mesh over all ranks. The product of the sizes must be the world size.
+    """Builds the mesh over all ranks. The product of the sizes, without that of `expert`, must be the world size. `expert` divides
+    `shard` x `context`.
 
     `init_device_mesh` would create a process group for every dimension. A group costs memory, start-up time and, with gloo,
     three polling threads, so all dimensions of size 1 share one group.
@@ -61,6 +74,20 @@ def build_mesh(
     if grid.numel() == 1:  # slicing a mesh imports the compiler in torch 2.15, which takes a second
         mesh = {name: DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=(name,)) for name in names}
     context_group = _group_along(grid.view(-1, context, tensor), 1, "context")
+    expert_meshes: dict[str, DeviceMesh] = {}
+    if expert > 1:
+        if shard * context % expert:
+            raise UserError(f"expert = {expert} does not divide shard x context = {shard * context}")
+        expert_grid = grid.view(pipeline, replicate, -1, expert, tensor)
+        new = [_group_along(expert_grid, dimension, name) for dimension, name in ((2, "expert_shard"), (3, "expert"))]
+        names = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
+        experts: Any = DeviceMesh.from_group(
+            [*groups[:2], *new, groups[3]], device_type, expert_grid, mesh_dim_names=names
+        )
+        expert_meshes = {
+            "expert": experts["expert", "tensor"] if tensor > 1 else experts["expert"],
+            "expert_fsdp": experts["replicate", "expert_shard"] if replicate > 1 else experts["expert_shard"],
+        }
     return Mesh(
         sizes=sizes,
         fsdp=mesh["replicate", "shard"] if replicate > 1 else mesh["shard"],
@@ -69,6 +96,7 @@ def build_mesh(
         pipeline=mesh["pipeline"],
         data_rank=mesh["replicate"].get_local_rank() * shard + mesh["shard"].get_local_rank() // context,
         num_data_ranks=replicate * shard,
+        **expert_meshes,
     )
 
 

@@ -12,6 +12,8 @@ Parameters are DTensors, so that FSDP, checkpoints and gradient norms know their
 | `all_gather_input` | attention, feed-forward | all-gathers the first argument for its colwise layers | all-reduces its gradient |
 | `sequence_parallel` | norm | replicated parameters; computes the local tokens | computes all tokens |
 | `qk_norm` | norm of queries or keys | replicated parameters; computes the local heads | the same |
+| `router` | router of a mixture of experts | replicated parameters; routes all tokens | the same |
+| `experts` | stacked experts | shards the hidden dimension; reduce-scatters the output | all-reduces the output |
 | `vocab_parallel` | `nn.Embedding` | shards the vocabulary; reduce-scatters the output | all-reduces the output |
 | `position_embedding` | `nn.Embedding` | replicated parameters; looks up the local tokens | looks up all tokens |
 | `lm_head` | `nn.Linear` | as `colwise`; logits are sharded along the vocabulary | the same |
@@ -56,13 +58,18 @@ class Style:
     input_layout: Literal["any", "all_gather", "all_reduce_gradient", "local_shard", "vocab_mask"] = "any"
     reduce_output: Literal["", "reduce_scatter", "all_reduce"] = ""
     gather_output: bool = False
-    partial_gradient: bool = True  # of replicated parameters: a rank computes a part of the tokens or of the heads
+    partial_gradient: bool = (
+        True  # of replicated parameters: a rank computes a part of the tokens, heads or hidden dimension
+    )
+    by_field: tuple[tuple[str, Placement], ...] = ()  # placements of parameters with other names
     module_class: type[nn.Module] = nn.Module
 
     def placement(self, field: str) -> Placement:
         """Returns that of a parameter. One of LoRA's matrices is sharded like the weight, and the other is replicated."""
         if field in LORA:
             return self.weight if self.weight == Shard(LORA[field]) else REPLICATED
+        if field in dict(self.by_field):
+            return dict(self.by_field)[field]
         return self.bias if field == "bias" else self.weight
 
 
@@ -72,6 +79,8 @@ STYLES = {
     "all_gather_input": Style(input_layout="all_gather"),
     "sequence_parallel": Style(),
     "qk_norm": Style(),
+    "router": Style(),
+    "experts": Style(reduce_output="reduce_scatter", by_field=(("w1", Shard(1)), ("w2", Shard(2)), ("w3", Shard(1)))),
     "vocab_parallel": Style(Shard(0), REPLICATED, "vocab_mask", "reduce_scatter", module_class=nn.Embedding),
     "position_embedding": Style(input_layout="local_shard", module_class=nn.Embedding),
     "lm_head": Style(Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
@@ -125,6 +134,8 @@ def apply_tensor(
             module.register_parameter(field, sharded[parameter])
         fields = dict.fromkeys(("weight", "bias", *module._parameters))
         module.__class__ = cached_class(type(module), tuple(fields), style, mesh)
+        if style_name == "router":
+            cast(Any, module).num_replicas = mesh.size()
     unplanned = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if unplanned:
         owner = unplanned[0].rpartition(".")[0] or "'', the model itself"
@@ -199,7 +210,7 @@ def _styles_by_module(
                 style,
                 input_layout=layouts.get(style.input_layout, style.input_layout),
                 reduce_output="all_reduce" if style.reduce_output else "",
-                partial_gradient=style_name == "qk_norm",
+                partial_gradient=style_name in ("qk_norm", "router"),
             )
         found[name] = style_name, style
     return found

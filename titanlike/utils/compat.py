@@ -34,6 +34,7 @@ REQUIRED = (
     ("torch._inductor.config", "_micro_pipeline_tp", "parallelism.async_tensor_parallel"),
     ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group", "parallelism.async_tensor_parallel"),
     ("torch.distributed._functional_collectives", "all_reduce", "tensor and context parallelism"),
+    ("torch.distributed._functional_collectives", "all_to_all_single", "expert parallelism"),
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", "tensor and context parallelism"),
     ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "checkpoints of DTensors"),
     ("torch.utils._pytree", "tree_map_only", "float8 all-gather and mixed precision"),
@@ -61,6 +62,7 @@ REQUIRED = (
 all_reduce = functional.all_reduce
 all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+all_to_all = functional.all_to_all_single
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
