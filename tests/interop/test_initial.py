@@ -21,6 +21,8 @@ LAYOUTS = {
     "TP-FSDP": (4, Parallelism(tensor=2)),
     "PP": (2, Parallelism(pipeline=2)),
     "FSDP": (2, Parallelism()),
+    "EP-FSDP": (4, Parallelism(expert=2)),
+    "EP-TP": (4, Parallelism(tensor=2, expert=2)),
 }
 
 
@@ -38,15 +40,20 @@ def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
     [
         ("TP-FSDP", "Llama 3.2"),
         ("PP", "GPT-2"),
+        ("EP-TP", "Qwen3-MoE"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("TP-FSDP", "GPT-2"),
                 ("TP-FSDP", "Qwen2"),
                 ("TP-FSDP", "Qwen3"),
+                ("TP-FSDP", "Mixtral"),
+                ("EP-FSDP", "Qwen3-MoE"),
+                ("PP", "Qwen3-MoE"),
                 ("PP", "Llama 3.2"),
                 ("FSDP", "Llama 3.2"),
                 ("FSDP", "GPT-2"),
+                ("FSDP", "Mixtral"),
             )
         ),
     ],
