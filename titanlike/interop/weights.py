@@ -97,9 +97,11 @@ def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allo
         problems = config_problems(initial, weights.config, config, allow_changed)
         shapes = parameter_shapes(weights.config)
         problems += [
-            f"checkpoint.initial = {initial!r}: {name} has shape {shapes[name]}, but the recipe's model has {shape}"
+            f"checkpoint.initial = {initial!r}: "
+            + (f"{name} has shape {shapes[name]}" if name in shapes else f"there is no {name}")
+            + f", but the recipe's model has {shape}"
             for name, shape in parameter_shapes(config).items()
-            if shapes.get(name, shape) != shape and not problems
+            if shapes.get(name) != shape and not problems
         ]
         problem = "\n".join(problems)
     except UserError as error:
