@@ -41,7 +41,11 @@ LAYOUTS = {
 
 @pytest.fixture(
     scope="module",
-    params=["grouped-query", "GPT-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen2", "Qwen3"))],
+    params=[
+        "grouped-query",
+        "GPT-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen2", "Qwen3", "Qwen3-MoE")),
+    ],
 )
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model in a Hugging Face folder with a chat template, and a file of conversations beside it."""
