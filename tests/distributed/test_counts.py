@@ -177,7 +177,10 @@ def test_no_recompilation_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name
         assert (later, breaks) == (0, 0)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama3_8b", "TP"), ("llama3_8b", "CP"), ("llama3_8b_float8", "TP")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param("llama3_8b", "TP", marks=pytest.mark.slow), ("llama3_8b", "CP"), ("llama3_8b_float8", "TP")],
+)
 def test_selective_checkpointing_repeats_no_collective(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
     collectives = []
     for mode in ("none", "selective"):

@@ -113,7 +113,7 @@ def loss_of_transformers(base: tuple[Any, Path]) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", ["one process", "PP", pytest.param("TP-FSDP", marks=pytest.mark.slow)])
 def test_fine_tuning_starts_at_the_loss_of_transformers(ranks: Ranks, tmp_path: Path, base: Any, layout: str) -> None:
     expected = loss_of_transformers(base)
     world_size, parallelism = LAYOUTS[layout]

@@ -122,6 +122,7 @@ class Counting(torch.optim.SGD):
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
