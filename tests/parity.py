@@ -115,6 +115,16 @@ def table(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def moe_table(measured: dict[str, Any]) -> str:
+    """Returns a row per case of a mixture-of-experts model, of which each has one."""
+    lines = ["| Layout | Processes | Model | Loss | Gradient norm | Weights |", "|---|---|---|---|---|---|"]
+    for name, case in measured["cases"].items():
+        (model,) = case.keys() - {"processes"}
+        cells = " | ".join(f"{case[model][metric]:.0e}" for metric in ("loss", "gradient norm", "weights"))
+        lines.append(f"| {name} | {case['processes']} | {model} | {cells} |")
+    return "\n".join(lines)
+
+
 def summary(measured: dict[str, Any]) -> str:
     """Returns the largest differences of all cases as a sentence."""
     cases = measured["cases"].values()
@@ -131,4 +141,5 @@ def summary(measured: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     recorded = json.loads(Path(sys.argv[1]).read_text())
-    print(table(recorded), summary(recorded), sep="\n\n")
+    is_dense = all("llama" in case for case in recorded["cases"].values())
+    print(f"{table(recorded)}\n\n{summary(recorded)}" if is_dense else moe_table(recorded))

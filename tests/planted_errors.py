@@ -62,6 +62,24 @@ ERRORS = {
         '"qk_norm": Style(partial_gradient=False),',
         "tests/distributed/test_qwen3.py",
     ),
+    "router gradient": Planted(
+        "titanlike/parallelisms/tensor.py",
+        '"router": Style(),',
+        '"router": Style(partial_gradient=False),',
+        "tests/distributed/test_moe.py",
+    ),
+    "balance loss": Planted(
+        "titanlike/parallelisms/tensor.py",
+        "num_replicas = mesh.size()",
+        "num_replicas = 1",
+        "tests/distributed/test_moe.py",
+    ),
+    "expert gradient": Planted(
+        "titanlike/models/grouped_matmul.py",
+        "torch.ops.titanlike.grouped_matmul_weight_gradient(gradient, x, ends)",
+        "torch.ops.titanlike.grouped_matmul_weight_gradient(gradient, x, ends.clamp(min=1))",
+        "tests/unit/test_experts.py",
+    ),
     "LoRA gradient": Planted(
         "titanlike/parallelisms/tensor.py",
         "sums = (style.partial_gradient or name in LORA) and",

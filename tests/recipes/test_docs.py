@@ -26,7 +26,8 @@ from benchmarks import (
     startup,
 )
 from tests.launching import ROOT, SMALL, free_port, python, run
-from tests.parity import CASES, summary, table
+from tests.distributed.test_moe import CASES as MOE_CASES
+from tests.parity import CASES, moe_table, summary, table
 from tests.training import tiny, train
 from titanlike.checkpoint import read_whole
 from titanlike.cli.main import build_parser
@@ -198,6 +199,12 @@ def test_the_parity_table_is_what_the_tests_measured() -> None:
         for model in ("llama", "gpt"):
             for what, worst in case[model].items():
                 assert worst <= TOLERANCES[what]
+
+
+def test_the_parity_table_of_experts_is_what_the_tests_measured() -> None:
+    measured = json.loads((ROOT / "docs/parity_moe.json").read_text())
+    assert list(measured["cases"]) == list(MOE_CASES), "docs/parity_moe.json is outdated: record it again"
+    assert f"-->\n\n{moe_table(measured)}\n" in (ROOT / "docs/mixture_of_experts.md").read_text()
 
 
 def test_the_float8_losses_are_the_measurements() -> None:

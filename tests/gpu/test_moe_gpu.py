@@ -1,0 +1,52 @@
+"""Mixture of experts on a GPU: torch's grouped matmul, training with compiled blocks, and expert parallelism over NCCL."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launching import SMALL, losses, run
+from titanlike.models.grouped_matmul import grouped_matmul
+from titanlike.utils import compat
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+MOE = {
+    name: value for name, value in SMALL.items() if name not in ("model.num_kv_heads", "model.ffn_dim")
+} | {"model.name": "mixtral", "model.dim": "256", "model.ffn_dim": "256", "model.balance_bias_rate": "0.001"}  # fmt: skip
+
+
+def test_the_grouped_matmul_of_torch_equals_one_matmul_per_expert() -> None:
+    assert compat.grouped_mm is not None
+    counts = [100, 0, 37, 375]
+    ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    x = torch.randn(sum(counts), 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(len(counts), 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    expected = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(counts), weight, strict=True)])
+    found = grouped_matmul(x, weight, ends)
+    gradient = torch.randn_like(found)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-1)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (x, weight), gradient),
+        torch.autograd.grad(expected, (x, weight), gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-1)
+
+
+def trained(folder: Path, name: str, gpus: str, **options: str) -> dict[int, float]:
+    variables = {"CUDA_VISIBLE_DEVICES": gpus, "NPROC": str(len(gpus.split(",")))}
+    bf16 = {"training.compute_dtype": "bfloat16", "compile.mode": "block"}
+    done = run(folder, variables=variables, real=True, **MOE | bf16 | options | {"run.name": name})
+    assert done.returncode == 0, done.stderr
+    return losses(folder / "runs" / name)
+
+
+def test_compiled_training_in_bfloat16_follows_eager_training(tmp_path: Path) -> None:
+    expected = trained(tmp_path, "eager", "0", **{"compile.mode": "none"})
+    assert trained(tmp_path, "compiled", "0") == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_expert_parallelism_over_nccl(tmp_path: Path) -> None:
+    expected = trained(tmp_path, "sharded", "0,1")
+    assert trained(tmp_path, "experts", "0,1", **{"parallelism.expert": "2"}) == pytest.approx(expected, rel=1e-2)
