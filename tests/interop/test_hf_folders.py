@@ -33,7 +33,8 @@ from titanlike.config.model_configs import (
 from titanlike.interop import export as export_module
 from titanlike.interop import weights as weights_module
 from titanlike.interop.export import export
-from titanlike.interop.weights import open_weights, whole
+from titanlike.interop.hf_plan import whole
+from titanlike.interop.weights import open_weights
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +400,7 @@ from titanlike.checkpoint.format import ShardRange, write_tensors
 from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
-from titanlike.interop.weights import Weights, open_weights, parameter_shapes
+from titanlike.interop.weights import Weights, open_weights
 
 config = LlamaConfig(dim=512, num_layers=40, num_heads=8, num_kv_heads=8, ffn_dim=2048, vocab_size=4096)
 

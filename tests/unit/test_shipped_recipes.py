@@ -1,5 +1,6 @@
 """Every shipped recipe loads, passes the checks for its number of processes, and builds the published model."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,8 @@ SHIPPED = {
     "qwen3_8b": (8_190_735_360, 8),
     "qwen3_14b": (14_768_307_200, 8),
     "qwen3_32b": (32_762_123_264, 64),
+    "qwen3_30b_a3b": (30_532_122_624, 64),
+    "mixtral_8x7b": (46_702_792_704, 64),
     "gemma2_2b": (2_614_341_888, 1),
     "gemma2_9b": (9_241_705_984, 8),
     "gemma2_27b": (27_227_128_320, 64),
@@ -103,7 +106,8 @@ def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrid
                 model = build_model(recipe.model)
             sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
             model = parallelize(
-                model, build_mesh("cpu", **layout.dimensions()), split=split, training=recipe.training, parallelism=layout,
+                model, build_mesh("cpu", **layout.dimensions(), expert=layout.expert), split=split,
+                training=recipe.training, parallelism=layout,
                 activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
                 float8=replace(recipe.float8, emulate=True),
             )  # fmt: skip
@@ -127,6 +131,7 @@ def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
     states = 16 * model.num_parameters() / processes
     # Unsharded weights and their gradients: of two blocks, or with a pipeline of the stages that the GPU holds.
     block = sum(outputs * inputs for outputs, inputs in model.block_matrices().values())
+    block += sum(map(math.prod, model.expert_parameters().values())) // layout.expert
     gathered = (1 if recipe.float8.all_gather else 2) + 4
     unsharded = gathered * (2 * block if pipeline == 1 else model.num_parameters() / pipeline) / tensor
     # Bytes per token, channel and block that are kept until the backward pass, and the keys and values that context parallelism
@@ -137,8 +142,12 @@ def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
     num_chunks = pipeline * (schedule.stages_per_rank + 1) - 1
     num_blocks = model.num_layers if pipeline == 1 else num_chunks * max(layout.split(model))
     # All activations of the block that is recomputed, and the sequences that tensor parallelism gathers.
-    queries, ffn = model.num_heads * model.head_dim, model.ffn_dim
-    inside = (8 * model.dim + 4 * queries + 6 * ffn) * tokens / tensor  # of this, 2 bytes an element
+    # With experts, those of the average token: six more tensors of the rows that experts take and return, here and on other ranks.
+    queries, num_ffn = model.num_heads * model.head_dim, getattr(model, "experts_per_token", 1)
+    rows = 12 * model.dim * num_ffn if model.expert_parameters() else 0
+    inside = (
+        (8 * model.dim + 4 * queries + 6 * model.ffn_dim * num_ffn + rows) * tokens / tensor
+    )  # of this, 2 bytes an element
     recomputed = inside + keys + (4 * width * tensor if tensor > 1 else 0)
     return (states + unsharded + kept * num_blocks + recomputed) / 2**30
 

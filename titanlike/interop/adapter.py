@@ -10,7 +10,8 @@ from torch import Tensor
 from titanlike.checkpoint.format import write_tensors
 from titanlike.config import UserError
 from titanlike.interop.export import whole_folder
-from titanlike.interop.weights import CheckpointWeights, Weights, hf_plan
+from titanlike.interop.hf_plan import hf_plan
+from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.models.lora import A, B
 from titanlike.utils.atomic_io import atomic_write_text
 

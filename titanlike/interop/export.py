@@ -16,8 +16,9 @@ from titanlike.checkpoint.format import write_tensors
 from titanlike.config import UserError
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.interop.hf_folder import CONFIG, INDEX
+from titanlike.interop.hf_plan import stored_tensors
 from titanlike.interop.tokenizer_files import tokenizer_files
-from titanlike.interop.weights import CheckpointWeights, Weights, stored_tensors
+from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
 
 SHARD_SIZE = 5 * 10**9  # bytes of a file, as transformers writes them

@@ -7,7 +7,6 @@ rows and the experts that it holds.
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,8 +30,9 @@ from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Lora, Tokenizer
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, read_json, tensor_files
-from titanlike.models import build_model, lora
-from titanlike.models.hf_tensors import HFTensor, hf_tensor
+from titanlike.interop.hf_plan import hf_plan, parameter_shapes, stored_tensors, whole
+from titanlike.models import lora
+from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.registry import registered_configs
 from titanlike.utils.dtensor import local_tensor
 
@@ -111,64 +111,6 @@ def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allo
             raise UserError(each)
     assert weights
     load_weights(model, weights)
-
-
-def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all parameters of a model by name."""
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()}
-
-
-def hf_plan(config: TransformerConfig) -> dict[str, HFTensor]:
-    """Returns where each parameter of a model is in a Hugging Face checkpoint."""
-    with torch.device("meta"):
-        model = build_model(config)
-    plan: Mapping[str, HFTensor] = getattr(model, "hf_tensors", {})
-    found = {name: hf_tensor(plan, name) for name, _ in model.named_parameters()}
-    unknown = [name for name, tensor in found.items() if tensor is None]
-    if unknown or not config.hf_architecture:
-        raise UserError(
-            f"model.name = {config.name!r} cannot be converted: "
-            + (f"{type(model).__name__}.hf_tensors has no {unknown[0]}" if unknown else "it has no hf_architecture")
-        )
-    return {name: tensor for name, tensor in found.items() if tensor}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a Hugging Face checkpoint."""
-
-    shape: tuple[int, ...]
-    transposed: bool
-    parts: dict[int, tuple[str, ShardRange]]
-    """What it consists of, along the output dimension: parameters, or elements of stacked parameters."""
-
-
-def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
-    """Returns the tensors of a model's Hugging Face checkpoint by name."""
-    stored: dict[str, StoredTensor] = {}
-    shapes = parameter_shapes(config)
-    for name, tensor in hf_plan(config).items():
-        shape = shapes[name]
-        if tensor.stacked:
-            offsets = [(index, *(0 for _ in shape[1:])) for index in range(shape[0])]
-            parts = [
-                (tensor.element(offset[0]), shape[1:], ShardRange(shape, offset, (1, *shape[1:]))) for offset in offsets
-            ]
-        else:
-            parts = [(tensor, shape, whole(shape))]
-        for one, (outputs, *inputs), shard_range in parts:
-            full = (outputs * one.num_parts, *inputs)
-            found = stored.setdefault(
-                one.name, StoredTensor(full[::-1] if one.transposed else full, one.transposed, {})
-            )
-            found.parts[one.part] = (name, shard_range)
-    return stored
-
-
-def whole(shape: tuple[int, ...]) -> ShardRange:
-    """Returns the range of all of a tensor."""
-    return ShardRange(shape, (0,) * len(shape), shape)
 
 
 class HFWeights(Weights):
