@@ -5,26 +5,30 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from recipes import pretrain
 from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
-from tests.training import GEMMA2, GEMMA3, MODELS, QWEN2, QWEN3, Traffic, build, tiny
+from tests.training import GEMMA2, GEMMA3, MIXTRAL, MODELS, QWEN2, QWEN3, QWEN3_MOE, Traffic, build, tiny
 from titanlike.config import PretrainRecipe
+from titanlike.config.model_configs import MoeConfig
 from titanlike.config.sections import Parallelism
 from titanlike.data.loader import Batch
+from titanlike.models.experts import routers
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.planning.job import Job
-from titanlike.planning.traffic import traffic
+from titanlike.planning.traffic import fsdp_axis, traffic
 
 Ranks = Callable[[int], Pool]
 Totals = dict[tuple[str, str], tuple[int, int]]  # (kind, mesh axis) -> (calls, bytes) in a step
@@ -51,6 +55,7 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
         _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
     for context in (nullcontext(), counter):
         with context:
+            balance(model)
             pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
@@ -58,12 +63,29 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
     return counter.total, mesh.pipeline.get_local_rank()
 
 
+def balance(model: torch.nn.Module) -> None:
+    """Has all experts compute the same number of tokens, as the planner assumes: by turns, whatever the scores."""
+    for router in routers(model):
+        router.forward = partial(route_by_turns, router.forward, router.config)  # type: ignore[method-assign]
+
+
+def route_by_turns(forward: Any, config: MoeConfig, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights, indices, load = forward(x)
+    by_turns = torch.arange(indices.numel(), device=x.device).view_as(indices) % config.num_experts
+    return weights, by_turns, load.fill_(indices[0].numel() // config.num_experts)
+
+
 def planned(job: Job, rank: int) -> Totals:
     """Returns what the planner computes, summed over purposes."""
+    layout = job.layout
     calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for collective in traffic(job, rank):
-        calls[collective.kind, collective.axis] += collective.calls
-        size[collective.kind, collective.axis] += collective.bytes
+        axis = collective.axis
+        if axis == "expert" and layout.expert in (job.num_shards, layout.context):
+            # The same process group as that of another axis.
+            axis = fsdp_axis(job) if layout.expert == job.num_shards else "context"
+        calls[collective.kind, axis] += collective.calls
+        size[collective.kind, axis] += collective.bytes
     return {key: (calls[key], size[key]) for key in calls}
 
 
@@ -190,6 +212,39 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "TP, LoRA, gpt": (TP, GPT, lora("wq", "w2")),
     "*CP, LoRA": (CP, LLAMA, lora("wq", "layers.1.attention.wk")),
     "*PP 1f1b x TP, LoRA, tied": (PP | TP, TIED, lora() | TWO),
+}
+EP, FSDP4 = dict(expert=2), dict(shard=4)
+COMPILED = {"compile": dict(mode="block", backend="aot_eager")}
+OTHERS |= {
+    "MoE, FSDP": (FSDP, QWEN3_MOE, {}),
+    "MoE, TP": (TP, QWEN3_MOE, {}),
+    "MoE, CP x TP, full checkpointing": (CP | TP, MIXTRAL, FULL),
+    "MoE, EP": (FSDP | EP, QWEN3_MOE, {}),
+    "MoE, EP x FSDP": (FSDP4 | EP, MIXTRAL, {}),
+    "MoE, EP x TP": (FSDP | TP | EP, MIXTRAL, {}),
+    "*MoE, FSDP, fewer experts than ranks": (FSDP4, replace(QWEN3_MOE, num_experts=3), {}),
+    "*MoE, TP, shared experts": (TP, MIXTRAL, {}),
+    "*MoE, CP": (CP, QWEN3_MOE, {}),
+    "*MoE, EP x HSDP": (FSDP | EP | dict(replicate=2), QWEN3_MOE, {}),
+    "*MoE, EP x CP": (CP | FSDP | EP, MIXTRAL, {}),
+    "*MoE, EP of all ranks, CP": (CP | FSDP | dict(expert=4), MIXTRAL, {}),
+    "*MoE, EP x TP x FSDP": (FSDP4 | TP | EP, QWEN3_MOE, {}),
+    "*MoE, EP x FSDP, full checkpointing": (FSDP4 | EP, QWEN3_MOE, FULL),
+    "*MoE, EP x TP, full checkpointing": (FSDP | TP | EP, QWEN3_MOE, FULL),
+    "*MoE, EP, selective checkpointing": (FSDP | EP, QWEN3_MOE, SELECTIVE),
+    "*MoE, EP x TP, selective checkpointing": (FSDP | TP | EP, QWEN3_MOE, SELECTIVE),
+    "*MoE, EP x FSDP, every second block recomputed": (FSDP4 | EP, QWEN3_MOE, EVERY_N),
+    "*MoE, EP x PP 1f1b x FSDP": (FSDP4 | PP | EP, MIXTRAL, training(local_batch_size=1, global_batch_size=16)),
+    "*MoE, EP x PP zbv x FSDP": (FSDP | PP | ZBV | EP, QWEN3_MOE, TWO),
+    "*MoE, EP x FSDP, always resharded": (FSDP4 | EP | ALWAYS, QWEN3_MOE, {}),
+    "*MoE, EP x FSDP, last micro-batch": (FSDP4 | EP | LAST, QWEN3_MOE, {}),
+    "*MoE, EP x FSDP, compiled": (FSDP4 | EP, QWEN3_MOE, COMPILED),
+    "*MoE, EP, compiled, selective checkpointing": (FSDP | EP, QWEN3_MOE, COMPILED | SELECTIVE),
+    "*MoE, EP x FSDP, compiled, full checkpointing": (FSDP4 | EP, QWEN3_MOE, COMPILED | FULL),
+    "*MoE, EP x FSDP, LoRA": (FSDP4 | EP, QWEN3_MOE, lora("attention")),
+    "*MoE, EP x FSDP, LoRA in the last block": (FSDP4 | EP, QWEN3_MOE, lora("layers.3")),
+    "*MoE, TP x FSDP, float8": (TP | FSDP, MIXTRAL, float8()),
+    "*MoE, EP x FSDP, float8 all-gather": (FSDP4 | EP, QWEN3_MOE, GATHER),
 }
 
 
