@@ -17,7 +17,7 @@ from typing import Any
 import tomli
 
 from titanlike.distributed.environment import child_environment
-from titanlike.verify import shrink
+from titanlike.run.small_recipe import shrink
 
 ROOT = Path(__file__).parents[1]
 STEPS = 4

@@ -12,12 +12,14 @@ import os
 import pty
 import re
 import select
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
 import time
+import urllib.request
 from dataclasses import dataclass
 from fcntl import ioctl
 from io import StringIO
@@ -99,27 +101,68 @@ OF_ALL_RUNS = {
     "sample.tokens": 0, "metrics.trackers": "[]",
 }  # fmt: skip
 
-NAMES = (*CAPTURES, "comparison")
-
 
 def comparison(folder: Path) -> None:
     """Trains three short runs, and makes the pictures of `titanlike compare`."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-    def run(*words: str) -> None:
-        subprocess.run(
-            words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
     for name, options in RUNS.items():
         keys = [f"--{key}={value}" for key, value in OF_ALL_RUNS.items()]
-        run("./run_train.sh", "train_configs/debug.toml", f"--run.name={name}", *keys, *options)
+        run(folder, "./run_train.sh", "train_configs/debug.toml", f"--run.name={name}", *keys, *options)
     runs = [f"runs/{name}" for name in ("adamw", "adamw-high-lr", "muon")]
     capture("comparison_table", Capture(f"titanlike compare {' '.join(runs)}", columns=150), folder)
-    run("titanlike", "compare", *runs, "--html", "compare.html", "--png", str(FOLDER / "comparison.png"))
+    run(folder, "titanlike", "compare", *runs, "--html", "compare.html", "--png", str(FOLDER / "comparison.png"))
+    page("comparison_page", f"file://{folder}/compare.html", folder, "1280,1240")
+
+
+def tensorboard(folder: Path) -> None:
+    """Trains with the debug recipe, and makes the picture of TensorBoard's scalars."""
+    run(folder, "./run_train.sh", "train_configs/debug.toml", "--run.name=debug")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", "--logdir=runs", "--host=127.0.0.1", f"--port={port}", "--load_fast=false"],
+        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_for_scalars(f"{address}/data/plugin/scalars/tags")
+        shown = "|".join(("loss", "grad_norm", "learning_rate", "tokens_per_second", "memory_gib"))
+        scalars = f"{address}/#scalars&_smoothingWeight=0&tagFilter={shown}"
+        page("tensorboard", scalars, folder, "1440,730", "--virtual-time-budget=20000")
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def wait_for_scalars(address: str) -> None:
+    """Waits until TensorBoard has read the records of the run."""
+    end = time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(address, timeout=30) as answer:
+                if "train/loss" in answer.read().decode():
+                    return
+        except OSError as error:  # the server starts
+            reason = str(error)
+        else:
+            reason = "no records"
+        if time.monotonic() > end:
+            raise TimeoutError(f"{address}: {reason}")
+        time.sleep(0.5)
+
+
+def run(folder: Path, *words: str) -> None:
+    """Runs a command without its output."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def page(name: str, address: str, folder: Path, size: str, *options: str) -> None:
+    """Writes the picture of a page in a headless browser."""
     run(
-        "chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1240",
-        f"--user-data-dir={folder / 'browser'}", f"--screenshot={FOLDER / 'comparison_page.png'}", f"file://{folder}/compare.html",
+        folder, "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars", f"--window-size={size}",
+        f"--user-data-dir={folder / 'browser'}", f"--screenshot={FOLDER / name}.png", *options, address,
     )  # fmt: skip
 
 
@@ -188,6 +231,11 @@ def color_of(name: str) -> str | None:
     return f"#{name}" if re.fullmatch("[0-9a-f]{6}", name) else {"brown": "yellow"}.get(name, name)
 
 
+# The other pictures: the command, and what makes them.
+PAGES = {"comparison": ("titanlike compare", comparison), "tensorboard": ("tensorboard --logdir runs", tensorboard)}
+NAMES = (*CAPTURES, *PAGES)
+
+
 def main() -> None:
     """Makes all pictures, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,7 +248,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name in arguments.names or NAMES:
         if arguments.list:
-            print(f"{name}: {CAPTURES[name].command if name in CAPTURES else 'titanlike compare'}")
+            print(f"{name}: {CAPTURES[name].command if name in CAPTURES else PAGES[name][0]}")
             continue
         with tempfile.TemporaryDirectory() as folder:
             for path in ("run_train.sh", "train_configs"):
@@ -208,7 +256,7 @@ def main() -> None:
             if name in CAPTURES:
                 capture(name, CAPTURES[name], Path(folder))
             else:
-                comparison(Path(folder))
+                PAGES[name][1](Path(folder))
         print(f"made {name}")
 
 

@@ -52,7 +52,7 @@ WITH_FSDP = {"gpipe": "every", "1f1b": "every", "interleaved_1f1b": "slow", "zer
 CASES = [
     Case("FSDP", dict(shard=2)),
     Case("DDP", dict(replicate=2, shard=1), tier="one"),
-    Case("HSDP", dict(replicate=2, shard=2)),
+    Case("HSDP", dict(replicate=2, shard=2), tier="one"),
     Case("TP", dict(tensor=2)),
     Case("CP", dict(context=2)),
     *(
@@ -61,7 +61,7 @@ CASES = [
     ),
     Case("PP 1f1b, 4 stages of 1 block", dict(pipeline=4), tier="one"),
     Case("PP 1f1b, stages of 1 + 3 blocks", dict(pipeline=2, pipeline_split=(1, 3)), tier="one"),
-    Case("TP x FSDP", dict(tensor=2, shard=2)),
+    Case("TP x FSDP", dict(tensor=2, shard=2), tier="one"),
     Case("TP x HSDP", dict(tensor=2, replicate=2, shard=2), tier="slow"),
     *(
         Case(
@@ -94,7 +94,7 @@ CASES = [
     Case("TP x FSDP, compiled, selective", dict(tensor=2, shard=2), sections=COMPILED | SELECTIVE, tier="slow"),
     Case("TP, compiled, full", dict(tensor=2), sections=COMPILED | FULL, tier="every"),
     Case("CP x FSDP, compiled", dict(context=2, shard=2), sections=COMPILED, tier="slow"),
-    Case("PP zbv, compiled", dict(pipeline=2, pipeline_schedule="zbv"), sections=COMPILED, tier="one"),
+    Case("PP zbv, compiled", dict(pipeline=2, pipeline_schedule="zbv"), sections=COMPILED, tier="slow"),
     Case("FSDP, dropout", dict(shard=2), dropout=0.1, tier="one"),
     Case("CP x TP, dropout", dict(context=2, tensor=2), dropout=0.1, tier="every"),
     Case("PP 1f1b x TP, dropout", dict(pipeline=2, tensor=2), dropout=0.1, tier="slow"),

@@ -24,7 +24,8 @@ from titanlike.config.model_configs import LlamaConfig
 from titanlike.models import blocks
 from titanlike.models.llama import Llama
 from titanlike.parallelisms.compile import apply_compile
-from titanlike.verify import _toml, shrink
+from titanlike.run.small_recipe import shrink
+from titanlike.verify import _toml
 
 Ranks = Callable[[int], Pool]
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
@@ -176,7 +177,10 @@ def test_no_recompilation_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name
         assert (later, breaks) == (0, 0)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama3_8b", "TP"), ("llama3_8b", "CP"), ("llama3_8b_float8", "TP")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param("llama3_8b", "TP", marks=pytest.mark.slow), ("llama3_8b", "CP"), ("llama3_8b_float8", "TP")],
+)
 def test_selective_checkpointing_repeats_no_collective(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
     collectives = []
     for mode in ("none", "selective"):

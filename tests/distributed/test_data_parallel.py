@@ -28,20 +28,20 @@ def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {name: train(ranks(1), tiny(folder, name, model=model)) for name, model in MODELS.items()}
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("processes", "layout"),
+    ("reshard", "model"),
     [
-        (4, dict(shard=4, reshard_after_forward="never")),
-        (4, dict(shard=4, reshard_after_forward="always")),
+        ("never", "llama"),
+        ("always", "gpt"),
+        pytest.param("never", "gpt", marks=pytest.mark.slow),
+        pytest.param("always", "llama", marks=pytest.mark.slow),
     ],
-    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
 def test_resharding_matches_one_process(
-    ranks: Ranks, baseline: dict[str, Result], tmp_path: Path, model: str, processes: int, layout: dict[str, Any]
+    ranks: Ranks, baseline: dict[str, Result], tmp_path: Path, reshard: Any, model: str
 ) -> None:
-    recipe = tiny(tmp_path, "run", model=MODELS[model], parallelism=Parallelism(**layout))
-    assert_same(train(ranks(processes), recipe), baseline[model])
+    layout = Parallelism(shard=4, reshard_after_forward=reshard)
+    assert_same(train(ranks(4), tiny(tmp_path, "run", model=MODELS[model], parallelism=layout)), baseline[model])
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -143,7 +143,7 @@ SYNCED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in ("FSDP", "HSDP") else [pytest.mark.slow]) for name in SYNCED]
+    "layout", [pytest.param(name, marks=[] if name == "FSDP" else [pytest.mark.slow]) for name in SYNCED]
 )
 def test_last_microbatch_matches_each_microbatch(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """Sums over micro-batches and over ranks are exchanged, so float32 rounds differently."""

@@ -45,6 +45,7 @@ def test_bad_line_on_one_rank_ends_the_run(starter: Starter, tmp_path: Path) -> 
     assert job.output.count("warning: skipped ") == 1
 
 
+@pytest.mark.slow
 def test_remote_file_that_vanishes_ends_the_run(starter: Starter, tmp_path: Path) -> None:
     with web() as site:
         job = starter.start(tmp_path, **served(site) | {"training.steps": "100000"})

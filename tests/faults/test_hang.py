@@ -119,9 +119,8 @@ def check_stopped_rank_is_found(job: Job, rank: int) -> None:
     job.kill()
 
 
-@pytest.mark.parametrize(
-    "moments", [["start", "validation"], pytest.param(["first step", "save", "end"], marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [["start", "validation"], ["first step", "save", "end"]], ids=str)
 def test_rank_stopped_while_the_others_are_paused_is_found(
     starter: Starter, tmp_path: Path, moments: list[str]
 ) -> None:

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,15 @@ import pytest
 
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import python
+from tests.pool import Pool
+from tests.training import tiny, train
 from titanlike.cli import main as program
+from titanlike.config import PretrainRecipe, load
+from titanlike.config.model_configs import MixtralConfig, Qwen3MoeConfig
 from titanlike.distributed import environment
+from titanlike.run.preflight import check_machine
 
+Ranks = Callable[[int], Pool]
 CONFIG = dataclasses.replace(LLAMA, vocab_size=320, max_seq_len=64)
 
 
@@ -97,6 +103,32 @@ def test_figures_as_text_and_as_json(
     assert results["text"]["bytes"] == (folder / "text.txt").stat().st_size
     assert f"text: loss {results['text']['loss']:.4f}  perplexity" in text
     assert f"piqa: acc {results['piqa']['acc']:.4f}  acc_norm" in text
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, MixtralConfig], ids=["qwen3_moe", "mixtral"])
+def test_a_run_with_experts_and_its_export_have_the_same_results(
+    kind: Any, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = kind(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=16, num_experts=4, balance_loss=0.01)
+    options: dict[str, Any] = dict(training=dict(steps=4), schedule=dict(warmup_steps=2), validation=dict(interval=0))
+    train(ranks(1), tiny(tmp_path, "run", model=model, checkpoint=dict(export="float32"), **options))
+    command(monkeypatch, "export", tmp_path / "run", tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("some text to evaluate " * 5)
+    capsys.readouterr()
+    outputs = []
+    for source in ("run", "run/hf", "hf"):
+        command(monkeypatch, "generate", tmp_path / source, "--prompt", "def ", "--tokens", 12, "--seed", 5)
+        text = capsys.readouterr().out
+        what = ("--data", tmp_path / "text.txt", "--seq-len", 32, "--json")
+        command(monkeypatch, "evaluate", tmp_path / source, *what)
+        outputs.append((text, json.loads(capsys.readouterr().out)["results"]))
+    assert len(outputs[0][0]) > len("def \n") and outputs[0][1]["text"]["loss"] > 0
+    assert outputs[0] == outputs[1] == outputs[2]
+    # The recipe of an import has the model of the folder. The coefficient of the auxiliary loss is the recipe's own.
+    command(monkeypatch, "import", tmp_path / "hf", tmp_path / "next.toml")
+    recipe = load(PretrainRecipe, tmp_path / "next.toml", {"model.balance_loss": "0.02", "run.dir": str(tmp_path)})
+    assert recipe.model == dataclasses.replace(model, balance_loss=0.02)
+    check_machine(recipe)
 
 
 def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ PROMPTS = ["def main(", "", "a much longer prompt, so that the others are padded
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {
     name: dataclasses.replace(CONFIGS[name], vocab_size=320)
-    for name in ("grouped-query", "GPT-2", "Gemma 2")  # type: ignore[type-var]
+    for name in ("grouped-query", "GPT-2", "Gemma 2", "Qwen3-MoE")  # type: ignore[type-var]
 }
 
 
@@ -163,7 +163,7 @@ def _refusal() -> str:
 
 
 @pytest.mark.filterwarnings("default")  # those of transformers are not ours
-@pytest.mark.parametrize("name", ["grouped-query", "Llama 3.1", "GPT-2", "Gemma 2", "Gemma 3"])
+@pytest.mark.parametrize("name", ["grouped-query", "Llama 3.1", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3-MoE", "Mixtral"])
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path, alone: None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

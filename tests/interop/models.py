@@ -13,8 +13,10 @@ from titanlike.config.model_configs import (
     Gemma3Config,
     GPTConfig,
     LlamaConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     TransformerConfig,
 )
 from titanlike.config.sections import Tokenizer
@@ -23,6 +25,18 @@ from titanlike.interop.weights import Weights
 from titanlike.models import build_model
 
 LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=112, vocab_size=301, max_seq_len=256)
+QWEN3_MOE = Qwen3MoeConfig(
+    dim=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=24,
+    ffn_dim=40,
+    vocab_size=301,
+    max_seq_len=256,
+    num_experts=6,
+    experts_per_token=3,
+)
 CONFIGS: dict[str, TransformerConfig] = {
     "grouped-query": LLAMA,
     "tied": dataclasses.replace(LLAMA, tied_head=True, norm_eps=1e-3),
@@ -64,6 +78,11 @@ CONFIGS: dict[str, TransformerConfig] = {
         sliding_window=40,
         sliding_window_pattern=3,
         rope_scaling=8.0,
+    ),
+    "Qwen3-MoE": QWEN3_MOE,
+    "Qwen3-MoE, router not normalized": dataclasses.replace(QWEN3_MOE, normalize_router=False),
+    "Mixtral": MixtralConfig(
+        dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=301, max_seq_len=256, num_experts=5
     ),
     "GPT-2": GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=301, max_seq_len=256),
 }

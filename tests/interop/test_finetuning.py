@@ -41,7 +41,11 @@ LAYOUTS = {
 
 @pytest.fixture(
     scope="module",
-    params=["grouped-query", "GPT-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen2", "Qwen3"))],
+    params=[
+        "grouped-query",
+        "GPT-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen2", "Qwen3", "Qwen3-MoE")),
+    ],
 )
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model in a Hugging Face folder with a chat template, and a file of conversations beside it."""
@@ -109,7 +113,7 @@ def loss_of_transformers(base: tuple[Any, Path]) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", ["one process", "PP", pytest.param("TP-FSDP", marks=pytest.mark.slow)])
 def test_fine_tuning_starts_at_the_loss_of_transformers(ranks: Ranks, tmp_path: Path, base: Any, layout: str) -> None:
     expected = loss_of_transformers(base)
     world_size, parallelism = LAYOUTS[layout]

@@ -1,23 +1,39 @@
 """Damaged and unsupported folders, interrupted exports, and memory."""
 
 import json
+import math
 import os
+import re
 import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
+from titanlike.checkpoint import format
+from titanlike.checkpoint.files import File
+from titanlike.checkpoint.format import Entry, ShardRange
 from titanlike.config import UserError
-from titanlike.config.model_configs import Gemma2Config, Gemma3Config, Qwen2Config, Qwen3Config
+from titanlike.config.model_configs import (
+    Gemma2Config,
+    Gemma3Config,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from titanlike.interop import export as export_module
+from titanlike.interop import weights as weights_module
 from titanlike.interop.export import export
-from titanlike.interop.weights import open_weights
+from titanlike.interop.weights import open_weights, whole
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +186,111 @@ def test_the_published_config_of_qwen2_5_is_that_of_its_size() -> None:
         Qwen3Config.from_hugging_face(QWEN3 | {"attention_bias": True})
 
 
+QWEN3_MOE = {  # what the published config.json of Qwen3 30B-A3B has, in the form of transformers 4
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MIXTRAL = {  # the same of Mixtral 8x7B
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def test_the_published_configs_of_models_with_experts_are_those_of_their_sizes() -> None:
+    for values, kind, size in ((QWEN3_MOE, Qwen3MoeConfig, "30B-A3B"), (MIXTRAL, MixtralConfig, "8x7B")):
+        found = kind.from_hugging_face(values)
+        assert found == kind(**{"size": size, **kind.sizes[size]})
+        assert kind.from_hugging_face(found.to_hugging_face()) == found
+        written = replace(found, balance_loss=values["router_aux_loss_coef"]).to_hugging_face()
+        # An export also has the ids of special tokens, which depend on the tokenizer.
+        unused = {"bos_token_id", "eos_token_id", "max_window_layers"}
+        assert {key for key, value in values.items() if (key, written.get(key)) != (key, value)} <= unused
+        with pytest.raises(ValueError, match="sliding_window = 4096 is not supported; only None is"):
+            kind.from_hugging_face(values | {"sliding_window": 4096})
+        options = dict(num_shared_experts=1, router_score="sigmoid", router_scale=2.5, balance_bias_rate=0.001)
+        for name, value in options.items():
+            message = f"model.{name} = {value!r} has no equivalent in {kind.hf_architecture}; it cannot be exported"
+            with pytest.raises(UserError, match=re.escape(message)):
+                replace(found, **{name: value}).to_hugging_face()
+    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} = .* is not supported"):
+            Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | change)
+    assert not Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | {"norm_topk_prob": False}).normalize_router
+    with pytest.raises(UserError, match=r"model.normalize_router = False has no equivalent in MixtralForCausalLM"):
+        MixtralConfig(normalize_router=False).to_hugging_face()
+
+
+# Shards of a stack of 5 or more experts, whose matrices have 40 rows and columns or more.
+SHARDS: dict[str, tuple[slice, ...]] = {
+    "experts": (slice(2, 4),),
+    "rows": (slice(None), slice(8, 24)),
+    "columns": (slice(None), slice(None), slice(24, 40)),
+    "experts and rows": (slice(3, 4), slice(20, 40)),
+    "experts and columns": (slice(1, 3), slice(None), slice(20, 40)),
+    "one element": (slice(4, 5), slice(39, 40), slice(39, 40)),
+}
+
+
+@pytest.fixture(scope="module", params=["Qwen3-MoE", "Mixtral"])
+def model_with_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The parameters and the folder of a model."""
+    model = model_of(CONFIGS[request.param])
+    folder = export_model(model, CONFIGS[request.param], tmp_path_factory.mktemp("experts") / "hf")
+    return model.state_dict(), folder
+
+
+@pytest.mark.parametrize("slices", SHARDS.values(), ids=list(SHARDS))
+def test_a_shard_of_experts_is_a_slice_and_reads_no_other_expert(
+    model_with_experts: Any, slices: tuple[slice, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters, folder = model_with_experts
+    weights = open_weights(folder)
+    num_read: list[int] = []
+
+    def read_part(file: File, entry: Entry, part: list[slice]) -> torch.Tensor:
+        num_read.append(math.prod(entry.shape))
+        return format.read_part(file, entry, part)
+
+    monkeypatch.setattr(weights_module, "read_part", read_part)
+    for name in (f"layers.1.feed_forward.experts.{matrix}" for matrix in ("w1", "w2", "w3")):
+        shape = tuple(parameters[name].shape)
+        bounds = [one.indices(size) for one, size in zip_longest(slices, shape, fillvalue=slice(None))]
+        offset, end, _ = zip(*bounds, strict=True)
+        shard_range = ShardRange(shape, offset, tuple(b - a for a, b in zip(offset, end, strict=True)))
+        num_read.clear()
+        assert torch.equal(weights.read(name, shard_range), parameters[name][slices]), name
+        assert num_read == [math.prod(shape[1:])] * shard_range.shape[0]
+
+
+EXPERT = "model.layers.0.mlp.experts.5.up_proj.weight"
+DAMAGED_EXPERTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "more experts": (config(num_experts=7), "lacks model.layers.0.mlp.experts.6."),
+    "fewer experts": (config(num_experts=5), "also has model.layers.0.mlp.experts.5."),
+    "missing expert": (header(lambda h: h.pop(EXPERT)), f"lacks {EXPERT}; it is not a qwen3_moe model"),
+    "other shape": (header(lambda h: h[EXPERT].update(shape=[64, 40])), f"{EXPERT} has shape (64, 40), but config.json"),
+    "dense block": (config(mlp_only_layers=[1]), "mlp_only_layers = [1] is not supported; only [] is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED_EXPERTS.values(), ids=list(DAMAGED_EXPERTS))
+def test_folders_with_other_experts_are_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    model_config = CONFIGS["Qwen3-MoE"]
+    damage(export_model(model_of(model_config), model_config, tmp_path / "hf"))
+    with pytest.raises(UserError) as error:
+        open_weights(tmp_path / "hf")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 GEMMA2 = {  # what the published config.json of Gemma 2 27B has, in the form of transformers 4
     "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
@@ -243,7 +364,7 @@ def test_names_without_the_prefix_of_the_head_and_computed_buffers_are_accepted(
     safetensors.torch.save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
     (tmp_path / "hf/model.safetensors.index.json").unlink()
     weights = open_weights(tmp_path / "hf")
-    query = weights.full("layers.1.attention.wq.weight", (64, 64))
+    query = weights.read("layers.1.attention.wq.weight", whole((64, 64)))
     assert query.equal(tensors["h.1.attn.c_attn.weight"][:, :64].t())
 
 

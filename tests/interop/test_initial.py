@@ -21,6 +21,8 @@ LAYOUTS = {
     "TP-FSDP": (4, Parallelism(tensor=2)),
     "PP": (2, Parallelism(pipeline=2)),
     "FSDP": (2, Parallelism()),
+    "EP-FSDP": (4, Parallelism(expert=2)),
+    "EP-TP": (4, Parallelism(tensor=2, expert=2)),
 }
 
 
@@ -38,15 +40,20 @@ def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
     [
         ("TP-FSDP", "Llama 3.2"),
         ("PP", "GPT-2"),
+        ("EP-TP", "Qwen3-MoE"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("TP-FSDP", "GPT-2"),
                 ("TP-FSDP", "Qwen2"),
                 ("TP-FSDP", "Qwen3"),
+                ("TP-FSDP", "Mixtral"),
+                ("EP-FSDP", "Qwen3-MoE"),
+                ("PP", "Qwen3-MoE"),
                 ("PP", "Llama 3.2"),
                 ("FSDP", "Llama 3.2"),
                 ("FSDP", "GPT-2"),
+                ("FSDP", "Mixtral"),
             )
         ),
     ],
@@ -99,6 +106,47 @@ def test_another_model_is_refused_before_the_start_and_on_all_ranks(ranks: Ranks
         checkpoint=dict(allow_changed=("model.rope_theta",)),
     )  # fmt: skip
     check_machine(allowed)
+
+
+def test_experts_may_be_trained_with_another_auxiliary_loss(tmp_path: Path) -> None:
+    config: Any = CONFIGS["Qwen3-MoE"]
+    export_model(model_of(config), config, tmp_path / "hf")
+    for changes, message in (
+        (dict(num_experts=12), r"^checkpoint.initial = '.*/hf' has num_experts = 6, but model.num_experts = 12; .*$"),
+        (dict(normalize_router=False), r"^checkpoint.initial = '.*/hf' has normalize_router = True, but .*$"),
+        (dict(balance_bias_rate=1e-3), r"^checkpoint.initial = '.*/hf' has balance_bias_rate = 0.0, but .*$"),
+        (dict(balance_loss=0.1), ""),
+    ):
+        recipe = recipe_from(tmp_path, tmp_path / "hf", "run", model=replace(config, vocab_size=301, **changes))
+        if message:
+            with pytest.raises(UserError, match=message):
+                check_machine(recipe)
+        else:
+            check_machine(recipe)
+
+
+def test_options_without_an_equivalent_are_refused_before_training(tmp_path: Path) -> None:
+    model: Any = replace(CONFIGS["Mixtral"], vocab_size=304, router_scale=2.5)  # type: ignore[call-arg]
+    check_recipe(tiny(tmp_path, "run", model=model), 1)
+    with pytest.raises(UserError, match=r"^checkpoint.export: model.router_scale = 2.5 has no equivalent in Mixtral"):
+        check_recipe(tiny(tmp_path, "run", model=model, checkpoint=dict(export="float32")), 1)
+    with pytest.raises(
+        UserError, match=r"^model.router_scale = 2.5 has no equivalent in MixtralForCausalLM; it cannot"
+    ):
+        export_model(model_of(model), model, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_parameter_that_the_initial_weights_lack_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    config: Any = replace(CONFIGS["Qwen3-MoE"], vocab_size=304)
+    export_model(model_of(config), config, tmp_path / "hf")
+    allowed = dict(allow_changed=("model.balance_bias_rate",))
+    recipe = recipe_from(
+        tmp_path, tmp_path / "hf", "run", model=replace(config, balance_bias_rate=1e-3), checkpoint=allowed
+    )
+    [error] = ranks(1).run(refusal, recipe)
+    expected = "hf': there is no layers.0.feed_forward.router.expert_bias, but the recipe's model has (6,)"
+    assert expected in error
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Exported folders as transformers reads them, and folders that transformers writes. `.ci/run` repeats this with transformers 4."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,41 @@ def test_the_comparison_finds_errors_of_gemma2(changes: dict[str, Any], tmp_path
     assert difference(model, load(folder), config) > (1e-4 if "hidden_activation" in changes else 1e-3)
 
 
+@pytest.mark.parametrize("wrong", ["experts", "w1 and w3", "rows", "router", "norm_topk_prob", "num_experts_per_tok"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral"])
+def test_the_comparison_finds_errors_of_experts(name: str, wrong: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    model = model_of(config)
+    folder = export_model(model, config, tmp_path / "hf")
+    [file] = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    layer = "model.layers.1." + {"Qwen3-MoE": "mlp", "Mixtral": "block_sparse_moe"}[name]
+    gate, down, up = {"Qwen3-MoE": ("gate_proj", "down_proj", "up_proj"), "Mixtral": ("w1", "w2", "w3")}[name]
+    experts = [f"{layer}.experts.{index}" for index in (1, 2)]
+    swapped: dict[str, list[tuple[str, str]]] = {
+        "experts": [(f"{experts[0]}.{matrix}", f"{experts[1]}.{matrix}") for matrix in (gate, down, up)],
+        "w1 and w3": [(f"{experts[0]}.{gate}", f"{experts[0]}.{up}")],
+    }
+    for one, other in swapped.get(wrong, []):
+        one, other = f"{one}.weight", f"{other}.weight"
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+    for key in {"rows": [f"{experts[0]}.{down}.weight"], "router": [f"{layer}.gate.weight"]}.get(wrong, []):
+        tensors[key] = tensors[key].flip(0).contiguous()
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    if wrong == "norm_topk_prob":
+        if name == "Mixtral":
+            config = dataclasses.replace(config, normalize_router=False)  # type: ignore[call-arg]
+            state, model = model.state_dict(), build_model(config)
+            model.load_state_dict(state)
+        else:
+            values["norm_topk_prob"] = False
+    if wrong == "num_experts_per_tok":
+        values["num_experts_per_tok"] -= 1
+    (folder / "config.json").write_text(json.dumps(values))
+    assert difference(model, load(folder), config) > 1e-3
+
+
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 @pytest.mark.parametrize(
     "change", [{"rope_theta": 5e3}, {"rope_type": "linear", "factor": 2.0}], ids=["theta", "scaling"]
@@ -118,7 +154,7 @@ def test_the_comparison_finds_errors_of_the_rope_of_gemma3(kind: str, change: di
     assert difference(model, load(folder), config) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["tied", "GPT-2"])
+@pytest.mark.parametrize("name", ["tied", "GPT-2", "Qwen3-MoE", "Mixtral"])
 def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     export_model(model_of(config), config, tmp_path / "first", dtype="bfloat16")
@@ -133,7 +169,7 @@ def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
     again = {name: value for file in files for name, value in safetensors.torch.load_file(file).items()}
     expected = safetensors.torch.load_file(tmp_path / "saved/model.safetensors")
     assert again.keys() == expected.keys() == index["weight_map"].keys()
-    assert ("lm_head.weight" in again) is False
+    assert ("lm_head.weight" in again) != config.tied_head
     for key, value in expected.items():
         assert value.dtype == again[key].dtype == torch.bfloat16
         assert torch.equal(value.view(torch.int16), again[key].view(torch.int16)), key

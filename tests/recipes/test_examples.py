@@ -38,6 +38,7 @@ def test_an_example_matches_one_process(
     assert max(ranks(processes).run(example)) < tolerance
 
 
+@pytest.mark.slow
 def test_float8_stays_near_float32(ranks: Ranks) -> None:
     for layout, one in ranks(4).run(float8.main):
         assert 1e-4 < layout < 0.02 and 1e-4 < one < 0.02  # it rounds, and trains all the same
@@ -62,6 +63,7 @@ def test_a_killed_loop_with_checkpoints_ends_with_the_same_weights(tmp_path: Pat
     assert saved in (2, 4) and _hashes(run("killed"), saved + 1) == expected
 
 
+@pytest.mark.slow
 def test_the_command_of_an_example_runs() -> None:
     command = str(Path(sys.executable).parent / "torchrun")
     done = subprocess.run(

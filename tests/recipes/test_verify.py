@@ -16,7 +16,8 @@ from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
 from titanlike.run.preflight import check_recipe
-from titanlike.verify import TOLERANCES, Result, _parse, differences, fitting_batch, parse_tolerance, shrink
+from titanlike.run.small_recipe import fitting_batch, shrink
+from titanlike.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
 
 
 def verify(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -121,6 +122,7 @@ class Counting(torch.optim.SGD):
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),

@@ -144,7 +144,7 @@ def test_load_state_dict_keeps_dtypes() -> None:
             assert found.dtype == value.dtype and torch.equal(found, value), name
 
 
-@pytest.mark.parametrize("state", ["full", "8bit"])
+@pytest.mark.parametrize("state", [pytest.param("full", marks=pytest.mark.slow), "8bit"])
 def test_update_compiles_once_for_all_shapes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with a backend that generates no code."""
     torch._dynamo.reset()

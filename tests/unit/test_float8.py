@@ -293,6 +293,7 @@ def test_emulated_matmul_matches_the_float8_operator(scaling: Any) -> None:
         assert (one - other).norm() <= tolerance * other.norm()
 
 
+@pytest.mark.slow
 def test_import_prints_nothing() -> None:
     code = "import titanlike.float8.linear, titanlike.float8.mx, titanlike.float8.all_gather"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.test_experts import experts_reference
 from titanlike.config import UserError
 from titanlike.config.model_configs import (
     GEMMA2_SIZES,
     GEMMA3_SIZES,
     GPT_SIZES,
     LLAMA_SIZES,
+    MIXTRAL_SIZES,
     QWEN2_SIZES,
+    QWEN3_MOE_SIZES,
     QWEN3_SIZES,
     Gemma2Config,
     Gemma3Config,
@@ -23,8 +26,11 @@ from titanlike.config.model_configs import (
     GPTConfig,
     LlamaConfig,
     LlamaFamilyConfig,
+    MixtralConfig,
+    MoeConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     TransformerConfig,
 )
 from titanlike.models import build_model
@@ -46,7 +52,15 @@ TINY_GEMMA3 = Gemma3Config(
     dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=12, query_scalar=5.0, ffn_dim=48, vocab_size=37,
     rope_theta=100.0, rope_local_theta=10.0, rope_scaling=4.0, sliding_window=5, sliding_window_pattern=2,
 )  # fmt: skip
-CONFIGS = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_GEMMA2, TINY_GEMMA3, TINY_GPT]
+TINY_QWEN3_MOE = Qwen3MoeConfig(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=24, vocab_size=37, rope_theta=100.0,
+    num_experts=6, experts_per_token=3,
+)  # fmt: skip
+TINY_MIXTRAL = MixtralConfig(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, vocab_size=37, rope_theta=100.0, num_experts=4,
+    num_shared_experts=1, balance_bias_rate=0.001,
+)  # fmt: skip
+CONFIGS = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_QWEN3_MOE, TINY_MIXTRAL, TINY_GEMMA2, TINY_GEMMA3, TINY_GPT]
 
 
 def build(config: TransformerConfig, seed: int = 0) -> nn.Module:
@@ -144,6 +158,9 @@ def llama_reference(config: LlamaFamilyConfig, w: dict[str, Tensor], tokens: Ten
         ]
         x = x + torch.cat(heads, -1) @ b["attention.wo.weight"].T
         h = rms(x, b["ffn_norm.weight"], config.norm_eps)
+        if isinstance(config, MoeConfig):
+            x = x + experts_reference(config, {n.removeprefix("feed_forward."): v for n, v in b.items()}, h)[0]
+            continue
         gate = h @ b["feed_forward.w1.weight"].T
         x = x + (gate * gate.sigmoid() * (h @ b["feed_forward.w3.weight"].T)) @ b["feed_forward.w2.weight"].T
     head = w["tok_embeddings.weight" if config.tied_head else "output.weight"]
@@ -185,9 +202,9 @@ def test_llama_matches_the_reference(num_kv_heads: int, tied: bool) -> None:
         torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("base", [TINY_QWEN2, TINY_QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("base", [TINY_QWEN2, TINY_QWEN3, TINY_QWEN3_MOE, TINY_MIXTRAL], ids=lambda config: config.name)
 @pytest.mark.parametrize("tied", [False, True])
-def test_qwen_matches_the_reference(base: Qwen2Config | Qwen3Config, tied: bool) -> None:
+def test_models_built_like_llama_match_the_reference(base: LlamaFamilyConfig, tied: bool) -> None:
     config = dataclasses.replace(base, tied_head=tied)
     model = with_large_weights(build(config))
     tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -313,6 +330,9 @@ def test_rope_scaling_of_1_is_off() -> None:
     [(LlamaConfig, size, fields) for size, fields in LLAMA_SIZES.items()]
     + [(Qwen2Config, size, fields) for size, fields in QWEN2_SIZES.items()]
     + [(Qwen3Config, size, fields) for size, fields in QWEN3_SIZES.items()]
+    + [(Qwen3MoeConfig, size, fields) for size, fields in QWEN3_MOE_SIZES.items()]
+    + [(MixtralConfig, size, fields) for size, fields in MIXTRAL_SIZES.items()]
+    + [(MixtralConfig, "debug", dict(num_shared_experts=2, balance_bias_rate=0.001))]
     + [(Gemma2Config, size, fields) for size, fields in GEMMA2_SIZES.items()]
     + [(Gemma3Config, size, fields) for size, fields in GEMMA3_SIZES.items()]
     + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()],
@@ -327,6 +347,9 @@ def test_parameter_counts_of_the_config_match_the_module(
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
     # every matrix multiplies each token; the embedding only if it is tied to the LM head
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embeddings" not in name)
+    if isinstance(config, MoeConfig):  # of the stacked matrices of experts, a token multiplies some
+        stacks = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+        matrices += stacks * config.experts_per_token // config.num_experts
     tied = isinstance(model.output, TiedLMHead)
     assert config.num_matmul_parameters() == matrices + (config.vocab_size * config.dim if tied else 0)
 
@@ -365,6 +388,24 @@ def test_sizes_of_gemma_have_the_published_parameter_counts(
     kind: type[GemmaConfig], size: str, parameters: int
 ) -> None:
     assert kind(**{"size": size, **kind.sizes[size]}).num_parameters() == parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "parameters", "active"),
+    [
+        (Qwen3MoeConfig, "30B-A3B", 30_532_122_624, 3.3e9),
+        (Qwen3MoeConfig, "235B-A22B", 235_093_634_560, 22e9),
+        (MixtralConfig, "8x7B", 46_702_792_704, 12.9e9),
+        (MixtralConfig, "8x22B", 140_620_634_112, 39e9),
+    ],
+)
+def test_sizes_with_experts_have_the_published_parameter_counts(
+    kind: type[MoeConfig], size: str, parameters: int, active: float
+) -> None:
+    """And those that a token multiplies with, which are published in billions."""
+    config = kind(**{"size": size, **kind.sizes[size]})
+    assert config.num_parameters() == parameters
+    assert config.num_matmul_parameters() + config.vocab_size * config.dim == pytest.approx(active, rel=0.02)
 
 
 def test_flops_of_a_sliding_window_are_those_of_its_tokens() -> None:
@@ -407,7 +448,7 @@ def test_initialization_has_the_documented_standard_deviation(config: Transforme
         elif "norm" in name:
             assert torch.equal(value, torch.full_like(value, 0.0 if isinstance(config, GemmaConfig) else 1.0))
         else:
-            residual = name.endswith((".wo.weight", ".w2.weight"))
+            residual = name.endswith((".wo.weight", ".w2.weight", ".w2"))
             expected = 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
             assert value.std().item() == pytest.approx(expected, rel=0.1), name
 

@@ -71,8 +71,8 @@ CASES |= {
         0,
     ),
 }
-QUICK = ("one GPU", "FSDP, full", "TP x FSDP, selective", "PP x FSDP, second rank")
-SLOW = ("FSDP", "float8", "FSDP, selective, compiled", "PP x FSDP, compiled")
+QUICK = ("one GPU", "TP x FSDP, selective", "PP x FSDP, second rank")
+SLOW = ("FSDP", "FSDP, full", "float8", "FSDP, selective, compiled", "PP x FSDP, compiled")
 
 
 def tier(case: str) -> list[pytest.MarkDecorator]:

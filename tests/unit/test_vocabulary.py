@@ -145,8 +145,9 @@ PHRASES = {
     r"hang_seconds|validation_every|async_tensor": "the present name of the key",
     **{re.escape(old) + r"(?![\w.(\[])": new for old, new in RENAMED.items() if old != "optimizer.state"},
 }  # fmt: skip
+# For text in lower case, which takes a tenth of the time of `re.IGNORECASE`.
 PATTERN = re.compile(
-    "|".join(r"(?<!\w)(?:" + phrase.replace(" ", r"[\s#>\"']+") + r")(?!\w)" for phrase in PHRASES), flags=re.IGNORECASE
+    r"(?<!\w)(?:" + "|".join(f"(?:{phrase})" for phrase in PHRASES).replace(" ", r"[\s#>\"']+") + r")(?!\w)"
 )
 EXEMPT = {Path(__file__).resolve(), ROOT / "titanlike/config/load.py"}  # they contain the retired terms
 
@@ -160,7 +161,7 @@ def files() -> Iterator[Path]:
 
 def phrases_in(text: str) -> Iterator[tuple[int, str]]:
     """Yields the line number and the text of each retired phrase."""
-    for match in PATTERN.finditer(text):
+    for match in PATTERN.finditer(text.lower()):
         yield text.count("\n", 0, match.start()) + 1, " ".join(match[0].split())
 
 

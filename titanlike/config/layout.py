@@ -11,6 +11,10 @@ from titanlike.config.base import LIMIT, UserError, divisors, one_of
 
 # Dimensions of the device mesh, outermost first. The innermost ones communicate most, so their ranks share a node.
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+LAYOUT_KEYS = (
+    *DIMENSIONS,
+    "expert",
+)  # the sizes of [parallelism]; experts are distributed over ranks of other dimensions
 
 Ramp = tuple[tuple[int, int], ...]  # pairs of a number of steps and the sequences of each of them
 

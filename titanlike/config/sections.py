@@ -30,17 +30,7 @@ from titanlike.config.base import (
     section,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, BatchSizes, infer_shard, num_microbatches, split_blocks
-from titanlike.config.model_configs import (
-    Gemma2Config,
-    Gemma3Config,
-    GPTConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    TransformerConfig,
-)
+from titanlike.config.model_configs import LlamaConfig, ModelConfig, TransformerConfig
 from titanlike.config.optimizer import Optimizer, Schedule
 
 DType = Literal["float32", "bfloat16"]
@@ -476,17 +466,7 @@ class PretrainRecipe:
     recipe: FilePath = "pretrain"
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path."""
     run: Run = Run()
-    model: Annotated[
-        LlamaConfig
-        | Qwen2Config
-        | Qwen3Config
-        | Qwen3MoeConfig
-        | MixtralConfig
-        | Gemma2Config
-        | Gemma3Config
-        | GPTConfig,
-        Field(discriminator="name"),
-    ] = LlamaConfig()
+    model: Annotated[ModelConfig, Field(discriminator="name")] = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
     training: Training = Training()

@@ -17,7 +17,7 @@ from titanlike.config import UserError
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.interop.hf_folder import CONFIG, INDEX
 from titanlike.interop.tokenizer_files import tokenizer_files
-from titanlike.interop.weights import CheckpointWeights, Weights, hf_plan, parameter_shapes, stored_shape
+from titanlike.interop.weights import CheckpointWeights, Weights, stored_tensors
 from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
 
 SHARD_SIZE = 5 * 10**9  # bytes of a file, as transformers writes them
@@ -76,7 +76,7 @@ def export(
         files = tokenizer_files(tokenizer, weights.config.max_seq_len) | _chat_template(weights, tokenizer)
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        _write_configs(partial, weights, plan, tokenizer)
+        _write_configs(partial, plan, tokenizer)
         atomic_write_text(partial / "README.md", _card(weights, folder))
         return _write_tensors(partial, plan, shard_size)
 
@@ -114,19 +114,16 @@ def _chat_template(weights: Weights, tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 class _Plan:
-    """The tensors of a folder by name: shapes, precision, and the parameters that each consists of."""
+    """The tensors of a folder by name: shapes, precision, and what each consists of."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
         self.weights = weights
-        self.shapes = parameter_shapes(weights.config)
-        self.tensors = hf_plan(weights.config)
-        self.parts: dict[str, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            self.parts.setdefault(tensor.name, []).append(name)
+        self.config = weights.config.to_hugging_face()  # first: its error names the option without an equivalent
+        self.tensors = stored_tensors(weights.config)
         self.specs = {}
-        for stored, names in self.parts.items():
-            shape = stored_shape(self.tensors[names[0]], self.shapes[names[0]])
-            self.specs[stored] = torch.empty(shape, dtype=dtype or weights.dtype(names[0]), device="meta")
+        for name, tensor in self.tensors.items():
+            parameter, _ = tensor.parts[0]
+            self.specs[name] = torch.empty(tensor.shape, dtype=dtype or weights.dtype(parameter), device="meta")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,10 +132,10 @@ class _Plan:
 
     def read(self, stored: str) -> Tensor:
         """Returns the values of a tensor."""
-        names = sorted(self.parts[stored], key=lambda name: self.tensors[name].part)
-        parts = [self.weights.full(name, self.shapes[name]).to(self.specs[stored].dtype) for name in names]
+        tensor, spec = self.tensors[stored], self.specs[stored]
+        parts = [self.weights.read(*part).to(spec.dtype) for _, part in sorted(tensor.parts.items())]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (values.t() if self.tensors[names[0]].transposed else values).contiguous()
+        return (values.t() if tensor.transposed else values).contiguous().view(spec.shape)
 
 
 def _write_tensors(folder: Path, plan: _Plan, shard_size: int) -> int:
@@ -170,16 +167,15 @@ def _shards(specs: dict[str, Tensor], shard_size: int) -> Iterator[list[str]]:
     yield names
 
 
-def _write_configs(folder: Path, weights: Weights, plan: _Plan, tokenizer: Tokenizer) -> None:
+def _write_configs(folder: Path, plan: _Plan, tokenizer: Tokenizer) -> None:
     separator = tokenizer.separator.token
     ids = {
         "bos_token_id": separator if tokenizer.bos is None else tokenizer.bos,
         "eos_token_id": separator if tokenizer.eos is None else tokenizer.eos,
     }
     dtype = str(plan.dtype).removeprefix("torch.")
-    config = weights.config.to_hugging_face()
     # transformers 5 reads dtype, 4 torch_dtype.
-    _write_json(folder / CONFIG, {**config, **ids, "dtype": dtype, "torch_dtype": dtype})
+    _write_json(folder / CONFIG, {**plan.config, **ids, "dtype": dtype, "torch_dtype": dtype})
     _write_json(folder / "generation_config.json", {**ids, "do_sample": True})
 
 

@@ -15,7 +15,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Fields of a model config that describe its training or its limits, and not its tensors or what it computes from them.
-NOT_COMPARED = ("name", "size", "dropout", "max_seq_len")
+NOT_COMPARED = ("name", "size", "dropout", "max_seq_len", "balance_loss")
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -1,12 +1,13 @@
 """Weights to start from: those of a Hugging Face folder, or of a checkpoint of this library, read shard by shard.
 
 `open_weights` validates a folder without reading the values. `load_weights` fills a model under any layout; each rank reads the
-rows that it holds.
+rows and the experts that it holds.
 """
 
 import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -56,10 +57,10 @@ class Weights(ABC):
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
         """Copies a shard of a parameter into `target`, and converts it to the precision of `target`."""
 
-    def full(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a whole parameter."""
-        values = torch.empty(shape, dtype=self.dtype(name))
-        self.fill(name, values, ShardRange(shape, (0,) * len(shape), shape))
+    def read(self, name: str, shard_range: ShardRange) -> Tensor:
+        """Returns a shard of a parameter."""
+        values = torch.empty(shard_range.shape, dtype=self.dtype(name))
+        self.fill(name, values, shard_range)
         return values
 
 
@@ -96,9 +97,11 @@ def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allo
         problems = config_problems(initial, weights.config, config, allow_changed)
         shapes = parameter_shapes(weights.config)
         problems += [
-            f"checkpoint.initial = {initial!r}: {name} has shape {shapes[name]}, but the recipe's model has {shape}"
+            f"checkpoint.initial = {initial!r}: "
+            + (f"{name} has shape {shapes[name]}" if name in shapes else f"there is no {name}")
+            + f", but the recipe's model has {shape}"
             for name, shape in parameter_shapes(config).items()
-            if shapes.get(name, shape) != shape and not problems
+            if shapes.get(name) != shape and not problems
         ]
         problem = "\n".join(problems)
     except UserError as error:
@@ -131,10 +134,41 @@ def hf_plan(config: TransformerConfig) -> dict[str, HFTensor]:
     return {name: tensor for name, tensor in found.items() if tensor}
 
 
-def stored_shape(tensor: HFTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the stored tensor of which a parameter of this shape is a part."""
-    full = (shape[0] * tensor.num_parts, *shape[1:])
-    return full[::-1] if tensor.transposed else full
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a Hugging Face checkpoint."""
+
+    shape: tuple[int, ...]
+    transposed: bool
+    parts: dict[int, tuple[str, ShardRange]]
+    """What it consists of, along the output dimension: parameters, or elements of stacked parameters."""
+
+
+def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
+    """Returns the tensors of a model's Hugging Face checkpoint by name."""
+    stored: dict[str, StoredTensor] = {}
+    shapes = parameter_shapes(config)
+    for name, tensor in hf_plan(config).items():
+        shape = shapes[name]
+        if tensor.stacked:
+            offsets = [(index, *(0 for _ in shape[1:])) for index in range(shape[0])]
+            parts = [
+                (tensor.element(offset[0]), shape[1:], ShardRange(shape, offset, (1, *shape[1:]))) for offset in offsets
+            ]
+        else:
+            parts = [(tensor, shape, whole(shape))]
+        for one, (outputs, *inputs), shard_range in parts:
+            full = (outputs * one.num_parts, *inputs)
+            found = stored.setdefault(
+                one.name, StoredTensor(full[::-1] if one.transposed else full, one.transposed, {})
+            )
+            found.parts[one.part] = (name, shard_range)
+    return stored
+
+
+def whole(shape: tuple[int, ...]) -> ShardRange:
+    """Returns the range of all of a tensor."""
+    return ShardRange(shape, (0,) * len(shape), shape)
 
 
 class HFWeights(Weights):
@@ -158,10 +192,7 @@ class HFWeights(Weights):
             self._found = {
                 name if name == "lm_head.weight" else prefix + name: place for name, place in self._found.items()
             }
-        expected = {
-            self._plan[name].name: stored_shape(self._plan[name], shape)
-            for name, shape in parameter_shapes(self.config).items()
-        }
+        expected = {name: tensor.shape for name, tensor in stored_tensors(self.config).items()}
         ignored = (*COMPUTED, "lm_head.weight") if self.config.tied_head else COMPUTED
         surplus = [
             name
@@ -181,10 +212,19 @@ class HFWeights(Weights):
                 raise UserError(f"{file}: {name} is {entry.dtype}; use weights in float32, float16 or bfloat16")
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._found[self._plan[name].name][1].dtype
+        tensor = self._plan[name]
+        return self._found[(tensor.element(0) if tensor.stacked else tensor).name][1].dtype
 
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
         tensor = self._plan[name]
+        if not tensor.stacked:
+            self._fill(tensor, target, shard_range)
+            return
+        of_element = ShardRange(shard_range.global_shape[1:], shard_range.offset[1:], shard_range.shape[1:])
+        for index in range(shard_range.shape[0]):
+            self._fill(tensor.element(shard_range.offset[0] + index), target[index], of_element)
+
+    def _fill(self, tensor: HFTensor, target: Tensor, shard_range: ShardRange) -> None:
         file, entry = self._found[tensor.name]
         start = [offset for offset in shard_range.offset]
         start[0] += tensor.part * shard_range.global_shape[0]
@@ -235,7 +275,7 @@ class CheckpointWeights(Weights):
     def matrix(self, name: str) -> Tensor:
         """Returns one of LoRA's matrices."""
         shape = self._entries[f"model.{name}"].global_shape
-        return self._read(name, ShardRange(shape, (0,) * len(shape), shape))
+        return self._read(name, whole(shape))
 
     def _read(self, name: str, shard_range: ShardRange) -> Tensor:
         values = torch.empty(shard_range.shape, dtype=self.dtype(name))

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.config.layout import DIMENSIONS
+from titanlike.config.layout import LAYOUT_KEYS
 
 DIRECTORY = "profile"  # in the run directory
-AXES = (*DIMENSIONS, "expert", "expert_shard")  # descriptions of process groups
+AXES = (*LAYOUT_KEYS, "expert_shard")  # descriptions of process groups
 DATA_WAIT = "data wait"  # name of the annotation in a trace
 
 COMPUTATION = ("attention", "matmul", "elementwise")  # the first one counts where kernels overlap

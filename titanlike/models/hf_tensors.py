@@ -1,7 +1,7 @@
 """Names and forms of a model's tensors in Hugging Face's checkpoints, as data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,13 @@ class HFTensor:
     num_parts: int = 1
     transposed: bool = False
     """Whether the matrix is stored as (inputs, outputs)."""
+    stacked: bool = False
+    """Whether the parameter is a stack of stored tensors, as the matrices of experts are: the last `*` of the name stands for the
+    index in the first dimension."""
+
+    def element(self, index: int) -> "HFTensor":
+        """Returns where one element of a stack is."""
+        return replace(self, name=self.name.replace("*", str(index)), stacked=False)
 
 
 def hf_tensor(plan: Mapping[str, HFTensor], name: str) -> HFTensor | None:
@@ -21,4 +28,4 @@ def hf_tensor(plan: Mapping[str, HFTensor], name: str) -> HFTensor | None:
     parts = name.split(".")
     index = parts[1] if parts[0] == "layers" else ""
     found = plan.get(".".join(["layers", "*", *parts[2:]]) if index else name)
-    return found and HFTensor(found.name.replace("*", index), found.part, found.num_parts, found.transposed)
+    return found and replace(found, name=found.name.replace("*", index, 1))

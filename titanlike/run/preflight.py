@@ -221,6 +221,11 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             f"checkpoint.export: transformers has no model that computes what model.name = {recipe.model.name!r} does"
         )
+    elif checkpoint.export != "none":
+        try:
+            recipe.model.to_hugging_face()
+        except UserError as error:
+            problems.append(f"checkpoint.export: {error}")
     scheme = checkpoint.dir.partition("://")[0] if "://" in checkpoint.dir else ""
     if scheme in ("memory", "http", "https", "data"):
         lost = "is lost when the process ends" if scheme == "memory" else "cannot be written"

@@ -1,5 +1,7 @@
 """Configs of the model architectures: fields, published sizes, parameter and FLOP counts. No module imports torch."""
 
+from typing import get_args
+
 from titanlike.config.model_configs.gemma import GEMMA2_SIZES as GEMMA2_SIZES
 from titanlike.config.model_configs.gemma import GEMMA3_SIZES as GEMMA3_SIZES
 from titanlike.config.model_configs.gemma import Gemma2Config as Gemma2Config
@@ -21,13 +23,7 @@ from titanlike.config.model_configs.qwen3 import QWEN3_SIZES as QWEN3_SIZES
 from titanlike.config.model_configs.qwen3 import Qwen3Config as Qwen3Config
 from titanlike.config.model_configs.transformer import TransformerConfig as TransformerConfig
 
-CONFIGS: tuple[type[TransformerConfig], ...] = (  # of this package
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    MixtralConfig,
-    Gemma2Config,
-    Gemma3Config,
-    GPTConfig,
+ModelConfig = (
+    LlamaConfig | Qwen2Config | Qwen3Config | Qwen3MoeConfig | MixtralConfig | Gemma2Config | Gemma3Config | GPTConfig
 )
+CONFIGS: tuple[type[TransformerConfig], ...] = get_args(ModelConfig)

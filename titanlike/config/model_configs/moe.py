@@ -182,7 +182,8 @@ class Qwen3MoeConfig(MoeConfig):
             | {
                 "head_dim": values.get("head_dim") or 128,
                 "ffn_dim": values["moe_intermediate_size"],
-                "num_experts": values["num_experts"],
+                # The name of the published models and of transformers 4. transformers 5 writes the other.
+                "num_experts": values["num_experts" if "num_experts" in values else "num_local_experts"],
                 "normalize_router": values.get("norm_topk_prob", False),
             }
         )

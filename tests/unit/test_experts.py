@@ -1,0 +1,222 @@
+"""Router, experts and grouped matmul against plain loops, and the two ways of balancing the load of the experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanlike.config.model_configs import MixtralConfig, MoeConfig
+from titanlike.models import blocks, build_model
+from titanlike.models.experts import MixtureOfExperts, Router, routers, scale_balance_loss
+from titanlike.models.grouped_matmul import grouped_matmul
+from titanlike.models.llama import build_feed_forward
+from titanlike.parallelisms.compile import apply_compile
+
+# With normalized and scaled softmax scores; with sigmoid scores as in DeepSeek-V3, and with scores as they are.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softmax": dict(router_scale=1.5),
+    "softmax, not normalized": dict(normalize_router=False, num_shared_experts=1),
+    "sigmoid": dict(router_score="sigmoid", num_shared_experts=2),
+    "sigmoid, bias": dict(router_score="sigmoid", router_scale=2.5, num_shared_experts=2, balance_bias_rate=0.001),
+    "softmax, bias": dict(balance_bias_rate=0.001),
+}
+NAMES = ["w1", "w2", "w3"]
+
+
+def config_of(**options: Any) -> MixtralConfig:
+    return MixtralConfig(
+        **(dict(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, vocab_size=37, num_experts=6, experts_per_token=3)
+        | options)
+    )  # fmt: skip
+
+
+def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    gate = w1 @ x
+    return w2 @ (gate * gate.sigmoid() * (w3 @ x))
+
+
+def scores_of(config: MoeConfig, weight: Tensor, x: Tensor) -> Tensor:
+    """Returns the scores of all experts (..., E)."""
+    logits = x @ weight.T
+    return logits.softmax(-1) if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
+
+
+def experts_reference(config: MoeConfig, w: Mapping[str, Tensor], tokens: Tensor) -> tuple[Tensor, list[list[int]]]:
+    """Returns the results (T, D) of a layer, one token and one expert at a time, and the experts of each token."""
+    rows, selected = [], []
+    for x in tokens:
+        scores = scores_of(config, w["router.weight"], x)
+        ranking = (scores + w["router.expert_bias"] if "router.expert_bias" in w else scores).tolist()
+        chosen = sorted(range(config.num_experts), key=ranking.__getitem__, reverse=True)[: config.experts_per_token]
+        total = sum(scores[expert] for expert in chosen) if config.normalize_router else 1.0
+        out = torch.zeros_like(x)
+        for expert in chosen:
+            matrices = [w[f"experts.{name}"][expert] for name in NAMES]
+            out = out + config.router_scale * scores[expert] / total * feed_forward(x, *matrices)
+        if config.num_shared_experts:
+            out = out + feed_forward(x, *(w[f"shared.{name}.weight"] for name in NAMES))
+        rows.append(out)
+        selected.append(chosen)
+    return torch.stack(rows), selected
+
+
+def layer_of(config: MoeConfig) -> tuple[MixtureOfExperts, Tensor]:
+    """Returns a layer with large weights, and inputs (2, 9, D)."""
+    layer: Any = build_feed_forward(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.5, generator=generator)
+    return layer, torch.randn(2, 9, config.dim, generator=generator)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_layer_equals_a_loop_over_tokens_and_experts(options: dict[str, Any]) -> None:
+    config = config_of(**options)
+    layer, x = layer_of(config)
+    names, parameters = zip(
+        *((name, p) for name, p in layer.named_parameters() if name != "router.expert_bias"), strict=True
+    )
+    x.requires_grad_()
+    expected, selected = experts_reference(config, dict(layer.named_parameters()), x.flatten(0, 1))
+    found = layer(x)
+    torch.testing.assert_close(found.flatten(0, 1), expected, rtol=1e-5, atol=1e-5)
+    probe = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((found * probe).sum(), (x, *parameters))
+    plain = torch.autograd.grad((expected * probe.flatten(0, 1)).sum(), (x, *parameters))
+    for name, one, other in zip(("x", *names), gradients, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    weights, indices, load = layer.router(x)
+    assert indices.flatten(0, 1).tolist() == selected
+    counts = [
+        [sum(expert in chosen for chosen in half) for expert in range(6)] for half in (selected[:9], selected[9:])
+    ]
+    assert load.tolist() == counts
+    if config.normalize_router:
+        torch.testing.assert_close(weights.sum(-1), torch.full((2, 9), config.router_scale))
+
+
+def test_the_bias_changes_the_selection_only() -> None:
+    """The weights are those of the scores without it."""
+    config = config_of(router_score="sigmoid", normalize_router=False, balance_bias_rate=0.001)
+    layer, x = layer_of(config)
+    with torch.no_grad():
+        layer.router.expert_bias.copy_(torch.tensor([9.0, 0.0, 0.0, 8.0, 0.0, 7.0]))  # type: ignore[union-attr]
+        weights, indices, load = layer.router(x)
+    assert indices.sort(-1).values.tolist() == [[[0, 3, 5]] * 9] * 2
+    assert load.tolist() == [[9, 0, 0, 9, 0, 9]] * 2
+    expected = scores_of(config, layer.router.weight, x).gather(-1, indices)
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_gradient_of_the_auxiliary_loss_is_that_of_its_formula(score: Any) -> None:
+    config = config_of(router_score=score, balance_loss=0.3)
+    router = Router(config)
+    plain = Router(dataclasses.replace(config, balance_loss=0.0))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        router.weight.normal_(generator=generator)
+        plain.weight.copy_(router.weight)
+    x = torch.randn(2, 9, config.dim, generator=generator, requires_grad=True)
+    probe = torch.randn(2, 9, config.experts_per_token, generator=generator)
+    router.loss_scale, router.num_replicas = torch.tensor(0.25), 2
+
+    weights, indices, _ = router(x)
+    expected_weights, *_ = plain(x)
+    assert torch.equal(weights, expected_weights), "the loss is not part of the result"
+    loss = torch.tensor(0.0)
+    for sequence in range(2):
+        probs = scores_of(config, plain.weight, x[sequence])
+        probs = probs / probs.sum(-1, keepdim=True)
+        for expert in range(config.num_experts):
+            count = int((indices[sequence] == expert).sum())
+            fraction = config.num_experts / (config.experts_per_token * 9) * count
+            loss = loss + 0.3 * fraction * probs[:, expert].sum()
+    expected = torch.autograd.grad((expected_weights * probe).sum() + 0.25 / 2 * loss, (x, plain.weight))
+    found = torch.autograd.grad((weights * probe).sum(), (x, router.weight))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    without = torch.autograd.grad((plain(x)[0] * probe).sum(), (x, plain.weight))
+    assert all((one - other).abs().max() > 1e-3 for one, other in zip(found, without, strict=True))
+
+
+def test_the_gradient_of_the_bias_is_the_load_above_the_average() -> None:
+    """Summed over backward passes, as over micro-batches."""
+    config = config_of(balance_bias_rate=0.001)
+    layer, x = layer_of(config)
+    assert layer.router.expert_bias is not None
+    expected = torch.zeros(6)
+    for part in (x, x[:1] * 2):
+        load = layer.router(part)[2].sum(0)
+        expected += load - part.shape[0] * 9 * 3 / 6
+        layer(part).sum().backward()
+    torch.testing.assert_close(layer.router.expert_bias.grad, expected)
+    assert expected.abs().max() > 3 and expected.sum() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_compiled_block_computes_the_same(options: dict[str, Any]) -> None:
+    config = config_of(balance_loss=0.3, **options)
+    torch.manual_seed(0)
+    plain, compiled = build_model(config), build_model(config)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.normal_(0.0, 0.5)
+    compiled.load_state_dict(plain.state_dict())
+    torch._dynamo.reset()
+    apply_compile(compiled, blocks(compiled), mode="block", backend="aot_eager_decomp_partition", fullgraph=True)
+    tokens, labels = torch.randint(37, (2, 2, 11)).unbind()
+    for scale in (1.0, 0.5):
+        results = []
+        for model in (plain, compiled):
+            assert len(list(routers(model))) == 2
+            scale_balance_loss(model, torch.tensor(scale))
+            model.zero_grad()
+            loss = model(tokens, labels=labels)
+            loss.backward()
+            results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+COUNTS = {
+    "all": [2, 3, 1, 4],
+    "empty first": [0, 5, 0, 3],
+    "empty last": [4, 0, 2, 0],
+    "one": [0, 0, 7, 0],
+    "none": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_grouped_matmul_equals_a_loop_over_groups(counts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((sum(counts), 3), (4, 5, 3))
+    )
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    expected = [rows @ weight[group].T for group, rows in enumerate(x.split(counts))]
+    torch.testing.assert_close(grouped_matmul(x, weight, ends), torch.cat(expected))
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_matmul(x, weight, ends), (x, weight))
+    torch.library.opcheck(torch.ops.titanlike.grouped_matmul.default, (x, weight, ends))
+
+
+def test_the_gradient_of_a_group_without_rows_is_zero() -> None:
+    weight = torch.randn(3, 5, 4, requires_grad=True)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    grouped_matmul(torch.randn(6, 4), weight, ends).sum().backward()
+    assert weight.grad is not None and not weight.grad[1].any() and weight.grad[0].any() and weight.grad[2].any()
+
+
+def test_no_token_is_dropped_if_all_have_the_same_experts() -> None:
+    config = config_of()
+    layer, x = layer_of(config)
+    with torch.no_grad():
+        x.fill_(0.7)
+        found = layer(x)
+        expected, _ = experts_reference(config, dict(layer.named_parameters()), x[0, :1])
+    torch.testing.assert_close(found, expected.expand(2, 9, -1), rtol=1e-5, atol=1e-5)

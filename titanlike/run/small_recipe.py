@@ -1,0 +1,115 @@
+"""A small version of a recipe, with which `titanlike verify` compares layouts on a CPU. Does not import torch."""
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from titanlike.config.layout import SCHEDULES
+from titanlike.config.sections import Data, Float8, Tokenizer
+
+
+def fitting_batch(parallelism: dict[str, Any], processes: int) -> dict[str, Any]:
+    """Returns the smallest batch of two or more micro-batches that the layout and its pipeline schedule support."""
+    num_data_ranks = processes // math.prod(parallelism[name] for name in ("tensor", "context", "pipeline"))
+    return {
+        "training.batch_ramp": [],
+        "training.global_batch_size": num_data_ranks * max(2, _num_stages(parallelism)),
+        "training.local_batch_size": 1,
+    }
+
+
+def _num_stages(parallelism: dict[str, Any]) -> int:
+    schedule = SCHEDULES[parallelism["pipeline_schedule"]]
+    per_rank = parallelism["pipeline_stages"] or schedule.stages_per_rank
+    split = parallelism.get("pipeline_split", [])
+    return len(split) or (parallelism["pipeline"] * per_rank if parallelism["pipeline"] > 1 else 1)
+
+
+def float8_off(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the overrides that disable float8, if it is enabled. Float8 amplifies a rounding difference to 1/16 of a value:
+    layouts cannot be compared through it."""
+    return _changed_keys("float8", Float8(), values)
+
+
+def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]:
+    """Returns overrides that make a resolved recipe run within seconds on a CPU and keep it divisible by the layout."""
+    model, parallelism, training = (values[name] for name in ("model", "parallelism", "training"))
+    tensor, context, pipeline = (parallelism[name] for name in ("tensor", "context", "pipeline"))
+    optimizer, split, stages = (
+        values.get("optimizer", {}),
+        parallelism.get("pipeline_split", []),
+        _num_stages(parallelism),
+    )
+    heads, kv_heads = model["num_heads"], model.get("num_kv_heads", model["num_heads"])
+    small_kv = min(kv_heads, max(tensor, 2))  # one or two per rank
+    small_heads = min(heads, small_kv * min(heads // kv_heads, 2))
+    dim = min(model["dim"], 16 * small_heads)
+    small: dict[str, Any] = {
+        "num_layers": min(model["num_layers"], stages + 1),  # stages of unequal size
+        "num_heads": small_heads,
+        "num_kv_heads": small_kv,
+        "dim": dim,
+        "head_dim": min(model.get("head_dim", 0), 24),  # not dim / num_heads, if it is a field
+        "ffn_dim": min(model.get("ffn_dim", 0), 3 * dim),
+        "num_experts": min(model.get("num_experts", 0), parallelism["expert"] * -(-8 // parallelism["expert"])),
+        "experts_per_token": min(model.get("experts_per_token", 0), 4),
+        "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
+    }
+    if "ffn_dim" in model and small["ffn_dim"] % tensor:
+        small["ffn_dim"] = model["ffn_dim"]
+    masked = values["data"].get("document_masks", False) or "chat" in values["data"].get("source", "")
+    changes = {f"model.{key}": value for key, value in small.items() if key in model}
+    pieces = tensor * (2 * context if context > 1 else 1)
+    changes |= {
+        **_changed_keys("tokenizer", Tokenizer(), values),
+        **_changed_keys("data", Data(source="synthetic", document_masks=masked), values),
+        "training.steps": steps,
+        "training.seq_len": min(training["seq_len"], -(-32 // pieces) * pieces),
+        **fitting_batch(parallelism, processes),
+        "training.compute_dtype": "float32",
+        "training.master_dtype": "float32",
+        "training.reduce_dtype": "float32",
+        "training.matmul_precision": "highest",
+        "training.attention": "auto",
+        "training.non_finite": "stop",
+        # Adam normalizes gradients: with the usual eps, rounding noise around 0 becomes a full step.
+        "optimizer.eps": max(optimizer.get("eps", 0.0), 1e-4),
+        "optimizer.lr": max(optimizer.get("lr", 0.0), 1e-2),  # a wrong gradient must show within a few steps
+        "compile.mode": "none",  # compilation would dominate the run time
+        **float8_off(values),
+        "optimizer.state_dtype": "full",
+        "optimizer.stochastic_rounding": False,
+        "schedule.warmup_steps": min(values["schedule"].get("warmup_steps", 0), 2, steps),
+        "schedule.decay_steps": 0,
+        "schedule.decay_ratio": 0.0,
+        "parallelism.cpu_offload": False,
+        "parallelism.async_tensor_parallel": False,
+        "run.device": "cpu",
+        "checkpoint.initial": "",  # the small model has other shapes
+        "checkpoint.enabled": True,
+        "checkpoint.interval": 0,
+        "validation.interval": steps,
+        "validation.batches": 2,
+        "evaluation.interval": 0,
+        "sample.tokens": 0,
+        "metrics.interval": 1,
+        "metrics.trackers": [],
+    }
+    if split:
+        changes["parallelism.pipeline_split"] = [1] * (stages - 1) + [changes["model.num_layers"] - stages + 1]
+    checkpoint_mode = values["activation_checkpoint"]["mode"]
+    if checkpoint_mode == "memory_budget" or (
+        checkpoint_mode == "selective" and SCHEDULES[parallelism["pipeline_schedule"]].splits_backward and pipeline > 1
+    ):
+        changes["activation_checkpoint.mode"] = "full"  # both require the compiler here
+    # A program of one's own may have other keys in its sections.
+    return {
+        key: value for key, value in changes.items() if key.partition(".")[2] in values.get(key.partition(".")[0], {})
+    }
+
+
+def _changed_keys(name: str, section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a section of the recipe that differ from those of `section`."""
+    wanted = json.loads(json.dumps(asdict(section)))
+    return {f"{name}.{key}": value for key, value in wanted.items() if values.get(name, {}).get(key, value) != value}
