@@ -13,13 +13,15 @@ from benchmarks.published import ROWS
 from titanlike.config import PretrainRecipe
 from titanlike.config.model_configs import Gemma2Config, GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
+from titanlike.planning.collectives import Collective
 from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
 from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
 from titanlike.planning.job import Job
 from titanlike.planning.kernels import Kernels
 from titanlike.planning.links import Links
-from titanlike.planning.operators import Counts, Matmul, Passes, Program, Work
-from titanlike.planning.traffic import Collective, traffic
+from titanlike.planning.operators import Counts, Program
+from titanlike.planning.traffic import traffic
+from titanlike.planning.work import Matmul, Passes, Work
 
 LLAMA_8B = LlamaConfig(**{"size": "3.1-8B", **LlamaConfig.sizes["3.1-8B"]})
 LLAMA_70B = LlamaConfig(**{"size": "3.1-70B", **LlamaConfig.sizes["3.1-70B"]})

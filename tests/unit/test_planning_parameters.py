@@ -62,8 +62,8 @@ FEW = replace(QWEN3_MOE, num_experts=3)
         (QWEN3_MOE, dict(expert=8), (1, 48, 64)),
         (MIXTRAL, dict(expert=2), (2, 12, 64)),
         (MIXTRAL, dict(expert=2, context=2), (2, 12, 64)),
-        (MIXTRAL, dict(expert=4, tensor=2), (1, 12, 64)),
-        (MIXTRAL, dict(tensor=4), (4, 6, 64)),
+        (MIXTRAL, dict(expert=4, tensor=2), (1, 24, 64)),
+        (MIXTRAL, dict(tensor=4), (2, 12, 64)),
         (MIXTRAL, dict(expert=2, replicate=4), (2, 48, 64)),
     ],
 )

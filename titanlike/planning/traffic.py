@@ -8,12 +8,12 @@ With expert parallelism, the number of tokens that a rank receives depends on th
 the same number of tokens.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
 from titanlike.config.model_configs import MoeConfig
+from titanlike.planning.collectives import Collective, Totals
 from titanlike.planning.gathers import num_gathers
 from titanlike.planning.job import Job
 from titanlike.planning.muon import element_size, rounds
@@ -22,53 +22,6 @@ from titanlike.planning.parameters import Parameter, Stage, fsdp_units, stage_of
 SIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element
 FLOAT32, INT64 = 4, 8
 CHATS = ("chat", "synthetic_chat")  # sources whose conversations are documents
-
-
-@dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind, on one mesh axis and for one purpose, in a step of one rank."""
-
-    kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send or receive
-    axis: str  # mesh axis: replicate, shard, context, tensor, expert, expert_shard or pipeline
-    purpose: str  # see `PURPOSES`
-    calls: int
-    bytes: int  # of the larger of input and output, summed over the calls
-
-
-PURPOSES = {
-    "weights": "gathered by FSDP, for the forward and the backward pass",
-    "gradients": "reduced by FSDP",
-    "replicated gradients": "of parameters that tensor-parallel ranks replicate, such as those of norms",
-    "tied gradients": "of an embedding and an LM head that are tied, but on different pipeline ranks",
-    "activations": "of tensor parallelism and between pipeline stages",
-    "keys and values": "of the full sequence, with context parallelism",
-    "document ids": "of the full sequence, with context parallelism",
-    "routed tokens": "sent to the ranks of their experts and back, with expert parallelism",
-    "expert counts": "tokens of each expert",
-    "loss": "of a vocabulary that tensor-parallel ranks shard",
-    "float8 maxima": "of weights and activations, from which scales follow",
-    "scalars": "number of tokens, loss and gradient norm",
-    "whole matrices": "for Muon, which orthogonalizes each on one rank",
-}
-
-
-class Totals:
-    """Sums of calls and bytes by kind, axis and purpose."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str, str]] = Counter()
-
-    def add(self, kind: str, axis: str, purpose: str, calls: int, size: int) -> None:
-        """Adds collectives of `size` bytes each."""
-        assert purpose in PURPOSES
-        self.calls[kind, axis, purpose] += calls
-        self.bytes[kind, axis, purpose] += calls * size
-
-    def collectives(self) -> list[Collective]:
-        """Returns all sums, those with most bytes first."""
-        found = [Collective(*key, calls, self.bytes[key]) for key, calls in self.calls.items() if calls]
-        return sorted(found, key=lambda collective: -collective.bytes)
 
 
 def traffic(job: Job, rank: int = 0) -> list[Collective]:
@@ -168,11 +121,8 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
             layers = []
             for owner, names in groupby(model.block_matrices(), lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
-                colwise, rowwise = (
-                    linears.difference(model.rowwise_matrices),
-                    linears.intersection(model.rowwise_matrices),
-                )
-                layers.append(Layer(colwise, rowwise, bool(experts) and owner != "attention"))
+                rowwise = linears.intersection(model.rowwise_matrices)
+                layers.append(Layer(linears - rowwise, rowwise, bool(experts) and owner != "attention"))
             if experts and not layers[-1].experts:
                 layers.append(Layer(frozenset(), frozenset(), experts=True))
             adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
@@ -269,8 +219,6 @@ def _experts(job: Job, block: Block, totals: Totals) -> None:
     if layout.context > 1 and model.balance_loss:
         totals.add("all-reduce", "context", "expert counts", forward, job.sequences * model.num_experts * INT64)
     if layout.expert > 1:
-        if job.recipe.activation_checkpoint.mode == "selective":  # which saves other collectives
-            forward = 2 * num
         totals.add("all-to-all", "expert", "expert counts", forward, model.num_experts * INT64)
         size = job.tokens * model.experts_per_token * model.dim * SIZE[job.recipe.training.compute_dtype]
         totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)
