@@ -5,24 +5,21 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from recipes import pretrain
+from tests.balanced_experts import balance_experts
 from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
 from tests.training import GEMMA2, GEMMA3, MIXTRAL, MODELS, QWEN2, QWEN3, QWEN3_MOE, Traffic, build, tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import MoeConfig
 from titanlike.config.sections import Parallelism
 from titanlike.data.loader import Batch
-from titanlike.models.experts import routers
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
@@ -55,24 +52,12 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
         _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
     for context in (nullcontext(), counter):
         with context:
-            balance(model)
+            balance_experts(model)
             pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()
     return counter.total, mesh.pipeline.get_local_rank()
-
-
-def balance(model: torch.nn.Module) -> None:
-    """Has all experts compute the same number of tokens, as the planner assumes: by turns, whatever the scores."""
-    for router in routers(model):
-        router.forward = partial(route_by_turns, router.forward, router.config)  # type: ignore[method-assign]
-
-
-def route_by_turns(forward: Any, config: MoeConfig, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    weights, indices, load = forward(x)
-    by_turns = torch.arange(indices.numel(), device=x.device).view_as(indices) % config.num_experts
-    return weights, by_turns, load.fill_(indices[0].numel() // config.num_experts)
 
 
 def planned(job: Job, rank: int) -> Totals:
