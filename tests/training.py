@@ -169,7 +169,8 @@ class Operations(TorchDispatchMode):
 
 
 COLLECTIVES = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce",
-               "all_reduce": "all-reduce", "alltoall": "all-to-all", "send": "send", "recv": "receive"}  # fmt: skip
+               "all_reduce": "all-reduce", "alltoall": "all-to-all", "all_to_all": "all-to-all", "send": "send",
+               "recv": "receive"}  # fmt: skip
 
 
 class Traffic(TorchDispatchMode):
@@ -185,6 +186,8 @@ class Traffic(TorchDispatchMode):
         axes = {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "context": mesh.context}
         groups = {name: axis.get_group() for name, axis in axes.items()}
         groups |= {name: mesh.fsdp.get_group(name) for name in mesh.fsdp.mesh_dim_names or ()}
+        if mesh.expert is not None and mesh.expert_fsdp is not None:  # last: may be the group of another axis
+            groups |= {"expert_shard": mesh.expert_fsdp.get_group(-1), "expert": mesh.expert.get_group(0)}
         # Without FSDP's own dimension, its group is that of the context.
         self.axes = {group.group_name: name for name, group in reversed(groups.items()) if group.size() > 1}
         shards = mesh.fsdp.get_group("shard")

@@ -13,10 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from recipes import pretrain
+from tests.balanced_experts import balance_experts
 from tests.pool import Pool
 from tests.training import build, tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import Gemma3Config, GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from titanlike.config.model_configs import Gemma3Config, GPTConfig, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
 from titanlike.data.loader import Batch
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -40,6 +41,8 @@ GEMMA3 = Gemma3Config(
     dim=128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=384, vocab_size=2048, sliding_window=40
 )
 
+MIXTRAL = MixtralConfig(dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=2048, num_experts=4)
+
 CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "one process": (dict(), {}),
     "one process, GPT": (dict(), dict(model=GPT)),
@@ -52,6 +55,9 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "TP x FSDP, Qwen3": (dict(tensor=2, shard=2), dict(model=QWEN3)),
     "FSDP, Gemma 3": (dict(shard=2), dict(model=GEMMA3)),
     "TP x FSDP, Gemma 3, full": (dict(tensor=2, shard=2), dict(model=GEMMA3, activation_checkpoint=dict(mode="full"))),
+    "MoE, FSDP": (dict(shard=2), dict(model=MIXTRAL)),
+    "MoE, EP": (dict(shard=2, expert=2), dict(model=MIXTRAL)),
+    "MoE, EP x FSDP": (dict(shard=4, expert=2), dict(model=MIXTRAL)),
     "CP x FSDP": (dict(context=2, shard=2), {}),
     "PP x FSDP": (dict(pipeline=2, shard=2), {}),
     "FSDP, float8": (
@@ -74,6 +80,7 @@ def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
     job = Job(recipe, torch.distributed.get_world_size())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, StorageTracker() as tracker:
         model, mesh = build(recipe)
+        balance_experts(model)
         optimizer = build_optimizer(model, recipe.optimizer)
         length = recipe.training.seq_len // job.layout.context
         tokens = torch.zeros(job.sequences, length, dtype=torch.long)
@@ -111,7 +118,7 @@ def test_simulated_memory_is_that_of_a_real_step(ranks: Ranks, tmp_path: Path, c
     recipe = tiny(
         tmp_path, "run", parallelism={"shard": 1} | layout, **{"model": LLAMA, "training": training} | sections
     )
-    num_ranks = math.prod(size for size in layout.values() if isinstance(size, int))
+    num_ranks = math.prod(recipe.parallelism.dimensions().values())
     job = Job(recipe, num_ranks)
     found = ranks(num_ranks).run(_peaks_of_a_step, recipe)
     for rank in range(job.layout.pipeline):

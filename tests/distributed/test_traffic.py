@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from recipes import pretrain
+from tests.balanced_experts import balance_experts
 from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
-from tests.training import GEMMA2, GEMMA3, MODELS, QWEN2, QWEN3, Traffic, build, tiny
+from tests.training import GEMMA2, GEMMA3, MIXTRAL, MODELS, QWEN2, QWEN3, QWEN3_MOE, Traffic, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.loader import Batch
@@ -24,7 +25,7 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.planning.job import Job
-from titanlike.planning.traffic import traffic
+from titanlike.planning.traffic import fsdp_axis, traffic
 
 Ranks = Callable[[int], Pool]
 Totals = dict[tuple[str, str], tuple[int, int]]  # (kind, mesh axis) -> (calls, bytes) in a step
@@ -51,6 +52,7 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
         _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
     for context in (nullcontext(), counter):
         with context:
+            balance_experts(model)
             pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
@@ -60,10 +62,15 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
 
 def planned(job: Job, rank: int) -> Totals:
     """Returns what the planner computes, summed over purposes."""
+    layout = job.layout
     calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for collective in traffic(job, rank):
-        calls[collective.kind, collective.axis] += collective.calls
-        size[collective.kind, collective.axis] += collective.bytes
+        axis = collective.axis
+        if axis == "expert" and layout.expert in (job.num_shards, layout.context):
+            # The same process group as that of another axis.
+            axis = fsdp_axis(job) if layout.expert == job.num_shards else "context"
+        calls[collective.kind, axis] += collective.calls
+        size[collective.kind, axis] += collective.bytes
     return {key: (calls[key], size[key]) for key in calls}
 
 
@@ -190,6 +197,39 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "TP, LoRA, gpt": (TP, GPT, lora("wq", "w2")),
     "*CP, LoRA": (CP, LLAMA, lora("wq", "layers.1.attention.wk")),
     "*PP 1f1b x TP, LoRA, tied": (PP | TP, TIED, lora() | TWO),
+}
+EP, FSDP4 = dict(expert=2), dict(shard=4)
+COMPILED = {"compile": dict(mode="block", backend="aot_eager")}
+OTHERS |= {
+    "MoE, FSDP": (FSDP, QWEN3_MOE, {}),
+    "MoE, TP": (TP, QWEN3_MOE, {}),
+    "MoE, CP x TP, full checkpointing": (CP | TP, MIXTRAL, FULL),
+    "MoE, EP": (FSDP | EP, QWEN3_MOE, {}),
+    "MoE, EP x FSDP": (FSDP4 | EP, MIXTRAL, {}),
+    "MoE, EP x TP": (FSDP | TP | EP, MIXTRAL, {}),
+    "*MoE, FSDP, fewer experts than ranks": (FSDP4, replace(QWEN3_MOE, num_experts=3), {}),
+    "*MoE, TP, shared experts": (TP, MIXTRAL, {}),
+    "*MoE, CP": (CP, QWEN3_MOE, {}),
+    "*MoE, EP x HSDP": (FSDP | EP | dict(replicate=2), QWEN3_MOE, {}),
+    "*MoE, EP x CP": (CP | FSDP | EP, MIXTRAL, {}),
+    "*MoE, EP of all ranks, CP": (CP | FSDP | dict(expert=4), MIXTRAL, {}),
+    "*MoE, EP x TP x FSDP": (FSDP4 | TP | EP, QWEN3_MOE, {}),
+    "*MoE, EP x FSDP, full checkpointing": (FSDP4 | EP, QWEN3_MOE, FULL),
+    "*MoE, EP x TP, full checkpointing": (FSDP | TP | EP, QWEN3_MOE, FULL),
+    "*MoE, EP, selective checkpointing": (FSDP | EP, QWEN3_MOE, SELECTIVE),
+    "*MoE, EP x TP, selective checkpointing": (FSDP | TP | EP, QWEN3_MOE, SELECTIVE),
+    "*MoE, EP x FSDP, every second block recomputed": (FSDP4 | EP, QWEN3_MOE, EVERY_N),
+    "*MoE, EP x PP 1f1b x FSDP": (FSDP4 | PP | EP, MIXTRAL, training(local_batch_size=1, global_batch_size=16)),
+    "*MoE, EP x PP zbv x FSDP": (FSDP | PP | ZBV | EP, QWEN3_MOE, TWO),
+    "*MoE, EP x FSDP, always resharded": (FSDP4 | EP | ALWAYS, QWEN3_MOE, {}),
+    "*MoE, EP x FSDP, last micro-batch": (FSDP4 | EP | LAST, QWEN3_MOE, {}),
+    "*MoE, EP x FSDP, compiled": (FSDP4 | EP, QWEN3_MOE, COMPILED),
+    "*MoE, EP, compiled, selective checkpointing": (FSDP | EP, QWEN3_MOE, COMPILED | SELECTIVE),
+    "*MoE, EP x FSDP, compiled, full checkpointing": (FSDP4 | EP, QWEN3_MOE, COMPILED | FULL),
+    "*MoE, EP x FSDP, LoRA": (FSDP4 | EP, QWEN3_MOE, lora("attention")),
+    "*MoE, EP x FSDP, LoRA in the last block": (FSDP4 | EP, QWEN3_MOE, lora("layers.3")),
+    "*MoE, TP x FSDP, float8": (TP | FSDP, MIXTRAL, float8()),
+    "*MoE, EP x FSDP, float8 all-gather": (FSDP4 | EP, QWEN3_MOE, GATHER),
 }
 
 

@@ -11,15 +11,26 @@ import pytest
 from benchmarks import planner_validation
 from benchmarks.published import ROWS
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import Gemma2Config, GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from titanlike.config.model_configs import (
+    Gemma2Config,
+    GPTConfig,
+    LlamaConfig,
+    MixtralConfig,
+    MoeConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
+from titanlike.planning.collectives import Collective
 from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
 from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
 from titanlike.planning.job import Job
 from titanlike.planning.kernels import Kernels
 from titanlike.planning.links import Links
-from titanlike.planning.operators import Counts, Matmul, Passes, Program, Work
-from titanlike.planning.traffic import Collective, traffic
+from titanlike.planning.operators import Counts, Program
+from titanlike.planning.traffic import traffic
+from titanlike.planning.work import Matmul, Passes, Work
 
 LLAMA_8B = LlamaConfig(**{"size": "3.1-8B", **LlamaConfig.sizes["3.1-8B"]})
 LLAMA_70B = LlamaConfig(**{"size": "3.1-70B", **LlamaConfig.sizes["3.1-70B"]})
@@ -88,6 +99,40 @@ def test_flops_are_those_of_the_model(model: Any, layout: dict[str, int]) -> Non
     assert sum(attention) == pytest.approx(4 * keys * width * tokens_of_ranks)
     backward = [each.backward_input.attention_backward for each in modules]
     assert sum(backward) == pytest.approx(2.5 * sum(attention))
+
+
+QWEN3_MOE = Qwen3MoeConfig(**{"size": "30B-A3B", **Qwen3MoeConfig.sizes["30B-A3B"]})
+MIXTRAL = MixtralConfig(**{"size": "8x7B", **MixtralConfig.sizes["8x7B"]})
+
+
+@pytest.mark.parametrize("model", [QWEN3_MOE, replace(MIXTRAL, num_shared_experts=1)])
+@pytest.mark.parametrize("layout", [{}, dict(expert=8), dict(tensor=2, expert=4), dict(context=4, expert=2)])
+def test_flops_of_a_mixture_of_experts(model: MoeConfig, layout: dict[str, int]) -> None:
+    plan = job(8, sequences=2, seq_len=2048, model=model, layout=layout)
+    found = sum(flops(each.forward, each.backward_input, each.backward_weight) for each in passes(Counts(plan)))
+    # Tensor-parallel ranks shard all but the router.
+    routers = model.num_layers * model.num_experts * model.dim
+    expected = (model.num_matmul_parameters() - routers) / plan.layout.tensor + routers
+    assert found == pytest.approx(6 * expected * plan.tokens)
+    recomputed = Counts(replace_mode(plan, "full")).block(frozenset())
+    last = 0 if not model.num_shared_experts else 2 * plan.tokens * model.dim * model.ffn_dim / plan.layout.tensor
+    assert flops(recomputed.recomputation) == pytest.approx(flops(recomputed.forward) - last)
+
+
+def replace_mode(plan: Job, mode: Any) -> Job:
+    return Job(replace(plan.recipe, activation_checkpoint=ActivationCheckpoint(mode=mode)), plan.num_gpus)
+
+
+def test_experts_of_more_ranks_have_more_tokens_and_exchange_them() -> None:
+    parts = {n: predict(job(64, model=QWEN3_MOE, layout=dict(expert=n))).parts for n in (1, 8, 16)}
+    assert parts[8]["matmul"] < parts[1]["matmul"]  # fewer and larger groups
+    assert "exposed expert" not in parts[1]
+    # Between nodes, each rank has one network link.
+    assert parts[16]["exposed expert"] > 3 * parts[8]["exposed expert"]
+    assert parts[8]["weight copies"] < parts[1]["weight copies"]
+    counted = {each.axis: each for each in traffic(job(64, model=QWEN3_MOE, layout=dict(expert=8)), 0)}
+    assert Links(job(64, layout=dict(expert=8), model=QWEN3_MOE), H100).group(counted["expert"]) == (8, 1)
+    assert Links(job(64, layout=dict(expert=8), model=QWEN3_MOE), H100).group(counted["expert_shard"]) == (8, 8)
 
 
 def test_recomputed_operators() -> None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.load import load
+from titanlike.config.model_configs import MixtralConfig, Qwen3MoeConfig
 from titanlike.models import blocks, build_model
 from titanlike.models.llama import rotary_angles
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -71,8 +72,40 @@ CASES |= {
         0,
     ),
 }
-QUICK = ("one GPU", "TP x FSDP, selective", "PP x FSDP, second rank")
-SLOW = ("FSDP", "FSDP, full", "float8", "FSDP, selective, compiled", "PP x FSDP, compiled")
+
+
+def mixture(cls: Any, size: str, num_gpus: int = 8, **sections: dict[str, Any]) -> Job:
+    """Returns a published size with four blocks."""
+    base = job("llama3_8b", num_gpus, **{"training": dict(seq_len=4096, local_batch_size=1)} | sections)
+    model = cls(**{"size": size, **cls.sizes[size], "num_layers": 4})
+    return Job(replace(base.recipe, model=model), num_gpus)
+
+
+QWEN3_MOE, MIXTRAL = (Qwen3MoeConfig, "30B-A3B"), (MixtralConfig, "8x7B")
+MODES = {mode: dict(activation_checkpoint=dict(mode=mode)) for mode in ("none", "selective", "full")}
+FOUR_SEQUENCES = dict(training=dict(seq_len=4096, local_batch_size=4))
+CASES |= {
+    "MoE, FSDP": (mixture(*QWEN3_MOE, **MODES["none"]), 0),
+    "MoE, FSDP, full": (mixture(*MIXTRAL, **MODES["full"]), 0),
+    "MoE, EP": (mixture(*QWEN3_MOE, parallelism=dict(expert=8), **MODES["none"]), 0),
+    "MoE, EP, full": (mixture(*MIXTRAL, parallelism=dict(expert=8), **MODES["full"]), 0),
+    "MoE, EP x FSDP, selective": (
+        mixture(*QWEN3_MOE, 16, parallelism=dict(expert=4), **MODES["selective"], **FOUR_SEQUENCES),
+        0,
+    ),
+    "MoE, EP x HSDP": (mixture(*QWEN3_MOE, 16, parallelism=dict(expert=4, replicate=2), **MODES["none"]), 0),
+    "MoE, EP x TP": (mixture(*MIXTRAL, 16, parallelism=dict(expert=4, tensor=2), **MODES["none"]), 0),
+}
+QUICK = ("one GPU", "TP x FSDP, selective", "PP x FSDP, second rank", "MoE, EP x FSDP, selective")
+SLOW = (
+    "MoE, FSDP",
+    "MoE, EP, full",
+    "FSDP",
+    "FSDP, full",
+    "float8",
+    "FSDP, selective, compiled",
+    "PP x FSDP, compiled",
+)
 
 
 def tier(case: str) -> list[pytest.MarkDecorator]:

@@ -6,20 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, QWEN2, QWEN3, tiny
-from titanlike.config.model_configs import TransformerConfig
+from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, tiny
+from titanlike.config.model_configs import MoeConfig, TransformerConfig
 from titanlike.config.sections import Lora, Parallelism
+from titanlike.distributed import process_group
 from titanlike.models import blocks, build_model
 from titanlike.models.lora import apply_lora
+from titanlike.parallelisms.mesh import build_mesh
+from titanlike.parallelize import parallelize
 from titanlike.planning.job import Job
 from titanlike.planning.parameters import Parameter, fsdp_units, stage_of
+from titanlike.utils.dtensor import local_tensor
 
 
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize(
     "model",
-    [LLAMA, replace(LLAMA, tied_head=True), QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_],
-    ids=["llama", "tied", "qwen2", "qwen3", "gemma2", "gemma3", "gpt"],
+    [LLAMA, replace(LLAMA, tied_head=True), QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GEMMA2, GEMMA3, GPT_],
+    ids=["llama", "tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3", "gpt"],
 )
 def test_names_shapes_and_gradients_are_those_of_the_model(tmp_path: Path, model: TransformerConfig, lora: int) -> None:
     recipe = tiny(tmp_path, "run", model=model, lora=dict(rank=lora, layers=("wq", "w2")))
@@ -42,6 +46,47 @@ def test_padding_and_tensor_parallel_shards(tmp_path: Path) -> None:
     shapes = {parameter.name: parameter.shape for parameter in stage_of(Job(recipe, 2), 0).blocks[0]}
     assert shapes["attention.wq.weight"] == (32, 64) and shapes["attention.wq.bias"] == (32,)
     assert shapes["attention.wo.weight"] == (64, 32) and shapes["attention.wo.bias"] == (64,)
+
+
+FEW = replace(QWEN3_MOE, num_experts=3)
+
+
+# Eight ranks shard the vectors and matrices of 4 to 8 rows unevenly.
+@pytest.mark.parametrize(
+    ("model", "layout", "shape"),
+    [
+        (QWEN3_MOE, {}, (1, 48, 64)),
+        (FEW, {}, (3, 6, 64)),  # along the second dimension
+        (replace(FEW, ffn_dim=44), {}, (1, 44, 64)),  # padded
+        (QWEN3_MOE, dict(expert=2), (1, 48, 64)),
+        (QWEN3_MOE, dict(expert=8), (1, 48, 64)),
+        (MIXTRAL, dict(expert=2), (2, 12, 64)),
+        (MIXTRAL, dict(expert=2, context=2), (2, 12, 64)),
+        (MIXTRAL, dict(expert=4, tensor=2), (1, 24, 64)),
+        (MIXTRAL, dict(tensor=4), (2, 12, 64)),
+        (MIXTRAL, dict(expert=2, replicate=4), (2, 48, 64)),
+    ],
+)
+def test_shards_of_experts_are_those_of_the_model(
+    tmp_path: Path, model: MoeConfig, layout: dict[str, int], shape: tuple[int, ...]
+) -> None:
+    recipe = tiny(tmp_path, "run", model=model, parallelism=Parallelism(**layout))
+    job = Job(recipe, 8)
+    planned = 0
+    for unit in fsdp_units(job, stage_of(job, 0)):
+        number = job.num_expert_shards if unit.experts else job.num_shards
+        planned += sum(each.padded(number) // number for each in unit.parameters)
+    with process_group.simulated(0, 8):
+        mesh = build_mesh("cpu", **job.layout.dimensions(), expert=job.layout.expert)
+        with torch.device("meta"):
+            module: torch.nn.Module = build_model(model)
+        module = parallelize(
+            module, mesh, split=job.split, training=recipe.training, parallelism=job.layout, float8=recipe.float8,
+            activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+        )  # fmt: skip
+        shards = {name: local_tensor(parameter) for name, parameter in module.named_parameters()}
+    assert shards["layers.0.feed_forward.experts.w1"].shape == shape
+    assert sum(shard.numel() for shard in shards.values()) == planned  # the first rank has the largest shards
 
 
 def test_a_pipeline_has_a_copy_of_a_tied_head(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """`search`: only what is valid and fits, the fastest first, and a recipe that keeps the result of training."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.model_configs import MixtralConfig
 from titanlike.planning.advice import may_fit, smallest_peak
+from titanlike.planning.changes import expert_sizes, single_changes
+from titanlike.planning.comparison import layout_text
 from titanlike.planning.hardware import load_hardware
 from titanlike.planning.job import Job
 from titanlike.planning.memory import memory
@@ -49,6 +53,20 @@ def test_the_bound_of_the_step_time_holds(result: SearchResult) -> None:
                 load(PretrainRecipe, RECIPES / "llama3_70b.toml", overrides | {"training.local_batch_size": "2"}), 128
             )
             assert least_seconds(job, H100) <= make_plan(job, H100).time.seconds
+
+
+def test_sizes_of_expert_parallelism_are_searched() -> None:
+    model = MixtralConfig(**{"size": "8x7B", **MixtralConfig.sizes["8x7B"]})
+    recipe = replace(load(PretrainRecipe, RECIPES / "llama3_8b.toml", {}), model=model)
+    assert expert_sizes(recipe, 64) == [1, 2, 4, 8] and expert_sizes(recipe, 6) == [1, 2]
+    fixed = {"parallelism.tensor", "parallelism.pipeline", "parallelism.context", "float8.scaling"}
+    found = search(recipe, 32, H100, check_recipe, fixed=fixed)
+    assert max(candidate.plan.job.layout.expert for candidate in found.best) > 1
+    assert any("EP " in layout_text(candidate.plan) for candidate in found.best)
+    assert {"parallelism.expert": 8} in list(single_changes(Job(recipe, 32), H100))
+    dense = load(PretrainRecipe, RECIPES / "llama3_8b.toml", {})
+    assert expert_sizes(dense, 64) == [1]
+    assert not any("parallelism.expert" in changes for changes in single_changes(Job(dense, 32), H100))
 
 
 def test_overridden_keys_are_not_searched() -> None:

@@ -1,11 +1,14 @@
 """What a block keeps for its backward pass, from formulas. Does not import torch.
 
 Sizes are bytes for each token of a rank. Tensor parallelism shards the width of what matmuls and attention produce, and the
-sequence of what lies between blocks; the inputs of its matmuls are gathered, and full.
+sequence of what lies between blocks; the inputs of its matmuls are gathered, and full. All experts are assumed to compute the same
+number of tokens.
 """
 
 from dataclasses import dataclass
 
+from titanlike.config.model_configs import MoeConfig
+from titanlike.planning.experts import routed_activations
 from titanlike.planning.job import Job
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,6 +24,7 @@ class BlockActivations:
     forward: float  # allocated and freed within the forward pass
     backward: float  # within the backward pass, without what is recomputed
     hidden: float  # one tensor of the model dimension, sharded along the sequence
+    early: float = 0.0  # as `backward`, before experts have gradients of other weights than w2
 
 
 def block_activations(job: Job) -> BlockActivations:
@@ -32,8 +36,8 @@ def block_activations(job: Job) -> BlockActivations:
     hidden = element * model.dim
     queries = element * matrices["attention.wo"][1] / tensor
     keys = element * matrices["attention.wk"][0] / tensor if "attention.wk" in matrices else queries
-    ffn = element * matrices["feed_forward.w2"][1] / tensor
-    is_gated = "feed_forward.w3" in matrices
+    ffn = element * matrices.get("feed_forward.w2", matrices.get("feed_forward.shared.w2", (0, 0)))[1] / tensor
+    is_gated = "feed_forward.w3" in matrices or "feed_forward.shared.w3" in matrices
     stream = hidden / tensor  # the residual stream
     attention = queries + 4 * model.num_heads / tensor  # the output and the log-sum-exp of the scores
     gathered = 2 * hidden if tensor > 1 else 0.0  # the inputs of attention and feed-forward
@@ -67,6 +71,17 @@ def block_activations(job: Job) -> BlockActivations:
     # Compiled code does not keep the output of w2 unless a post-norm reads it: otherwise no gradient depends on it.
     if is_gated and (model.post_norms or not compiled):
         selective += hidden
+    forward = 4 * ffn if mode != "none" else 4 * stream
+    backward, early = (3 if compiled else 2) * ffn, 0.0
+    if isinstance(model, MoeConfig):
+        routed = routed_activations(job, model)
+        kept += routed.kept
+        selective += routed.selective
+        if tensor > 1 and model.num_shared_experts:
+            selective += stream  # the shared experts' own reduce-scatter
+        forward = max(forward, routed.forward)
+        backward = max(backward, routed.backward) if model.num_shared_experts else routed.backward
+        early = routed.early
     budget = job.recipe.activation_checkpoint
     saved = {
         "none": kept,
@@ -75,5 +90,4 @@ def block_activations(job: Job) -> BlockActivations:
         "every_n": (stream + (budget.every_n - 1) * kept) / budget.every_n,
         "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
     }[mode]
-    forward = 4 * ffn if mode != "none" else 4 * stream
-    return BlockActivations(saved, kept, stream, forward, (3 if compiled else 2) * ffn, stream)
+    return BlockActivations(saved, kept, stream, forward, backward, stream, early)

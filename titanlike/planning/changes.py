@@ -1,5 +1,6 @@
 """Changes of a recipe that the planner evaluates: which there are, and applying one. Does not import torch."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -9,6 +10,7 @@ from titanlike.config import PretrainRecipe
 from titanlike.config.base import divisors
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.load import show_value
+from titanlike.config.model_configs import MoeConfig
 from titanlike.planning.hardware import Hardware
 from titanlike.planning.job import Job
 
@@ -113,10 +115,19 @@ def layouts(job: Job) -> Iterator[Changes]:
         degree = getattr(layout, name)
         for other in {1, degree // 2, degree * 2, degree * 4} - {0, degree}:
             yield {f"parallelism.{name}": other, **_inferred_shard(job)}
+    for expert in expert_sizes(job.recipe, job.num_shards):
+        if expert != layout.expert:
+            yield {"parallelism.expert": expert}
     if layout.pipeline > 1:
         for schedule in SCHEDULES:
             if schedule != layout.pipeline_schedule:
                 yield {"parallelism.pipeline_schedule": schedule}
+
+
+def expert_sizes(recipe: PretrainRecipe, num_shards: int) -> list[int]:
+    """Returns the sizes of expert parallelism that divide the experts and the ranks of shard x context: 1 without experts."""
+    model = recipe.model
+    return divisors(math.gcd(model.num_experts, num_shards)) if isinstance(model, MoeConfig) else [1]
 
 
 def _inferred_shard(job: Job) -> Changes:
@@ -144,6 +155,9 @@ def combinations(job: Job, hardware: Hardware) -> Iterator[list[dict[str, Any]]]
         }
         for sequences, tensor, pipeline, context in sizes
     ]
+    if isinstance(recipe.model, MoeConfig):  # in a node, without and with expert parallelism
+        experts = (1, math.gcd(recipe.model.num_experts, hardware.gpus_per_node))
+        group = [changes | {"parallelism.expert": expert} for changes in group for expert in experts]
     group = [_differing(recipe, changes) for changes in group]
     yield group
     state = {} if getattr(recipe.optimizer, "state_dtype", "8bit") == "8bit" else {"optimizer.state_dtype": "8bit"}

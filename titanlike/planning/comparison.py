@@ -43,8 +43,9 @@ def print_search(result: SearchResult, original: Plan | None, console: Console) 
         )
     console.print()
     console.print(found)
+    experts = ", EP: expert" if any(candidate.plan.job.layout.expert > 1 for candidate in result.best) else ""
     console.print(
-        "TP: tensor, CP: context, FSDP: shard, HSDP: replicate x shard, PP: pipeline. Batch: micro-batches x sequences."
+        f"TP: tensor, CP: context, FSDP: shard, HSDP: replicate x shard{experts}, PP: pipeline. Batch: micro-batches x sequences."
     )
     console.print()
     limiting = table("What limits them", "#", "largest part of the step, and its largest overhead")
@@ -80,6 +81,7 @@ def layout_text(plan: Plan) -> str:
     parts = [f"TP {layout.tensor}"] if layout.tensor > 1 else []
     parts += [f"CP {layout.context}"] if layout.context > 1 else []
     parts += [data] if layout.replicate > 1 else [f"FSDP {layout.shard}"] if layout.shard > 1 else []
+    parts += [f"EP {layout.expert}"] if layout.expert > 1 else []
     parts += [f"PP {layout.pipeline} {layout.pipeline_schedule}"] if layout.pipeline > 1 else []
     return ", ".join(parts) or "one GPU"
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlike.config.layout import blocks_of
+from titanlike.planning.collectives import Collective
 from titanlike.planning.hardware import Hardware
 from titanlike.planning.job import Job
 from titanlike.planning.kernels import Kernels
 from titanlike.planning.links import Links
 from titanlike.planning.muon import Matrix, rounds
-from titanlike.planning.operators import SIZE, Counts, Matmul, Passes, Program
+from titanlike.planning.operators import Counts, Program
 from titanlike.planning.parameters import stage_of
 from titanlike.planning.schedules import Action, Kind, actions, simulate_time
-from titanlike.planning.traffic import Collective
+from titanlike.planning.work import SIZE, Matmul, Passes
 
 Parts = dict[str, float]  # seconds, by what they are spent on
 
@@ -165,11 +166,16 @@ class Rank:
         tensor = self._seconds("tensor", "activations", "replicated gradients", "loss", "float8 maxima")
         if self.program.regathers and self.job.recipe.activation_checkpoint.mode == "selective":
             tensor *= 5 / 4  # two of eight collectives of a block
-        context = self._seconds("context", "keys and values", "document ids", "float8 maxima")
+        context = self._seconds("context", "keys and values", "document ids", "float8 maxima", "expert counts")
         # A block has as many collectives in the backward pass; with full checkpointing, three of four again.
         share = 4 / 11 if self.job.recipe.activation_checkpoint.mode == "full" else 1 / 2
         exposed = {"tensor": tensor - self.hidden_tensor, "context": context}
-        return {axis: (seconds * share, seconds * (1 - share)) for axis, seconds in exposed.items()}
+        found = {axis: (seconds * share, seconds * (1 - share)) for axis, seconds in exposed.items()}
+        if self.job.layout.expert > 1:
+            expert = self._seconds("expert", "routed tokens", "expert counts")
+            share = 1 / 3 if self.job.recipe.activation_checkpoint.mode == "full" else 1 / 2
+            found["expert"] = expert * share, expert * (1 - share)
+        return found
 
     @property
     def p2p(self) -> float:
@@ -188,7 +194,10 @@ class Rank:
         forward = sum(seconds for (_, kind), seconds in self.durations.items() if kind == "forward")
         backward = sum(seconds for (_, kind), seconds in self.durations.items() if kind == "backward")
         num_units = sum(job.split[stage] + (stage == 0) + (stage == len(job.split) - 1) for stage in self.modules)
-        calls = sum(each.calls for each in self.collectives if each.purpose == "weights")
+        num_blocks = sum(job.split[stage] for stage in self.modules)
+        calls = sum(
+            each.calls for each in self.collectives if each.purpose == "weights" and each.axis != "expert_shard"
+        )
         # A pipeline gathers before the first micro-batch, or as often as it frees a stage, and reduces after the last one.
         passes = (
             job.num_microbatches if job.layout.pipeline == 1 else max(1, min(calls // num_units, job.num_microbatches))
@@ -205,7 +214,8 @@ class Rank:
             ends = min(seconds, 2 * seconds / each.calls * starts)
             wanted = {"backward": seconds - ends}
             if each.purpose == "weights":
-                in_forward = (seconds - ends) * min(1.0, num_units * passes / each.calls)
+                units = num_blocks if each.axis == "expert_shard" else num_units
+                in_forward = (seconds - ends) * min(1.0, units * passes / each.calls)
                 wanted = {"forward": in_forward, "backward": seconds - ends - in_forward}
             for phase, rest in wanted.items():
                 # Replicas reduce gradients in the last micro-batch only.
@@ -223,7 +233,8 @@ class Rank:
         compute, reduced = SIZE[training.compute_dtype], SIZE[training.reduce_dtype]
         parameters = [parameter for stage in self.modules for parameter in stage_of(job, stage).parameters]
         gathered = sum(parameter.size for parameter in parameters)
-        trained = sum(parameter.size for parameter in parameters if parameter.trainable) / job.num_shards
+        local = [each.size * (job.layout.expert if each.expert else 1) for each in parameters if each.trainable]
+        trained = sum(local) / job.num_shards  # FSDP shards the experts of a rank over fewer ranks
         copied = 0.0
         for each in self.collectives:
             if each.purpose == "weights":

@@ -40,6 +40,11 @@ class Job:
         """Number of ranks over which FSDP shards weights, gradients and optimizer state."""
         return self.layout.shard * self.layout.context
 
+    @property
+    def num_expert_shards(self) -> int:
+        """Number of ranks over which FSDP shards the experts of a rank: those of different expert-parallel groups."""
+        return self.num_shards // self.layout.expert
+
     @cached_property
     def num_microbatches(self) -> int:
         """Number of forward and backward passes of a rank in a step."""

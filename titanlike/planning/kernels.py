@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlike.planning.hardware import Hardware
-from titanlike.planning.operators import Counts, Matmul, Work
+from titanlike.planning.operators import Counts
+from titanlike.planning.work import Matmul, Work
 
 # Speed of float8 matmuls with finer scales than one per tensor, relative to those.
 SCALING_SPEED = {"rowwise": 0.75, "rowwise_with_gw_hp": 0.75, "mxfp8": 0.9}

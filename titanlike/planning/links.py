@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from titanlike.planning.collectives import Collective
 from titanlike.planning.hardware import Hardware
 from titanlike.planning.job import Job
-from titanlike.planning.traffic import Collective
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,11 @@ class Links:
             return self.job.num_shards * layout.tensor, 1
         if collective.axis == "tensor":
             return layout.tensor, 1
-        if collective.axis == "context" and collective.purpose in ("keys and values", "document ids"):
+        if collective.axis == "expert":
+            return layout.expert, inner
+        if collective.axis == "expert_shard":
+            return self.job.num_expert_shards, inner * layout.expert
+        if collective.axis == "context" and collective.purpose in ("keys and values", "document ids", "expert counts"):
             return layout.context, inner
         if collective.axis in ("context", "shard") and collective.purpose != "float8 maxima":
             return self.job.num_shards, inner  # FSDP shards over both
@@ -55,6 +59,9 @@ class Links:
             network = local * hardware.network_gb_per_second * hardware.network_fraction * 1e9
             bandwidth = min(bandwidth, network)
             latency += (-(-size // local) - 1) * hardware.network_latency_us * 1e-6
+            if collective.axis == "expert":  # each rank sends what leaves the node over its own network link
+                outside = (size - local) / size / (network / local)
+                return collective.calls * latency + collective.bytes * max(outside, (local - 1) / size / bandwidth)
         if collective.kind in ("send", "receive"):
             return collective.calls * hardware.node_latency_us * 1e-6 + collective.bytes / bandwidth
         rounds = 2 if collective.kind == "all-reduce" else 1  # a reduce-scatter and an all-gather

@@ -3,6 +3,7 @@
 `simulate` computes the same from the real model under fake tensors.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from titanlike.planning.activations import DTYPE_BYTES, BlockActivations, block_activations
@@ -81,6 +82,9 @@ class _Sizes:
     """Bytes of one rank."""
 
     block: float  # the weights of a block in the compute dtype, as FSDP gathers them
+    experts: float  # of these, those of the experts
+    full_block: float  # the same as `block` without float8 all-gather
+    whole_block: float  # the same with the experts of all expert-parallel ranks
     head: float  # of the norm and the LM head, 0 if the rank has none
     embedding: float
     reduced: float  # bytes of a gradient in the dtype of the reduction, over those of a weight in the compute dtype
@@ -99,10 +103,12 @@ class _Sizes:
         stages = job.stages(rank)
         compute, master = DTYPE_BYTES[training.compute_dtype], DTYPE_BYTES[training.master_dtype]
         matrices = sum(outputs * inputs for outputs, inputs in model.block_matrices().values()) / layout.tensor
+        matrices += sum(map(math.prod, model.router_parameters().values()))
+        experts = sum(map(math.prod, model.expert_parameters().values())) / layout.tensor
         vocabulary = model.vocab_size * model.dim / layout.tensor
         has_embedding, has_head = 0 in stages, len(job.split) - 1 in stages
         ends = (has_embedding + (has_head and not (model.tied_head and has_embedding))) * vocabulary
-        num_parameters = sum(job.split[stage] for stage in stages) * matrices + ends
+        num_parameters = sum(job.split[stage] for stage in stages) * (matrices + experts) + ends
         adapters = 1.0
         if recipe.lora.rank:
             selected = [
@@ -130,12 +136,15 @@ class _Sizes:
         kept = hidden + weight_gradient
         gathered = hidden if layout.tensor > 1 else 0.0
         return cls(
-            block=matrices * element,
+            block=matrices * element + experts / layout.expert * compute,
+            experts=experts / layout.expert * compute,
+            full_block=(matrices + experts / layout.expert) * compute,
+            whole_block=(matrices + experts) * compute,
             head=vocabulary * compute * has_head,
             embedding=vocabulary * compute * has_embedding,
             reduced=DTYPE_BYTES[training.reduce_dtype] / compute,
             states=states,
-            gradient_shards=matrices * shard * adapters,
+            gradient_shards=(matrices + experts) * shard * adapters,
             activations=block_activations(job),
             tokens=tokens,
             loss=(kept + logits + gathered + cast) * has_head,
@@ -150,7 +159,7 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
     block = sizes.block if fsdp else 0.0
     head, embedding = (sizes.head, sizes.embedding) if fsdp else (0.0, 0.0)
     compute = DTYPE_BYTES[job.recipe.training.compute_dtype]
-    full_block = sizes.block if not job.recipe.float8.all_gather else sizes.block * compute
+    full_block = sizes.full_block
     reduction = full_block * sizes.reduced if fsdp else 0.0
     never = layout.reshard_after_forward == "never"
     tied = job.recipe.model.tied_head
@@ -163,6 +172,7 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
         if layout.gradient_sync == "last_microbatch":
             unreduced = total * sizes.reduced
         elif layout.replicate > 1:
+            total = num_blocks * sizes.whole_block + head + embedding
             unreduced = total * sizes.reduced / job.num_shards
             first_gradients = 0.0
     casts = 0.0 if fsdp else full_block if compute != DTYPE_BYTES[job.recipe.training.master_dtype] else 0.0
@@ -174,7 +184,7 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
         label: str, blocks: float, done: float, gathered: float, loss: float = 0.0, temporary: float = 0.0
     ) -> Moment:
         """`blocks` have saved activations, and the gradients of `done` blocks have been reduced."""
-        share = max(first_gradients, done / (num_blocks + (sizes.head + sizes.embedding) / max(full_block, 1)))
+        share = max(first_gradients, done / (num_blocks + (sizes.head + sizes.embedding) / max(sizes.whole_block, 1)))
         gradients = round(sizes.states.gradients * min(1.0, share))
         usage = replace(
             sizes.states,
@@ -186,13 +196,18 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
         )
         return Moment(label, usage)
 
+    # Experts of expert-parallel ranks are gathered by themselves, while their block computes.
+    ahead = block - sizes.experts if layout.expert > 1 else block
+    gathering = 2 * block - (sizes.experts if layout.expert > 1 and job.num_expert_shards == 1 else 0.0)
     kept_gathered = (num_blocks * block + embedding) if never else 0.0
     moments = []
     for i in range(num_blocks):
         so_far = (i * block + embedding) if never else 0.0
         following = block if i < num_blocks - 1 else head
+        if layout.expert > 1 and i < num_blocks - 1:
+            following = 0.0
         moments.append(
-            moment(f"forward, block {i}", i + 1, 0, so_far + 2 * block + following, temporary=act.forward * n)
+            moment(f"forward, block {i}", i + 1, 0, so_far + gathering + following, temporary=act.forward * n)
         )
     moments.append(moment("loss", num_blocks, 0, kept_gathered + 2 * head * (not tied), loss=sizes.loss))
     head_gradients = sizes.head if fsdp else 0.0
@@ -206,15 +221,21 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
             temporary=head_gradients,
         )
     )
-    head_blocks = sizes.head / max(full_block, 1)
+    head_blocks = sizes.head / max(sizes.whole_block, 1)
     weight_gradients = full_block if fsdp else full_block / compute * DTYPE_BYTES[job.recipe.training.master_dtype]
     temporary = act.backward * n + recomputed + (weight_gradients if fsdp else 0)
+    early = act.early * n + recomputed + sizes.experts / 3
     for i in reversed(range(num_blocks)):
-        previous = head * sizes.reduced if i == num_blocks - 1 else reduction
-        gathered = kept_gathered + (0 if never else block * (2 if i else 1)) + previous
+        is_last = i == num_blocks - 1
+        previous = head * sizes.reduced if is_last else reduction
+        weights = kept_gathered + (0 if never else block + (ahead if i else 0))
         done = num_blocks - 1 - i + head_blocks + (0 if fsdp else 1)
-        moments.append(moment(f"backward, block {i}", i + 1, done, gathered, temporary=temporary))
-    full = num_blocks + head_blocks + sizes.embedding / max(full_block, 1)
+        peak = temporary
+        if act.early and (is_last or early > temporary + previous):
+            # What another block has reduced is freed before the experts have gradients, but not what the LM head has.
+            previous, peak = (previous, max(temporary, early)) if is_last else (0.0, early)
+        moments.append(moment(f"backward, block {i}", i + 1, done, weights + previous, temporary=peak))
+    full = num_blocks + head_blocks + sizes.embedding / max(sizes.whole_block, 1)
     moments.append(moment("optimizer", 0, full, 0))
     return moments
 
@@ -225,10 +246,9 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
 
     act, n = sizes.activations, sizes.tokens
     stages = job.stages(rank)
-    compute = DTYPE_BYTES[job.recipe.training.compute_dtype]
     blocks = {stage: job.split[stage] for stage in stages}
     last = len(job.split) - 1
-    full_block = sizes.block * (compute if job.recipe.float8.all_gather else 1)
+    full_block = sizes.full_block
     # With several stages per rank, torch's schedules keep the weights of three of them.
     weights = sum(sorted(blocks.values())[-3:]) * sizes.block + sizes.head + sizes.embedding
     full_weights = sum(blocks.values()) * full_block + sizes.head + sizes.embedding
@@ -250,6 +270,9 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
         if key not in usages:
             loss = sizes.loss - sizes.loss_kept if action.stage == last and forward else 0.0
             temporary = act.backward * n + (act.kept - act.saved) * n + full_block
+            if act.early:
+                early = act.early * n + (act.kept - act.saved) * n + sizes.experts / 3
+                temporary = max(temporary, early)
             if forward:
                 temporary = 0.0 if loss > act.forward * n else act.forward * n
             usages[key] = Usage(

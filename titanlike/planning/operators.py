@@ -1,19 +1,19 @@
 """The operators of a training step on one rank: matmuls, attention, bytes of elementwise kernels. Does not import torch.
 
-Counted from `models/llama.py`, `models/gpt.py`, `models/loss.py` and `float8/linear.py`. Bytes are those of bfloat16 activations;
-`Counts.work` scales them to float32.
+Counted from `models/llama.py`, `models/gpt.py`, `models/experts.py`, `models/loss.py` and `float8/linear.py`. Bytes are those of
+bfloat16 activations; `Counts.work` scales them to float32. All experts are assumed to compute the same number of tokens.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
 from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import HEAD, skip_reasons
+from titanlike.planning.experts import ends_with_experts, routed_matmuls, routing_bytes
 from titanlike.planning.job import Job
-
-SIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element
+from titanlike.planning.work import SIZE, Matmul, Passes, Work
 
 EAGER_CASTS = 4.6  # bytes of a cast to float8 in eager code, relative to compiled code: 23 to 5
 
@@ -32,58 +32,6 @@ class Program:
     cast_share: float = 1.0  # of the bytes of casts to float8; less if norms and activation functions write float8
     regathers: bool = False  # selective activation checkpointing repeats tensor-parallel all-gathers
     async_tensor_share: float = 0.0  # share of tensor-parallel collectives that is hidden; 0: that of the recipe
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """A product of matrices (m, k) and (k, n)."""
-
-    m: int
-    n: int
-    k: int
-    float8: bool = False
-    count: float = 1.0
-
-    @property
-    def flops(self) -> float:
-        """Two for each multiplication and addition."""
-        return 2.0 * self.m * self.n * self.k * self.count
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank computes in one pass through a module."""
-
-    matmuls: tuple[Matmul, ...] = ()
-    attention_forward: float = 0.0  # FLOPs
-    attention_backward: float = 0.0
-    bytes: float = 0.0  # read and written by elementwise kernels
-    kernels: float = 0.0  # launched by the host
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.matmuls + other.matmuls,
-            self.attention_forward + other.attention_forward,
-            self.attention_backward + other.attention_backward,
-            self.bytes + other.bytes,
-            self.kernels + other.kernels,
-        )
-
-    def times(self, factor: float) -> "Work":
-        """Returns the work of several passes, or of a part of one."""
-        matmuls = tuple(replace(matmul, count=matmul.count * factor) for matmul in self.matmuls)
-        forward, backward = self.attention_forward * factor, self.attention_backward * factor
-        return Work(matmuls, forward, backward, self.bytes * factor, self.kernels * factor)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The work of a module in the forward and backward pass of a micro-batch."""
-
-    forward: Work = field(default_factory=Work)
-    recomputation: Work = field(default_factory=Work)
-    backward_input: Work = field(default_factory=Work)
-    backward_weight: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True)
@@ -142,26 +90,46 @@ class Counts:
                 forward += low
                 inputs += low
                 weights += [Matmul(rank, width, tokens), Matmul(outputs, rank, tokens)]
+        num_attention = sum(name.startswith("attention") for name in names)
+        routed = routed_matmuls(self.job)
+        in_order = [*forward[:num_attention], *routed, *forward[num_attention : len(names)]]
+        forward += routed
+        inputs += [Matmul(each.m, each.k, each.n, count=each.count) for each in routed]
+        if recipe.lora.rank == 0:
+            weights += [Matmul(each.n, each.k, each.m, count=each.count) for each in routed]
         attention = self._attention_flops(local)
         elementwise_forward, elementwise_backward = self._elementwise_bytes()
         casts_forward, casts_backward = self._cast_bytes(float8)
-        launches = (len(forward) + (6 if self.compiled else 34), len(inputs) + (10 if self.compiled else 60))
-        full = Work(tuple(forward), attention, 0.0, elementwise_forward + casts_forward, launches[0])
-        recomputed = self._recomputed(forward[: len(names)], full)
+        routing_forward, routing_backward = routing_bytes(self.job)
+        launches = [len(forward) + (6 if self.compiled else 34), len(inputs) + (10 if self.compiled else 60)]
+        if routed:
+            launches = [number + (20 if self.compiled else 36) for number in launches]
+            if self.job.layout.expert > 1:
+                launches = [number + 20 for number in launches]
+        full = Work(tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0])
+        recomputed = self._recomputed(in_order, full)
         # The outputs of rowwise and the inputs of other matmuls are summed or kept by the elementwise kernels.
         return Passes(
             full,
             recomputed,
-            Work(tuple(inputs), 0.0, 2.5 * attention, elementwise_backward + casts_backward, launches[1]),
+            Work(
+                tuple(inputs),
+                0.0,
+                2.5 * attention,
+                elementwise_backward + casts_backward + routing_backward,
+                launches[1],
+            ),
             Work(tuple(weights), 0.0, 0.0, 0.0, len(weights)),
         )
 
     def _recomputed(self, matmuls: list[Matmul], forward: Work) -> Work:
-        """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms only."""
+        """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms, and that
+        of experts by the gradients of the router."""
         recipe = self.job.recipe
         mode = recipe.activation_checkpoint.mode
         final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
-        read = matmuls if recipe.model.dropout or recipe.model.post_norms else matmuls[:-1]
+        is_read = recipe.model.dropout or recipe.model.post_norms or ends_with_experts(recipe.model)
+        read = matmuls if is_read else matmuls[:-1]
         elementwise = Work(bytes=forward.bytes - final_residual, kernels=forward.kernels)
         full = replace(elementwise, matmuls=tuple(read), attention_forward=forward.attention_forward)
         if mode == "selective":  # keeps attention and the first of every two matmuls
@@ -226,7 +194,9 @@ class Counts:
         for layer in {name.rpartition(".")[0] for name in float8}:  # its colwise matrices share an input
             colwise = {name for name in matrices if name.rpartition(".")[0] == layer and name not in rowwise}
             # Tensor-parallel ranks cast their shard before the gather, if only float8 matmuls read it.
+            # The router and the experts read the input of the shared experts, too, and not in float8.
             shared = tensor > 1 and colwise <= float8 and recipe.float8.scaling == "tensorwise"
+            shared = shared and not layer.endswith(".shared")
             if colwise & float8:
                 # Maximum 2, cast 3. For the weight gradient again, transposed: from the input, or from the gathered float8.
                 inputs = tokens * recipe.model.dim

@@ -1,4 +1,4 @@
-"""The parameters of a pipeline stage, as tensor parallelism and FSDP divide them. Does not import torch."""
+"""The parameters of a pipeline stage, as tensor parallelism, expert parallelism and FSDP divide them. Does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ VOCAB = ("tok_embeddings.weight", "output.weight")  # tensor-parallel ranks shar
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter on one tensor-parallel rank."""
+    """A parameter on one tensor-parallel and expert-parallel rank."""
 
     name: str  # in its block, or in the model
     shape: tuple[int, ...]  # of this rank's shard
     sharded: bool  # over tensor-parallel ranks; they replicate it otherwise
     trainable: bool = True
     float8: bool = False  # the weight of a linear layer that multiplies in float8
+    expert: bool = False  # stacked matrices of experts, of which an expert-parallel rank has a part
 
     @property
     def size(self) -> int:
@@ -29,7 +30,10 @@ class Parameter:
         return math.prod(self.shape)
 
     def padded(self, num_shards: int) -> int:
-        """Returns the number of elements after FSDP has padded the first dimension to a multiple of the ranks."""
+        """Returns the number of elements after FSDP has padded the first dimension to a multiple of the ranks. It shards the second
+        dimension of stacked matrices that are too few for all ranks, if that is divisible."""
+        if len(self.shape) == 3 and self.shape[0] % num_shards and self.shape[1] % num_shards == 0:
+            return self.size
         return -(-self.shape[0] // num_shards) * num_shards * math.prod(self.shape[1:])
 
 
@@ -40,6 +44,7 @@ class Unit:
     parameters: tuple[Parameter, ...]
     reshards: bool  # frees the gathered parameters after the forward pass
     in_backward: bool  # the backward pass gathers them again if they have been freed
+    experts: bool = False  # of a block, with expert parallelism: sharded over other ranks than the rest of the block
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,11 @@ class Stage:
 
 def stage_of(job: Job, stage: int) -> Stage:
     """Returns the parameters of a pipeline stage. A tied LM head has none of its own, except in a pipeline."""
-    recipe, num_stages, tensor = job.recipe, len(job.split), job.layout.tensor
+    recipe, num_stages, tensor, expert = job.recipe, len(job.split), job.layout.tensor, job.layout.expert
     model, float8, lora = recipe.model, recipe.float8, recipe.lora
     return Stage(
         first=_first(model, lora, tensor) if stage == 0 else (),
-        blocks={index: _block(model, float8, lora, tensor, index) for index in blocks_of(stage, job.split)},
+        blocks={index: _block(model, float8, lora, tensor, expert, index) for index in blocks_of(stage, job.split)},
         last=_last(model, float8, lora, tensor, num_stages == 1) if stage == num_stages - 1 else (),
     )
 
@@ -86,14 +91,21 @@ def fsdp_units(job: Job, stage: Stage) -> list[Unit]:
     trained = [any(parameter.trainable for parameter in parameters) for parameters, _ in found]
     # The backward pass does not read the embeddings. With LoRA, it ends at the first block that has its matrices; that block
     # prefetches the one before it.
-    return [
-        Unit(parameters, reshards, parameters is not stage.first and (index == 0 or any(trained[: index + 2])))
-        for index, (parameters, reshards) in enumerate(found)
-    ]
+    units = []
+    for index, (parameters, reshards) in enumerate(found):
+        in_backward = parameters is not stage.first and (index == 0 or any(trained[: index + 2]))
+        experts = tuple(each for each in parameters if each.expert and job.layout.expert > 1)
+        rest = tuple(each for each in parameters if not each.expert) if experts else parameters
+        units.append(Unit(rest, reshards, in_backward))
+        if experts:  # a unit inside of that of the block, which does not prefetch it
+            units.append(Unit(experts, reshards, in_backward and any(trained[: index + 1]), experts=True))
+    return units
 
 
 @cache
-def _block(model: TransformerConfig, float8: Float8, lora: Lora, tensor: int, index: int) -> tuple[Parameter, ...]:
+def _block(
+    model: TransformerConfig, float8: Float8, lora: Lora, tensor: int, expert: int, index: int
+) -> tuple[Parameter, ...]:
     matrices = model.block_matrices()
     names = {name: f"layers.{index}.{name}" for name in matrices}
     reasons = skip_reasons(float8, {names[name]: size for name, size in matrices.items()}, model.tied_head)
@@ -111,6 +123,11 @@ def _block(model: TransformerConfig, float8: Float8, lora: Lora, tensor: int, in
         owner = name.rpartition(".")[0]
         sharded = owner in matrices and owner not in model.rowwise_matrices
         parameters.append(Parameter(name, (size // tensor if sharded else size,), sharded, trainable))
+    for name, shape in model.router_parameters().items():
+        parameters.append(Parameter(name, shape, False, trainable))
+    for name, (num_experts, outputs, inputs) in model.expert_parameters().items():
+        sizes = (outputs, inputs // tensor) if name.endswith(".w2") else (outputs // tensor, inputs)
+        parameters.append(Parameter(name, (num_experts // expert, *sizes), True, trainable, expert=True))
     return tuple(parameters)
 
 

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from titanlike.planning.collectives import Collective
 from titanlike.planning.cost import Rank, StepTime, step_time
 from titanlike.planning.hardware import Hardware
 from titanlike.planning.job import Job
 from titanlike.planning.memory import Memory, memory
 from titanlike.planning.operators import Program
-from titanlike.planning.traffic import Collective, traffic
+from titanlike.planning.traffic import traffic
 
 GIB = 2**30
 
@@ -150,6 +151,10 @@ def ranks_to_simulate(plan: Plan) -> list[int]:
 def crosses_nodes(job: Job, axis: str, hardware: Hardware) -> bool:
     """Whether the collectives of a mesh axis leave a node. FSDP shards over the context-parallel ranks too."""
     sizes = job.layout.dimensions()
+    if axis in ("expert", "expert_shard"):
+        number = job.layout.expert if axis == "expert" else job.num_expert_shards
+        span = sizes["tensor"] * (number if axis == "expert" else job.num_shards)
+        return number > 1 and span > hardware.gpus_per_node
     names = list(sizes)
     span = math.prod(sizes[name] for name in names[names.index(axis) :])
     if sizes[axis] == 1 and not (axis == "shard" and sizes["context"] > 1):

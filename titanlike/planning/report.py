@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from titanlike.config.model_configs import MoeConfig
 from titanlike.planning.advice import Advice, limits
 from titanlike.planning.memory import Usage
 from titanlike.planning.plan import GIB, Plan, crosses_nodes, ranks_to_simulate
@@ -76,12 +77,17 @@ def summary_lines(plan: Plan) -> list[str]:
     dimensions = [f"{name} {size}" for name, size in layout.dimensions().items() if size > 1]
     if layout.pipeline > 1:
         dimensions[0] += f" ({layout.pipeline_schedule}, {len(job.split) // layout.pipeline} per rank)"
+    if layout.expert > 1:
+        dimensions.append(f"expert {layout.expert} of shard x context")
     precision: str = recipe.training.compute_dtype
     if recipe.float8.scaling != "none":
         precision += f" and float8 {recipe.float8.scaling}{' with all-gather' if recipe.float8.all_gather else ''}"
+    active = ""
+    if isinstance(recipe.model, MoeConfig):
+        active = f", {recipe.model.num_active_parameters() / 1e9:,.3g} billion per token"
     nodes = -(-job.num_gpus // hardware.gpus_per_node)
     return [
-        f"model     {recipe.model.label()}: {recipe.model.num_parameters() / 1e9:,.3g} billion parameters",
+        f"model     {recipe.model.label()}: {recipe.model.num_parameters() / 1e9:,.3g} billion parameters{active}",
         f"hardware  {job.num_gpus:,} x {hardware.name}: {nodes:,} node{'s' if nodes > 1 else ''}, "
         f"{hardware.memory_gib:g} GiB per GPU",
         f"layout    {', '.join(dimensions) or 'one process'}",
@@ -205,12 +211,15 @@ def as_json(
 ) -> dict[str, Any]:
     """Returns a plan with SI base units. docs/planning.md describes the keys."""
     job, layout = plan.job, plan.job.layout
+    is_mixture = isinstance(job.recipe.model, MoeConfig)
     result: dict[str, Any] = {
         "num_gpus": job.num_gpus,
         "hardware": plan.hardware.name,
         "model": job.recipe.model.label(),
         "num_parameters": job.recipe.model.num_parameters(),
-        "layout": layout.dimensions() | {"pipeline_schedule": layout.pipeline_schedule},
+        "layout": layout.dimensions()
+        | ({"expert": layout.expert} if is_mixture else {})
+        | {"pipeline_schedule": layout.pipeline_schedule},
         "activation_checkpoint": job.recipe.activation_checkpoint.mode,
         "num_microbatches": job.num_microbatches,
         "microbatch_sequences": job.sequences,

@@ -13,8 +13,9 @@ from typing import Any
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import divisors
 from titanlike.config.layout import SCHEDULES
+from titanlike.config.model_configs import MoeConfig
 from titanlike.planning.advice import Check, may_fit
-from titanlike.planning.changes import CHECKPOINTING_MODES, Changes, apply, value_of
+from titanlike.planning.changes import CHECKPOINTING_MODES, Changes, apply, expert_sizes, value_of
 from titanlike.planning.cost import step_time
 from titanlike.planning.hardware import Hardware
 from titanlike.planning.job import Job
@@ -167,6 +168,7 @@ def _fitting(
 def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Iterator[Changes]:
     """Yields the sizes of all dimensions whose product is the number of GPUs: tensor parallelism within a node."""
     parallelism = recipe.parallelism
+    has_experts = isinstance(recipe.model, MoeConfig)
     pipelines = [size for size in divisors(num_gpus) if size <= recipe.model.num_layers]
     contexts = [
         size
@@ -190,7 +192,9 @@ def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Itera
             if replicate > 1 and num_gpus // pipeline // replicate < hardware.gpus_per_node:
                 continue  # a smaller group of shards saves no traffic between nodes
             shard = -1 if parallelism.shard == -1 else data // replicate
-            yield changes | {"parallelism.replicate": replicate, "parallelism.shard": shard}
+            sizes = changes | {"parallelism.replicate": replicate, "parallelism.shard": shard}
+            for expert in expert_sizes(recipe, data // replicate * context):
+                yield sizes | {"parallelism.expert": expert} if has_experts else sizes
 
 
 def _keeps(recipe: PretrainRecipe, changes: Changes, fixed: Collection[str]) -> bool:

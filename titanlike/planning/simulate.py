@@ -4,29 +4,25 @@ Fake tensors have a shape, a dtype and a storage of a known size, but no data. A
 on a GPU. What CUDA kernels allocate for themselves is not seen, nor is the fragmentation of the caching allocator.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
-from unittest import mock
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.config.sections import Float8
 from titanlike.distributed import process_group
-from titanlike.models import blocks, build_model, layers
+from titanlike.models import blocks, build_model
 from titanlike.models.init import allocate
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
-from titanlike.parallelisms import context
 from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
 from titanlike.planning.activations import block_activations
+from titanlike.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
 from titanlike.planning.job import Job
 from titanlike.planning.memory import Memory, Moment, Usage, loss_logits, receive_buffers
 from titanlike.planning.schedules import order, peak_in_flight
@@ -198,10 +194,10 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
     training = recipe.training
     first_rank = rank * (job.num_gpus // layout.pipeline)
     with process_group.simulated(first_rank, job.num_gpus):
-        mesh = build_mesh("cpu", **layout.dimensions())
+        mesh = build_mesh("cpu", **layout.dimensions(), expert=layout.expert)
         with torch.device("meta"):
             model: nn.Module = build_model(recipe.model)
-        with _any_hardware(recipe.float8):
+        with any_hardware(recipe.float8):
             model = parallelize(
                 model,
                 mesh,
@@ -215,7 +211,8 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             )
         with (
             compat.fake_tensors(),
-            _gpu_operators(device, training.attention == "auto"),
+            gpu_operators(device, training.attention == "auto"),
+            balanced_experts(job),
             StorageTracker(read_as=1) as tracker,
         ):
             tracker.begin("parameters")
@@ -250,50 +247,6 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
 class _Batch:
     inputs: dict[str, Tensor]
     labels: Tensor
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    """Allocates what the fused RMSNorm of GPUs does: it saves its input and one number for each token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_zeros((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.zeros_like(x), torch.zeros_like(weight)
-
-
-@contextmanager
-def _gpu_operators(device: str, flex: bool) -> Iterator[None]:
-    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, and soft-capped attention,
-    of which FlexAttention keeps no scores."""
-
-    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
-        return _FusedRMSNorm.apply(x, weight)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-    if device == "cpu":
-        yield
-        return
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
-        for module in (layers, context) if flex else ():
-            patches.enter_context(mock.patch.object(module, "masked_attention", attention))
-        yield
-
-
-def _any_hardware(float8: Float8) -> AbstractContextManager[Any]:
-    """Allows float8 without a GPU that supports it: fake tensors need none."""
-    if float8.scaling == "none":
-        return nullcontext()
-    from titanlike.float8 import linear  # torchao takes two seconds
-
-    return mock.patch.object(linear, "check_hardware")
 
 
 def _mark_phases(model: nn.Module, tracker: StorageTracker) -> None:

@@ -1,68 +1,27 @@
 """The collectives of a training step, from formulas. Does not import torch.
 
-The formulas follow the code that issues the collectives: `parallelisms/fsdp.py`, `tensor.py`, `context.py`, `pipeline.py`,
-`models/loss.py` and `float8/`. A test compares their calls and bytes with those of real steps. Left out are what happens once, such
-as the connection of pipeline peers, and the exchange of stop signals, which is not on a mesh axis.
+The formulas follow the code that issues the collectives: `parallelisms/fsdp.py`, `tensor.py`, `context.py`, `expert.py`,
+`pipeline.py`, `models/loss.py` and `float8/`. A test compares their calls and bytes with those of real steps. Left out are what
+happens once, such as the connection of pipeline peers, and the exchange of stop signals, which is not on a mesh axis.
+
+With expert parallelism, the number of tokens that a rank receives depends on the routing. The formulas assume that all experts have
+the same number of tokens.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from titanlike.config.model_configs import MoeConfig
+from titanlike.planning.collectives import Collective, Totals
 from titanlike.planning.gathers import num_gathers
 from titanlike.planning.job import Job
 from titanlike.planning.muon import element_size, rounds
-from titanlike.planning.parameters import Stage, fsdp_units, stage_of
+from titanlike.planning.parameters import Parameter, Stage, fsdp_units, stage_of
 
 SIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element
 FLOAT32, INT64 = 4, 8
 CHATS = ("chat", "synthetic_chat")  # sources whose conversations are documents
-
-
-@dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind, on one mesh axis and for one purpose, in a step of one rank."""
-
-    kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send or receive
-    axis: str  # mesh axis: replicate, shard, context, tensor or pipeline
-    purpose: str  # see `PURPOSES`
-    calls: int
-    bytes: int  # of the larger of input and output, summed over the calls
-
-
-PURPOSES = {
-    "weights": "gathered by FSDP, for the forward and the backward pass",
-    "gradients": "reduced by FSDP",
-    "replicated gradients": "of parameters that tensor-parallel ranks replicate, such as those of norms",
-    "tied gradients": "of an embedding and an LM head that are tied, but on different pipeline ranks",
-    "activations": "of tensor parallelism and between pipeline stages",
-    "keys and values": "of the full sequence, with context parallelism",
-    "document ids": "of the full sequence, with context parallelism",
-    "loss": "of a vocabulary that tensor-parallel ranks shard",
-    "float8 maxima": "of weights and activations, from which scales follow",
-    "scalars": "number of tokens, loss and gradient norm",
-    "whole matrices": "for Muon, which orthogonalizes each on one rank",
-}
-
-
-class Totals:
-    """Sums of calls and bytes by kind, axis and purpose."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str, str]] = Counter()
-
-    def add(self, kind: str, axis: str, purpose: str, calls: int, size: int) -> None:
-        """Adds collectives of `size` bytes each."""
-        assert purpose in PURPOSES
-        self.calls[kind, axis, purpose] += calls
-        self.bytes[kind, axis, purpose] += calls * size
-
-    def collectives(self) -> list[Collective]:
-        """Returns all sums, those with most bytes first."""
-        found = [Collective(*key, calls, self.bytes[key]) for key, calls in self.calls.items() if calls]
-        return sorted(found, key=lambda collective: -collective.bytes)
 
 
 def traffic(job: Job, rank: int = 0) -> list[Collective]:
@@ -85,6 +44,7 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
             _tensor(job, block, totals)
         if job.layout.context > 1:
             _context(job, block, totals)
+        _experts(job, block, totals)
         _activation_maxima(job, block, totals)
     if job.layout.pipeline > 1:
         _pipeline(job, stages, totals)
@@ -98,6 +58,13 @@ def fsdp_axis(job: Job) -> str:
     return "shard" if job.layout.shard > 1 else "context"
 
 
+def shards_of(job: Job, *, experts: bool) -> tuple[str, int]:
+    """Returns the mesh axis over which FSDP shards parameters, and its size. With expert parallelism, experts have their own."""
+    if experts and job.layout.expert > 1:
+        return "expert_shard", job.num_expert_shards
+    return fsdp_axis(job), job.num_shards
+
+
 def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None:
     """FSDP gathers each unit for the forward pass and, if it has freed it, for the backward pass. It reduces gradients in each
     micro-batch or in the last one, over replicas in the last one."""
@@ -106,19 +73,20 @@ def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None
     gathers = num_gathers(job, rank, units)
     once = layout.pipeline > 1 or layout.gradient_sync == "last_microbatch"
     for unit, calls in (pair for n in stages for pair in zip(units[n], gathers[n], strict=True)):
-        if job.num_shards > 1:
+        axis, num_shards = shards_of(job, experts=unit.experts)
+        if num_shards > 1:
             size = sum(
-                parameter.padded(job.num_shards)
+                parameter.padded(num_shards)
                 * (1 if parameter.float8 and job.recipe.float8.all_gather else SIZE[training.compute_dtype])
                 for parameter in unit.parameters
             )
-            totals.add("all-gather", fsdp_axis(job), "weights", calls, size)
+            totals.add("all-gather", axis, "weights", calls, size)
         trainable = [parameter for parameter in unit.parameters if parameter.trainable]
-        size = SIZE[training.reduce_dtype] * sum(parameter.padded(job.num_shards) for parameter in trainable)
-        if trainable and job.num_shards > 1:
-            totals.add("reduce-scatter", fsdp_axis(job), "gradients", 1 if once else job.num_microbatches, size)
+        size = SIZE[training.reduce_dtype] * sum(parameter.padded(num_shards) for parameter in trainable)
+        if trainable and num_shards > 1:
+            totals.add("reduce-scatter", axis, "gradients", 1 if once else job.num_microbatches, size)
         if trainable and layout.replicate > 1:
-            totals.add("all-reduce", "replicate", "gradients", 1, size // job.num_shards)
+            totals.add("all-reduce", "replicate", "gradients", 1, size // num_shards)
 
 
 @dataclass(frozen=True)
@@ -138,22 +106,25 @@ class Layer:
 
     colwise: frozenset[str]
     rowwise: frozenset[str]
+    experts: bool = False  # a mixture of experts: the linear layers are those of its shared experts, if it has any
 
 
 def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
+    experts = model.expert_parameters()
     index = 0
     for number, stage in stages.items():
         needs_grad = number > 0 or job.recipe.lora.rank == 0
         for parameters in stage.blocks.values():
             named = {parameter.name: parameter for parameter in parameters}
             layers = []
-            for _, names in groupby(model.block_matrices(), lambda name: name.rpartition(".")[0]):
+            for owner, names in groupby(model.block_matrices(), lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
-                layers.append(
-                    Layer(linears.difference(model.rowwise_matrices), linears.intersection(model.rowwise_matrices))
-                )
+                rowwise = linears.intersection(model.rowwise_matrices)
+                layers.append(Layer(linears - rowwise, rowwise, bool(experts) and owner != "attention"))
+            if experts and not layers[-1].experts:
+                layers.append(Layer(frozenset(), frozenset(), experts=True))
             adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
             yield Block(
                 layers,
@@ -177,18 +148,22 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
     needs_grad = block.needs_grad
     for layer in block.layers:
         forward = 1 + block.recomputed
-        gather = elements * (1 if layer.colwise <= float8 else element)
+        # The router and the experts read the input, too, and not in float8.
+        gather = elements * (1 if layer.colwise <= float8 and not layer.experts else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
         # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
         is_last = layer is block.layers[-1] and not (recipe.model.dropout or recipe.model.post_norms)
         scatters = 1 if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
+        both = layer.experts and bool(layer.rowwise)  # the shared experts compute last
+        totals.add("reduce-scatter", "tensor", "activations", both * forward * num, elements * element)
         if needs_grad:
             totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
         needs_grad = needs_grad or bool(block.adapted & (layer.colwise | layer.rowwise))
         if needs_grad:
-            gather = elements * (1 if layer.rowwise <= float8 else element)
+            gather = elements * (1 if layer.rowwise and layer.rowwise <= float8 else element)
             totals.add("all-gather", "tensor", "activations", num, gather)
+            totals.add("all-gather", "tensor", "activations", both * num, elements * element)
 
 
 def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
@@ -233,6 +208,22 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
             totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
 
 
+def _experts(job: Job, block: Block, totals: Totals) -> None:
+    """An all-to-all sends each token to the ranks of its experts, after their counts, and another one returns the results. The
+    backward pass does the reverse. With context parallelism, the auxiliary loss reads the counts of the full sequence."""
+    model, layout, num = job.recipe.model, job.layout, job.num_microbatches
+    if not isinstance(model, MoeConfig):
+        return
+    forward = num * (1 + block.recomputed)
+    needs_grad = block.needs_grad or any(name.startswith("attention") for name in block.adapted)
+    if layout.context > 1 and model.balance_loss:
+        totals.add("all-reduce", "context", "expert counts", forward, job.sequences * model.num_experts * INT64)
+    if layout.expert > 1:
+        totals.add("all-to-all", "expert", "expert counts", forward, model.num_experts * INT64)
+        size = job.tokens * model.experts_per_token * model.dim * SIZE[job.recipe.training.compute_dtype]
+        totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)
+
+
 def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
     """Those of all sharded weights of a stage are reduced together, once per step."""
     float8, layout = job.recipe.float8, job.layout
@@ -255,7 +246,8 @@ def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
         return
     inputs = 0
     for layer in block.layers:
-        shares_input = job.layout.tensor > 1 and layer.colwise <= block.float8  # cast once, before it is gathered
+        one_gather = job.layout.tensor > 1 and not layer.experts
+        shares_input = one_gather and layer.colwise <= block.float8  # cast once, before it is gathered
         inputs += (1 if shares_input else len(layer.colwise & block.float8)) + len(layer.rowwise & block.float8)
     calls = inputs * (1 + block.recomputed) + len(block.float8)
     _add_maxima(job, calls, totals)
@@ -295,13 +287,20 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
         totals.add("all-reduce", axis, "scalars", 1, INT64)
         totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]
-    for sharded in {parameter.sharded and layout.tensor > 1 for parameter in parameters}:
-        if job.num_shards > 1:
-            totals.add("all-reduce", fsdp_axis(job), "scalars", 1, FLOAT32)
-        if sharded:
-            totals.add("all-reduce", "tensor", "scalars", 1, FLOAT32)
+    for axes in sorted({_axes(job, parameter) for parameter in parameters}):
+        for axis in axes:
+            totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
     if layout.pipeline > 1:
         totals.add("all-reduce", "pipeline", "scalars", 2, FLOAT32)
+
+
+def _axes(job: Job, parameter: Parameter) -> tuple[str, ...]:
+    """Returns the mesh axes over which a parameter is sharded."""
+    layout = job.layout
+    axis, num_shards = shards_of(job, experts=parameter.expert)
+    sizes = {axis: num_shards, "expert": layout.expert if parameter.expert else 1}
+    sizes["tensor"] = layout.tensor if parameter.sharded else 1
+    return tuple(axis for axis, size in sizes.items() if size > 1)
 
 
 def _whole_matrices(job: Job, stages: list[int], totals: Totals) -> None:
