@@ -47,6 +47,8 @@ def test_dry_run_report() -> None:
         start = cpu_seconds()
         done = dry_run(BIG, "--instances=4", "--dry-run", "--tokens-per-second=8624", *DATA)
         seconds.append(cpu_seconds() - start)
+        if seconds[-1] < 2.0:
+            break
     assert done.returncode == 0, done.stderr
     for text in (
         "4 x ml.p5.48xlarge: 32 x H100, 80 GiB each, connected by EFA", "16 bytes x 8.03 billion parameters / 32 shards = 3.74 GiB",

@@ -63,6 +63,7 @@ def test_a_part_that_fails_is_reported_and_repeated_last(tmp_path: Path, monkeyp
     assert {name: state["state"] for name, state in states.items()} == {"bad": "failed", "good": "ok"}
 
 
+@pytest.mark.slow
 def test_a_part_past_its_limit_is_stopped_with_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PARTS", {"slow": gpu.Part("", "", limit=5.0)})
     (tmp_path / "endless.py").write_text(

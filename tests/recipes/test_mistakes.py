@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, SMALL, command, cpu_seconds, run
+from tests.launching import ROOT, SMALL, command, cpu_seconds, environment, run
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Run
 from titanlike.distributed.environment import RankInfo
@@ -110,7 +110,9 @@ def test_help_and_errors_take_less_than_a_second_and_do_not_import_torch(
 
 def test_help_into_a_closed_pipe_ends_without_a_stack_trace(tmp_path: Path) -> None:
     pipeline = f"{shlex.join(command('--help', real=True))} | head -1"
-    done = subprocess.run(["bash", "-c", pipeline], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", pipeline], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.stdout.startswith("usage: ./run_train.sh")
     assert done.stderr == ""
 
