@@ -215,6 +215,8 @@ OTHERS |= {
     "*MoE, EP of all ranks, CP": (CP | FSDP | dict(expert=4), MIXTRAL, {}),
     "*MoE, EP x TP x FSDP": (FSDP4 | TP | EP, QWEN3_MOE, {}),
     "*MoE, EP x FSDP, full checkpointing": (FSDP4 | EP, QWEN3_MOE, FULL),
+    "*MoE, EP x FSDP, shared experts, full checkpointing": (FSDP4 | EP, MIXTRAL, FULL),
+    "*MoE, EP x TP, shared experts, selective checkpointing": (FSDP | TP | EP, MIXTRAL, SELECTIVE),
     "*MoE, EP x TP, full checkpointing": (FSDP | TP | EP, QWEN3_MOE, FULL),
     "*MoE, EP, selective checkpointing": (FSDP | EP, QWEN3_MOE, SELECTIVE),
     "*MoE, EP x TP, selective checkpointing": (FSDP | TP | EP, QWEN3_MOE, SELECTIVE),

@@ -25,8 +25,8 @@ from benchmarks import (
     soak,
     startup,
 )
-from tests.launching import ROOT, SMALL, free_port, python, run
 from tests.distributed.test_moe import CASES as MOE_CASES
+from tests.launching import ROOT, SMALL, free_port, python, run
 from tests.parity import CASES, moe_table, summary, table
 from tests.training import tiny, train
 from titanlike.checkpoint import read_whole

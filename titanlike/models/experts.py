@@ -103,8 +103,10 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
+        # The experts last, so that their backward pass is the first: if a block is recomputed, FSDP has gathered them by then.
+        shared = None if self.shared is None else self.shared(x)
         out = self.call_experts(self.experts, x, *self.router(x))
-        return out if self.shared is None else out + self.shared(x)
+        return out if shared is None else out + shared
 
     @staticmethod
     def call_experts(experts: nn.Module, *inputs: Tensor) -> Tensor:
