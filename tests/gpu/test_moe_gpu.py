@@ -25,12 +25,12 @@ def test_the_grouped_matmul_of_torch_equals_one_matmul_per_expert() -> None:
     found = grouped_matmul(x, weight, ends)
     gradient = torch.randn_like(found)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-1)
-    for ours, theirs in zip(
+    for found_gradient, reference in zip(
         torch.autograd.grad(found, (x, weight), gradient),
         torch.autograd.grad(expected, (x, weight), gradient),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-1)
+        torch.testing.assert_close(found_gradient, reference, rtol=2e-2, atol=2e-1)
 
 
 def trained(folder: Path, name: str, gpus: str, **options: str) -> dict[int, float]:
