@@ -21,9 +21,10 @@ from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Parallelism
 from titanlike.models import build_model
-from titanlike.models.experts import Router
+from titanlike.models.experts import MixtureOfExperts, Router
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
+from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
@@ -283,6 +284,33 @@ def test_float8_converts_attention_only(ranks: Ranks, tmp_path: Path, layout: st
     assert one.losses[0] != plain.losses[0]
     # A token whose scores are almost equal may get another expert.
     assert_same(several, one, loss=1e-4, norm=1e-3, weights=1.0)
+
+
+def _standalone(layout: dict[str, int]) -> dict[str, Tensor]:
+    """Returns the gradients of an ordinary mean loss of a module that is not a registered model, on this rank's half of a batch."""
+    torch.manual_seed(0)
+    config = replace(MIXTRAL, balance_loss=0.0, balance_bias_rate=0.0)
+    model = nn.Sequential(nn.Linear(16, config.dim), *(MixtureOfExperts(config) for _ in range(2)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    batch = torch.randn(4, 8, 16)
+    if layout:
+        mesh = mesh_of("cpu", **layout)
+        assert mesh.expert is not None and mesh.expert_fsdp is not None
+        experts = apply_expert(model, mesh.expert)
+        apply_fsdp(model, mesh.fsdp, units=list(model), inner_units=dict.fromkeys(experts, mesh.expert_fsdp))
+        batch = batch.chunk(mesh.num_data_ranks)[mesh.data_rank]
+    model(batch).square().mean().backward()
+    return {
+        name: full_tensor(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("layout", [dict(shard=2, expert=2), dict(shard=4, expert=2)], ids=str)
+def test_experts_of_any_module_with_a_mean_loss(ranks: Ranks, layout: dict[str, int]) -> None:
+    expected = ranks(1).run(_standalone, {})[0]
+    for found in ranks(layout["shard"]).run(_standalone, layout):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def _refused(dense: bool) -> str:

@@ -103,6 +103,9 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             if gradient_reduction == "sum":
                 module.set_gradient_divide_factor(1.0)  # the default is the number of ranks
+            elif any(module in units for units in inner.values()):
+                # Its gradients are sums over the ranks of another dimension, too.
+                module.set_gradient_divide_factor(mesh.size())
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
