@@ -99,14 +99,17 @@ def apply_fsdp(
             cast(FSDPModule, group[0]).set_unshard_in_backward(False)
     shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward == "always")
     _prefetch([[model], *([group[0], *inner[index]] for index, group in enumerate(groups))])
+    inner_meshes = {unit: unit_mesh for units in inner.values() for unit, unit_mesh in units.items()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            inner_mesh = inner_meshes.get(module)
             if gradient_reduction == "sum":
                 module.set_gradient_divide_factor(1.0)  # the default is the number of ranks
-            elif any(module in units for units in inner.values()):
+            elif inner_mesh is not None:
                 # Its gradients are sums over the ranks of another dimension, too.
                 module.set_gradient_divide_factor(mesh.size())
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            # gloo has no PREMUL_SUM. With a single shard, which is not reduced, torch would then divide twice.
+            module.set_force_sum_reduction_for_comms(inner_mesh is None or inner_mesh.size(-1) > 1)
 
 
 def _inner_units(
