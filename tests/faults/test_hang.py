@@ -62,7 +62,8 @@ def write_copy(directory: Path, before: str, inserted: str) -> None:
     (directory / "own.toml").write_text(f'recipe = "own"\nextends = "{ROOT}/train_configs/debug.toml"\n')
 
 
-@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_stopped_process_is_named_and_killed(tmp_path: Path, stopped: int) -> None:
     launcher = start(tmp_path, {"NPROC": "2"}, **ENDLESS | {"run.shutdown_timeout": "600"})
     try:
@@ -119,8 +120,9 @@ def check_stopped_rank_is_found(job: Job, rank: int) -> None:
     job.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", [["start", "validation"], ["first step", "save", "end"]], ids=str)
+@pytest.mark.parametrize(
+    "moments", [["start", "validation"], pytest.param(["first step", "save", "end"], marks=pytest.mark.slow)], ids=str
+)
 def test_rank_stopped_while_the_others_are_paused_is_found(
     starter: Starter, tmp_path: Path, moments: list[str]
 ) -> None:
