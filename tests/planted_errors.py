@@ -74,10 +74,10 @@ ERRORS = {
         "num_replicas = 1",
         "tests/distributed/test_moe.py",
     ),
-    "expert gradient": Planted(
-        "titanlike/models/grouped_matmul.py",
-        "torch.ops.titanlike.grouped_matmul_weight_gradient(gradient, x, ends)",
-        "torch.ops.titanlike.grouped_matmul_weight_gradient(gradient, x, ends.clamp(min=1))",
+    "balancing bias": Planted(
+        "titanlike/models/experts.py",
+        "excess = load.sum(0) - load.sum() / config.num_experts",
+        "excess = load.sum(0) + load.sum() / config.num_experts",
         "tests/unit/test_experts.py",
     ),
     "LoRA gradient": Planted(
