@@ -13,7 +13,7 @@ from tests.distributed.test_muon_layouts import MUON
 from tests.distributed.test_qwen3 import LORA
 from tests.parity import COMPILED, FULL, SELECTIVE
 from tests.pool import Pool
-from tests.training import GEMMA2, GEMMA3, LLAMA, assert_same, tiny, train, world_size
+from tests.training import GEMMA2, GEMMA3, LLAMA, assert_same, baselines, tiny, train, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.verify import Result
 
@@ -75,19 +75,7 @@ def mark(case: str) -> list[pytest.MarkDecorator]:
 
 @pytest.fixture(scope="module")
 def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
-    """Results of one process that takes the global batch as one micro-batch, by the model and what trains."""
-    results: dict[str, Result] = {}
-
-    def get(model: str, sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("optimizer", "lora", "data") if name in sections}
-        key = f"{model} {sections}"
-        if key not in results:
-            training = dict(steps=2, local_batch_size=8)
-            recipe = tiny(tmp_path_factory.mktemp("one"), "run", model=MODELS[model], training=training, **sections)
-            results[key] = train(ranks(1), recipe)
-        return results[key]
-
-    return get
+    return baselines(ranks(1), tmp_path_factory.mktemp("one"), MODELS)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case)) for case in CASES])

@@ -11,7 +11,7 @@ from tests.distributed.test_float8_layouts import ALL_GATHER, FLOAT8, _gradients
 from tests.distributed.test_muon_layouts import MUON
 from tests.parity import COMPILED, FULL, SELECTIVE
 from tests.pool import Pool
-from tests.training import QWEN3, assert_same, tiny, train, world_size
+from tests.training import QWEN3, assert_same, baselines, tiny, train, world_size
 from titanlike.config.sections import Parallelism
 from titanlike.verify import Result
 
@@ -44,30 +44,19 @@ def tiers(quick: str, cases: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Result]:
-    """Results of one process that takes the global batch as one micro-batch, by what trains."""
-    results: dict[str, Result] = {}
-
-    def get(sections: dict[str, Any]) -> Result:
-        sections = {name: sections[name] for name in ("optimizer", "lora") if name in sections}
-        if str(sections) not in results:
-            training = dict(steps=2, local_batch_size=8)
-            recipe = tiny(tmp_path_factory.mktemp("one"), "run", model=QWEN3, training=training, **sections)
-            results[str(sections)] = train(ranks(1), recipe)
-        return results[str(sections)]
-
-    return get
+def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
+    return baselines(ranks(1), tmp_path_factory.mktemp("one"), {"qwen3": QWEN3})
 
 
 @pytest.mark.parametrize("case", tiers("TP", CASES))
 def test_layout_matches_one_process(
-    ranks: Ranks, baseline: Callable[[dict[str, Any]], Result], tmp_path: Path, case: str
+    ranks: Ranks, baseline: Callable[[str, dict[str, Any]], Result], tmp_path: Path, case: str
 ) -> None:
     layout, size, sections = CASES[case]
     parallelism = Parallelism(**({"shard": 1} | layout))
     training = dict(steps=2, local_batch_size=size)
     recipe = tiny(tmp_path, "run", model=QWEN3, parallelism=parallelism, training=training, **sections)
-    found, expected = train(ranks(world_size(recipe)), recipe), baseline(sections)
+    found, expected = train(ranks(world_size(recipe)), recipe), baseline("qwen3", sections)
     assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
     trained = [name for name, value in found.state["model"].items() if "_norm" in name and value.std() > 0]
     assert len([name for name in trained if name.endswith(("q_norm.weight", "k_norm.weight"))]) == (
