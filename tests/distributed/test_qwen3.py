@@ -83,5 +83,6 @@ def test_float8_matches_one_process(ranks: Ranks, tmp_path: Path, case: str) -> 
         for rank in ranks(world_size(several)).run(_gradients, several, 3)
         for gradients, reference in zip(rank, expected, strict=True)
     ]
-    # Sums that differ in their last bit may round to different float8 values: rarely, and with a small effect.
-    assert sorted(found)[len(found) // 2] < 1e-4 and max(found) < 0.05, found
+    # Sums that differ in their last bit may round to different float8 values, which depends on the machine: rarely, and with a
+    # small effect.
+    assert sorted(found)[len(found) // 2] < 1e-3 and min(found) < 1e-5 and max(found) < 0.05, found

@@ -51,7 +51,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "num_kv_heads": small_kv,
         "dim": dim,
         "head_dim": min(model.get("head_dim", 0), 24),  # not dim / num_heads, if it is a field
-        "ffn_dim": min(model.get("ffn_dim", 0), 3 * dim),
+        "ffn_dim": min(model.get("ffn_dim", 0), dim if "num_experts" in model else 3 * dim),
         "num_experts": min(model.get("num_experts", 0), parallelism["expert"] * -(-8 // parallelism["expert"])),
         "experts_per_token": min(model.get("experts_per_token", 0), 4),
         "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
