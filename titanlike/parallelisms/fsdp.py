@@ -109,7 +109,8 @@ def apply_fsdp(
                 # Its gradients are sums over the ranks of another dimension, too.
                 module.set_gradient_divide_factor(mesh.size())
             # gloo has no PREMUL_SUM. With a single shard, which is not reduced, torch would then divide twice.
-            module.set_force_sum_reduction_for_comms(inner_mesh is None or inner_mesh.size(-1) > 1)
+            divides_twice = gradient_reduction == "mean" and inner_mesh is not None and inner_mesh.size(-1) == 1
+            module.set_force_sum_reduction_for_comms(not divides_twice)
 
 
 def _inner_units(
