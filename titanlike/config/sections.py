@@ -206,7 +206,7 @@ class Training:
 
 @section
 class Parallelism:
-    """Sizes of the parallel dimensions. Their product is the number of processes; none of them changes the result."""
+    """Sizes of the parallel dimensions. Their product, without `expert`, is the number of processes; none changes the result."""
 
     replicate: Positive = 1
     """Model replicas (the outer dimension of HSDP). With `shard = 1` this is data parallelism as in DDP."""
