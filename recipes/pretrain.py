@@ -5,6 +5,11 @@
 To change it, copy it: add a section of your own to the recipe and a line that uses it to the loop (docs/copy.md).
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the library of this clone, if it is not installed
+
 from titanlike.config import PretrainRecipe
 from titanlike.run.start import start
 

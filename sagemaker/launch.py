@@ -65,7 +65,7 @@ def main() -> None:
             sys.exit(jobs.run(arguments))
         options, rest = build_parser().parse_known_args(arguments)
         _refuse_unknown(options.recipe, rest)
-        sys.exit(launch(options, Arguments(rest).overrides))
+        sys.exit(launch(options, Arguments([options.recipe, *rest]).overrides))
     except UserError as error:
         fail(error)
 

@@ -52,7 +52,7 @@ def study(arguments: list[str], variants: list[str], out: Path, *, submit: bool)
     for variant in variants:
         recipe = REPOSITORY / f"train_configs/study/{variant}.toml"
         options, rest = build_parser().parse_known_args([str(recipe), f"--run=study-{variant}", *arguments])
-        overrides = Arguments(rest).overrides
+        overrides = Arguments([str(recipe), *rest]).overrides
         options.wait = True
         if submit and fetch(options, out / variant) < load(PretrainRecipe, recipe, overrides).training.steps:
             code = launch(options, overrides)

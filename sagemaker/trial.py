@@ -39,7 +39,7 @@ def main() -> None:
 def run(arguments: Sequence[str], interval: float = INTERVAL) -> int:
     """Runs a trial. Returns 0 if it trained all steps, 143 if it was stopped, and 1 if it failed."""
     options, rest = build_parser().parse_known_args(arguments)
-    overrides = Arguments(rest).overrides
+    overrides = Arguments([options.recipe, *rest]).overrides
     options.run = overrides.pop("run.name")
     folder = Path(overrides.pop("run.dir"), options.run)
     if options.dry_run:

@@ -1,8 +1,12 @@
 """A copy of the program and a recipe, with a section and a line of its own, as described in docs/copy.md."""
 
+import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.launching import ROOT, SMALL, losses, python, run
+from tests.recipes.test_docs import blocks
 
 SECTION = '''
 from titanlike.config import section
@@ -72,3 +76,55 @@ def test_a_copied_program_with_a_section_and_a_line_of_its_own(tmp_path: Path) -
     # The resolved recipe refers to the copied program, which can also be started directly.
     assert "resumed at step 6" in run(tmp_path, "runs/loud/recipe.toml").stdout
     assert "resumed at step 6" in python(tmp_path, "noisy.py", "runs/loud/recipe.toml").stdout
+
+
+def test_the_copy_block_of_the_readme_runs_the_changed_program(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks(ROOT / "README.md") if "custom/train.py" in block]
+    *copying, running = block.splitlines()
+    for folder in ("recipes", "train_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    subprocess.run(["bash", "-ec", "\n".join(copying)], cwd=tmp_path, check=True)
+    program = tmp_path / "custom/train.py"
+    loss = "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens\n"
+    program.write_text(edited(program.read_text(), (loss, loss.replace("/ num_tokens", "/ num_tokens * 2"))))
+    script, recipe = running.split()
+    assert script == "./run_train.sh"
+    done = run(tmp_path, recipe, **SMALL | {"run.name": "changed"})
+    assert done.returncode == 0, done.stderr
+    assert "program custom/train.py, recipe custom/train.toml\n" in done.stdout
+    assert "warning" not in done.stderr
+    shipped = run(tmp_path, **SMALL | {"run.name": "shipped"})
+    assert f"program {ROOT}/recipes/pretrain.py, recipe {ROOT}/train_configs/debug.toml\n" in shipped.stdout
+    assert losses(tmp_path / "runs/changed")[1] == pytest.approx(2 * losses(tmp_path / "runs/shipped")[1], rel=1e-6)
+
+
+def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: Path) -> None:
+    shipped = str(ROOT / "recipes/pretrain.py")
+    (tmp_path / "mine.toml").write_text(f'extends = "{ROOT}/train_configs/debug.toml"\nrun.name = "mine"\n')
+    (tmp_path / "mine.py").write_text((ROOT / "recipes/pretrain.py").read_text())
+    small = [f"--{key}={value}" for key, value in SMALL.items()]
+    for words, message in (
+        (("mine.py", "mine.toml"), f'mine.py is running, but the program of mine.toml is {shipped}; set recipe = "mine"'),
+        ((shipped, "mine.toml", "--recipe=mine"), f"{shipped} is running, but the program of mine.toml is mine.py; set"),
+        ((shipped, "--recipe", "nonsense"), "command line: recipe = 'nonsense': there is no program 'nonsense.py' in "),
+        ((shipped, "--recipe", "none.toml"), "none.toml: recipe not found"),
+        ((shipped, "mine.toml", "--recipe", "mine.toml"), "mine.toml mine.toml: give one recipe"),
+    ):
+        refused = python(tmp_path, *words, *small)
+        assert refused.returncode == 2, words
+        assert refused.stderr.startswith(f"error: {message}")
+        assert not (tmp_path / "runs").exists()
+    # The recipe of a key, as SageMaker passes it; the program beside the recipe is not the one that it names.
+    done = python(tmp_path, shipped, "--recipe", "mine.toml", *small)
+    assert done.returncode == 0, done.stderr
+    assert f"program {shipped}, recipe mine.toml\n" in done.stdout
+    assert f'warning: mine.py is not used: the program of mine.toml is {shipped}; to use it, set recipe = "mine"' in (
+        done.stderr
+    )
+    assert losses(tmp_path / "runs/mine")
+    # Without a recipe, any program trains the default one.
+    assert python(tmp_path, "mine.py", *small, "--run.name=default").returncode == 0
+    # With the remedy, the program runs without a warning.
+    done = python(tmp_path, "mine.py", "mine.toml", "--recipe=mine", *small, "--run.name=own")
+    assert done.returncode == 0
+    assert not done.stderr

@@ -84,7 +84,11 @@ def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
         arguments, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
     )
     assert done.returncode == 7
-    assert re.fullmatch(r"run     runs/debug-\d{8}-\d{6}-\w{4}\nstart   importing torch\n", done.stdout)
+    assert re.fullmatch(
+        r"run     runs/debug-\d{8}-\d{6}-\w{4}\nprogram .*/recipes/pretrain\.py, recipe .*/train_configs/debug\.toml\n"
+        r"start   importing torch\n",
+        done.stdout,
+    )
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "real"])

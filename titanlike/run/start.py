@@ -38,7 +38,7 @@ usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
        ./run_train.sh RECIPE.toml --resolved    print the resolved recipe with every key
        ./run_train.sh --help                    print this text: every key, its type, its default and its purpose
 
-The default recipe is train_configs/debug.toml. NPROC=n sets the number of processes on this machine (default: one per GPU, or
+The default recipe is train_configs/debug.toml; --recipe RECIPE.toml names one too. NPROC=n sets the number of processes on this machine (default: one per GPU, or
 one). MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the newest checkpoint. Keys on the command
 line override those of the recipe, which override those of a recipe that it extends."""
 
@@ -48,6 +48,7 @@ class Arguments:
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.recipe = DEFAULT_RECIPE
+        self.names_recipe = False
         self.overrides: dict[str, str] = {}
         self.help = False
         self.resolved = False
@@ -80,6 +81,8 @@ class Arguments:
                         raise UserError(f"--{name} {shown(value)}: give a number of processes, such as --{name} 8")
                 elif name == "hardware":
                     self.hardware = value
+                elif name == "recipe" and value.endswith(".toml"):  # launchers such as SageMaker's pass no positional arguments
+                    paths.append(value)
                 else:
                     self.overrides[name] = value
         if self.hardware and not self.check:
@@ -89,7 +92,7 @@ class Arguments:
         if paths and not (paths[0] and paths[0].isprintable()):
             raise UserError(f"{paths[0]!r} is not the name of a recipe: it is empty or contains control characters")
         if paths:
-            self.recipe = Path(paths[0])
+            self.recipe, self.names_recipe = Path(paths[0]), True
 
 
 def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
@@ -115,7 +118,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             sys.exit(0)
         check_recipe(recipe, arguments.check or ranks.world_size)
         planned = _plan_line(recipe, arguments)
+        program = Path(sys.argv[0]).resolve()
         if arguments.check_files:
+            _check_program(program, arguments)
             check_machine(recipe, arguments.check or ranks.world_size, ranks.local_world_size)
         if ranks.started_by_launcher:
             environment.check_rank_variables()
@@ -145,8 +150,13 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         system.set_variables(system.skip_isa_checks())
     if ranks.rank == 0:
         others = f" and joining {ranks.world_size} processes" if ranks.world_size > 1 else ""
-        output.print(f"run     {Path(run.dir, run.name)}\nstart   importing torch{others}")  # which takes seconds
-    program = Path(sys.argv[0]).resolve()
+        if warning := _ignored_program(program, arguments.recipe):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        output.print(
+            f"run     {Path(run.dir, run.name)}\n"
+            f"program {_from_here(program)}, recipe {_from_here(arguments.recipe)}\n"
+            f"start   importing torch{others}"  # which takes seconds
+        )
     if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory
     return recipe
@@ -207,7 +217,7 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
     if not isinstance(name, str):
         raise UserError(f"{origin}: recipe = {show_value(name)} must be the name of a program, as text")
     file = name if name.endswith(".py") else f"{name}.py"
-    beside_recipe = Path(origins.get("recipe", recipe)).parent / file
+    beside_recipe = Path(origins.get("recipe", recipe) if override is None else recipe).parent / file
     # Without a name the program is the shipped one, even if a file of that name is beside the recipe.
     is_named = override is not None or "recipe" in values
     for program in ([beside_recipe] if is_named else []) + [REPOSITORY / "recipes" / file]:
@@ -217,8 +227,40 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
     shipped = sorted(program.stem for program in (REPOSITORY / "recipes").glob("*.py"))
     raise UserError(
         f"{origin}: recipe = '{shown(name)}': there is no program '{shown(file)}' in {beside_recipe.parent}, and the shipped ones "
-        f"are {', '.join(shipped)}"
+        f"are {', '.join(shipped)}; the file of a recipe ends in .toml"
     )
+
+
+def _check_program(program: Path, arguments: Arguments) -> None:
+    """Raises `UserError` if another program than the running one is named, by the command line or the recipe."""
+    override = arguments.overrides.get("recipe")
+    is_named = override is not None or (arguments.names_recipe and "recipe" in read(arguments.recipe)[0])
+    if program.suffix != ".py" or not is_named:
+        return
+    named = program_of(arguments.recipe, override).resolve()
+    if named != program:
+        name = program.stem if program.parent == arguments.recipe.parent.resolve() else program
+        raise UserError(
+            f"{_from_here(program)} is running, but the program of {_from_here(arguments.recipe)} is {_from_here(named)}; set "
+            f'recipe = "{name}" in the recipe, or start it with ./run_train.sh, which runs the program that it names'
+        )
+
+
+def _ignored_program(program: Path, recipe: Path) -> str | None:
+    """Returns a warning about a program beside the recipe that has the recipe's name and is not the running one."""
+    beside = recipe.with_suffix(".py")
+    if not beside.is_file() or beside.resolve() == program:
+        return None
+    return (
+        f"{_from_here(beside)} is not used: the program of {_from_here(recipe)} is {_from_here(program)}; to use it, set "
+        f'recipe = "{beside.stem}" in the recipe'
+    )
+
+
+def _from_here(path: Path) -> str:
+    """Returns a path relative to the working directory if it is below it."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _refuse_unknown_options(recipe_type: type, arguments: Arguments) -> None:
