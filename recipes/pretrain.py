@@ -8,7 +8,8 @@ To change it, copy it: add a section of your own to the recipe and a line that u
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the library of this clone, if it is not installed
+if (clone := Path(__file__).resolve().parents[1]).joinpath("titanlike").is_dir():
+    sys.path.insert(0, str(clone))  # for `python recipes/pretrain.py` where titanlike is not installed
 
 from titanlike.config import PretrainRecipe
 from titanlike.run.start import start
@@ -193,7 +194,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     if shutdown.agreed_signal:
         process_group.barrier_and_exit(128 + shutdown.agreed_signal)
     if recipe.checkpoint.export != "none" and process_group.is_main():
-        export(open_weights(checkpoints.newest()), run.path / "hf", dtype=recipe.checkpoint.export, replace=True)
+        export(open_weights(checkpoints.newest()), run.exported, dtype=recipe.checkpoint.export, replace=True)
     monitor.print(evaluator.last_sample(model, mesh))
     monitor.print(completion_message(run, device, monitor.measured()))
 

@@ -37,6 +37,9 @@ def main(arguments: list[str]) -> int:
     # As the container's first process, it ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     host, variables = topology(json.loads((ROOT / "input/config/resourceconfig.json").read_text()))
+    variables["SM_MODEL_DIR"] = str(
+        ROOT / "model"
+    )  # as SageMaker's toolkits do; the program then writes to its directories
     environment = {**variables, **os.environ, "PYTHONPATH": str(CODE), "PYTHONUNBUFFERED": "1"}
     error = install(CODE / "requirements.txt") or wait_for_host(environment["MASTER_ADDR"])
     if error:

@@ -179,7 +179,6 @@ def container_arguments(job: Job) -> list[str]:
     mounted = {key: repr(values) if key == "data.mixture" else values[0] for key, values in paths.items()}
     overrides = [override for override in overrides if _key(override) not in mounted]
     defaults = {
-        "run.dir": f"{OPT}/checkpoints",
         "run.name": job.run,
         "checkpoint.dir": job.checkpoints.path if job.checkpoints else f"{job.root}/checkpoints",
         "run.shutdown_timeout": "100",  # SageMaker sends SIGKILL after 120 seconds

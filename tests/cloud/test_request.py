@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {
         "TrainingInputMode": "File",
         "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/sagemaker/entry.py"],
         "ContainerArguments": [
-            "recipe.toml", "--run.dir=/opt/ml/checkpoints", "--run.name=llama3_8b", "--checkpoint.dir=s3://example/titanlike/checkpoints",
+            "recipe.toml", "--run.name=llama3_8b", "--checkpoint.dir=s3://example/titanlike/checkpoints",
             "--run.shutdown_timeout=100", "--training.steps=50",
         ],
         "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],

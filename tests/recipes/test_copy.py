@@ -104,8 +104,14 @@ def test_a_program_that_is_started_directly_is_the_one_of_its_recipe(tmp_path: P
     (tmp_path / "mine.py").write_text((ROOT / "recipes/pretrain.py").read_text())
     small = [f"--{key}={value}" for key, value in SMALL.items()]
     for words, message in (
-        (("mine.py", "mine.toml"), f'mine.py is running, but the program of mine.toml is {shipped}; set recipe = "mine"'),
-        ((shipped, "mine.toml", "--recipe=mine"), f"{shipped} is running, but the program of mine.toml is mine.py; set"),
+        (
+            ("mine.py", "mine.toml"),
+            f'mine.py is running, but the program of mine.toml is {shipped}; set recipe = "mine"',
+        ),
+        (
+            (shipped, "mine.toml", "--recipe=mine"),
+            f"{shipped} is running, but the program of mine.toml is mine.py; set",
+        ),
         ((shipped, "--recipe", "nonsense"), "command line: recipe = 'nonsense': there is no program 'nonsense.py' in "),
         ((shipped, "--recipe", "none.toml"), "none.toml: recipe not found"),
         ((shipped, "mine.toml", "--recipe", "mine.toml"), "mine.toml mine.toml: give one recipe"),

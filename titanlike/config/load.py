@@ -38,9 +38,18 @@ RENAMED = {
 }
 
 
-def load(recipe_type: type[T], path: Path, overrides: Mapping[str, str] | None = None) -> T:
-    """Loads a recipe of the given type. Raises `UserError` with one line for each invalid key."""
+def load(
+    recipe_type: type[T],
+    path: Path,
+    overrides: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> T:
+    """Loads a recipe of the given type. Raises `UserError` with one line for each invalid key.
+
+    `defaults` are values of keys that neither the file nor the overrides set, as nested tables.
+    """
     values, origins = read(path)
+    values = _merge(dict(defaults or {}), values)
     refuse_credentials("", [values, dict(overrides or {})])  # before any message that contains values
     _apply_overrides(recipe_type, values, origins, overrides or {})
     _apply_model_size(recipe_type, values)
@@ -127,6 +136,7 @@ def nearest(name: str, choices: Sequence[str]) -> str | None:
 
 def parse_value(text: str) -> Any:
     """Parses a command-line value as TOML. Returns the text itself if it is not exactly one TOML value."""
+    text = {"True": "true", "False": "false"}.get(text, text)  # Python's, which launchers of jobs pass on
     try:
         document, in_list = _parse(f"value = {text}"), _parse(f"value = [{text}]")
     except ValueError:

@@ -45,9 +45,10 @@ class Run:
 
     name: Name = ""
     """Name of the run directory. Starting a run of the same name again resumes it. Default: the recipe's file name and the
-    current time, which starts a new run."""
+    current time, which starts a new run; in a SageMaker job the recipe's file name, so that the next job resumes the run."""
     dir: FilePath = "runs"
-    """Directory that contains the run directories, relative to the working directory."""
+    """Directory that contains the run directories, relative to the working directory. Default in a SageMaker job:
+    `/opt/ml/checkpoints`."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of the initial weights, the data shuffling, dropout, stochastic rounding and sampling. Python's, NumPy's and
     torch's global generators are seeded with it as well."""
@@ -358,8 +359,9 @@ class Checkpoint:
     """Verification before loading: `content` compares the hash of every file, `size` only its size, which avoids reading a
     very large checkpoint twice."""
     export: Literal["none", "float32", "bfloat16"] = "none"
-    """Precision in which to export the model as a Hugging Face folder, `hf` in the run directory, after the last step. Requires
-    checkpoints in a local directory. `titanlike export` exports any checkpoint. `none` disables it."""
+    """Precision in which to export the model as a Hugging Face folder after the last step: `hf` in the run directory, or in
+    `SM_MODEL_DIR` in a SageMaker job. Requires checkpoints in a local directory. `titanlike export` exports any checkpoint.
+    `none` disables it."""
     initial: FilePath = ""
     """Weights to start a new run from: a Hugging Face folder, a run directory (its newest checkpoint) or a checkpoint.
     Training starts at step 1 with a new optimizer state. `titanlike import` writes a recipe for a Hugging Face folder.

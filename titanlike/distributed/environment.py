@@ -47,6 +47,16 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
+class SageMakerPaths:
+    """The directories of a SageMaker training job that outlive it."""
+
+    checkpoints: str
+    """Synchronized with S3 during the job, and restored when a job with the same S3 location starts."""
+    model: str
+    """Uploaded to S3 after the job."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """The processes to launch on this node."""
 
@@ -96,6 +106,13 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the process of its node that prints messages for all of them."""
     return (environ.get("LOCAL_RANK") or "0") == "0"
+
+
+def sagemaker_paths(environ: Mapping[str, str] = os.environ) -> SageMakerPaths | None:
+    """Returns the directories of a SageMaker training job that outlive it, or None elsewhere."""
+    model = environ.get("SM_MODEL_DIR")  # set by the toolkits of both SDKs
+    base = environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
+    return SageMakerPaths(f"{base}/checkpoints", model) if model else None
 
 
 def new_launch_id() -> str:

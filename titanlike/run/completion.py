@@ -40,9 +40,8 @@ def _next_commands(run: RunDirectory) -> list[str]:
     if not run.recipe.checkpoint.enabled:
         return ["weights not saved: checkpoint.enabled = false"]
     path = shlex.quote(str(run.path))
-    exported = run.path / "hf"
     return [
-        f"weights {run.checkpoints}" + (f", {exported}" if exported.exists() else ""),
+        f"weights {run.checkpoints}" + (f", {run.exported}" if run.exported.exists() else ""),
         f"next    titanlike generate {path} --prompt TEXT",
         f"        titanlike export {path} FOLDER",
         f"        titanlike compare {path} OTHER_RUN",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -38,9 +38,10 @@ usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
        ./run_train.sh RECIPE.toml --resolved    print the resolved recipe with every key
        ./run_train.sh --help                    print this text: every key, its type, its default and its purpose
 
-The default recipe is train_configs/debug.toml; --recipe RECIPE.toml names one too. NPROC=n sets the number of processes on this machine (default: one per GPU, or
-one). MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the newest checkpoint. Keys on the command
-line override those of the recipe, which override those of a recipe that it extends."""
+The default recipe is train_configs/debug.toml. `--recipe RECIPE.toml` names one too, `--recipe NAME` another program. NPROC=n
+sets the number of processes on this machine (default: one per GPU, or one). MAX_RESTARTS=n restarts all processes after a
+failure, at most n times, from the newest checkpoint. Keys on the command line override those of the recipe, which override
+those of a recipe that it extends."""
 
 
 class Arguments:
@@ -81,7 +82,9 @@ class Arguments:
                         raise UserError(f"--{name} {shown(value)}: give a number of processes, such as --{name} 8")
                 elif name == "hardware":
                     self.hardware = value
-                elif name == "recipe" and value.endswith(".toml"):  # launchers such as SageMaker's pass no positional arguments
+                elif name == "recipe" and value.endswith(
+                    ".toml"
+                ):  # launchers such as SageMaker's pass no positional arguments
                     paths.append(value)
                 else:
                     self.overrides[name] = value
@@ -112,7 +115,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             output.print(help_text(recipe_type, USAGE))
             sys.exit(0)
         _refuse_unknown_options(recipe_type, arguments)
-        recipe = load(recipe_type, arguments.recipe, arguments.overrides)
+        recipe = load(recipe_type, arguments.recipe, arguments.overrides, _sagemaker_defaults(arguments.recipe))
         if arguments.resolved:
             output.print(to_toml(recipe).removesuffix("\n"))
             sys.exit(0)
@@ -124,6 +127,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             check_machine(recipe, arguments.check or ranks.world_size, ranks.local_world_size)
         if ranks.started_by_launcher:
             environment.check_rank_variables()
+            _check_sagemaker_checkpoints(recipe, ranks)
         run = select_run_dir(recipe.run, arguments, ranks)
     except UserError as error:
         environment.fail(error)
@@ -169,6 +173,23 @@ def _plan_line(recipe: PretrainRecipe, arguments: Arguments) -> str | None:
     from titanlike.run.planned import DEFAULT_HARDWARE, plan_line  # not needed to train
 
     return plan_line(recipe, arguments.check, arguments.hardware or DEFAULT_HARDWARE)
+
+
+def _sagemaker_defaults(recipe: Path) -> dict[str, Any]:
+    """Returns the run directory in a SageMaker job: one that outlives the job, and that the next job of the run finds."""
+    paths = environment.sagemaker_paths()
+    return {"run": {"dir": paths.checkpoints, "name": name_of(recipe.stem)}} if paths else {}
+
+
+def _check_sagemaker_checkpoints(recipe: PretrainRecipe, ranks: environment.RankInfo) -> None:
+    """Refuses to save to the disks of several hosts: no host would have a whole checkpoint."""
+    paths = environment.sagemaker_paths()
+    is_local = paths and not recipe.checkpoint.dir and recipe.run.dir == paths.checkpoints
+    if is_local and recipe.checkpoint.enabled and ranks.world_size > ranks.local_world_size:
+        raise UserError(
+            f"checkpoint.dir is not set, and {recipe.run.dir} is a disk of each host: no host would have a whole checkpoint; set "
+            "--checkpoint.dir=s3://BUCKET/PREFIX, or --checkpoint.enabled=false"
+        )
 
 
 def select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) -> Run:
