@@ -237,7 +237,9 @@ def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path:
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     found = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(found) == "yes<|im_end|>"
     assert stop_tokens(weights, build_tokenizer(weights.tokenizer)) == {0, end_of_document, end_of_turn}
