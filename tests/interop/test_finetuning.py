@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tokenizers import AddedToken
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +24,8 @@ from titanlike.data.text.chat_template import build_chat_template
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.interop.adapter import export_adapter
 from titanlike.interop.export import export
+from titanlike.interop.generation_config import stop_tokens
+from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import CheckpointWeights, load_weights, open_weights
 from titanlike.models import build_model
 from titanlike.models.lora import apply_lora
@@ -201,6 +204,45 @@ def test_exports_hold_what_lora_has_learnt(ranks: Ranks, tmp_path: Path, base: A
         assert (adapted(tokens).logits - expected).abs().max() / expected.abs().max() < 1e-5
     with pytest.raises(UserError, match=r"adapter exists; choose another folder"):
         export_adapter(weights, tmp_path / "adapter")
+
+
+def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    for name, content in tokenizer_files(build_tokenizer(Tokenizer()), 64).items():
+        (base / name).write_bytes(content)
+    reference = AutoTokenizer.from_pretrained(base)
+    reference.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
+    reference.save_pretrained(base)
+    end_of_document, end_of_turn = reference.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    source = {"bos_token_id": None, "eos_token_id": [0, end_of_document], "temperature": 0.6, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(source))
+    question, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
+    train(ranks(1), tiny(
+        tmp_path, "run", data=Data(source="chat", path=str(tmp_path / "chats.jsonl"), holdout_every=0),
+        tokenizer=Tokenizer(encoding=str(base)), training=dict(steps=40, global_batch_size=1, seq_len=64),
+        optimizer=dict(lr=1e-2), schedule=dict(warmup_steps=0), validation=dict(interval=0),
+    ))  # fmt: skip
+    weights = open_weights(tmp_path / "run")
+    export(weights, tmp_path / "hf")
+    written = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert written == source | {"eos_token_id": [0, end_of_document, end_of_turn]}
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, written["eos_token_id"])
+    assert "bos_token" not in json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
+    # A model of an export that is exported again has the same files.
+    export(open_weights(tmp_path / "hf"), tmp_path / "again")
+    assert json.loads((tmp_path / "again/generation_config.json").read_text()) == written
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    prompt = tokenizer.apply_chat_template(
+        [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    found = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(found) == "yes<|im_end|>"
+    assert stop_tokens(weights, build_tokenizer(weights.tokenizer)) == {0, end_of_document, end_of_turn}
 
 
 @pytest.mark.slow

@@ -177,7 +177,8 @@ def test_templates_find_what_they_expect(tokenizer: Tokenizer, tmp_path: Path) -
     template = build_chat_template(str(tmp_path / "template.jinja"), tokenizer)
     record = {"messages": [TURNS[1], {"role": "assistant", "content": None, "tool_calls": [{"a": "é<"}]}], "tools": [1]}
     tokens, labels = template.encode(conversation_of(record))
-    assert tokenizer.codec.decode(tokens.tolist()) == '<|endoftext|><|endoftext|>{"a": "é<"}[\n 1\n]26 Jul 2024'
+    # The tokenizer has an EOS and no BOS.
+    assert tokenizer.codec.decode(tokens.tolist()) == '<|endoftext|>{"a": "é<"}[\n 1\n]26 Jul 2024'
     assert tokenizer.codec.decode(tokens[labels].tolist()) == '{"a": "é<"}'
 
 

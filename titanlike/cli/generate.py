@@ -72,9 +72,10 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     from titanlike.data.text.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
     from titanlike.inference.generation import check_prompts, generate
-    from titanlike.inference.load import default_dtype, load_for_generation, stop_tokens
+    from titanlike.inference.load import default_dtype, load_for_generation
     from titanlike.inference.logits import CachedLogits
     from titanlike.inference.sampling import Sampling
+    from titanlike.interop.generation_config import stop_tokens
     from titanlike.interop.weights import open_weights
     from titanlike.models.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
@@ -86,6 +87,7 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
     encoded = [tokenizer.opening(prompt) for prompt in prompts]
     check_prompts(encoded, max_length)
+    ends = stop_tokens(weights, tokenizer)
     model = load_for_generation(weights, mesh, device, arguments.dtype or default_dtype(device))
     printer = _Printer(prompts, is_json=arguments.json) if process_group.is_main() else None
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
@@ -104,7 +106,7 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
                     sequence_ids=ids,
                     max_length=max_length,
                     stop=stop,
-                    stop_tokens=stop_tokens(weights),
+                    stop_tokens=ends,
                     on_text=printer.stream if printer else None,
                 )
             if printer:

@@ -17,10 +17,11 @@ from titanlike.config.sections import DType
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.distributed import environment, process_group
 from titanlike.inference.generation import generate
-from titanlike.inference.load import default_dtype, load_for_generation, stop_tokens
+from titanlike.inference.load import default_dtype, load_for_generation
 from titanlike.inference.logits import CachedLogits
 from titanlike.inference.sampling import Sampling
 from titanlike.inference.scoring import Request, Scorer, encode_pair, prefix_token
+from titanlike.interop.generation_config import stop_tokens
 from titanlike.interop.weights import open_weights
 from titanlike.parallelisms.mesh import build_mesh
 
@@ -68,7 +69,7 @@ class TitanlikeLM(LM):
         self.tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
         self.max_length = max_length or weights.config.max_seq_len
         self.max_gen_toks, self.seed, self.batch_size = max_gen_toks, seed, int(batch_size)
-        self.stop_tokens = stop_tokens(weights)
+        self.stop_tokens = stop_tokens(weights, self.tokenizer)
         dtype = dtype or default_dtype(self._device)
         self.model = load_for_generation(weights, self.mesh, self._device, cast(DType, dtype))
         self.scorer = Scorer(

@@ -1,7 +1,6 @@
 """Models with the weights of a run, a checkpoint or a Hugging Face folder, for generation and evaluation."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,7 +10,6 @@ from titanlike.config import UserError
 from titanlike.config.base import divisors, one_of
 from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import ActivationCheckpoint, Compile, DType, Float8, Parallelism, Training
-from titanlike.interop.hf_folder import read_json
 from titanlike.interop.weights import CheckpointWeights, Weights, load_weights
 from titanlike.models import blocks, build_model
 from titanlike.models.init import allocate
@@ -61,15 +59,6 @@ def load_for_evaluation(
 def training_recipe(weights: Weights) -> Mapping[str, Any]:
     """Returns the recipe that a checkpoint records; empty for a Hugging Face folder."""
     return weights.metadata.recipe if isinstance(weights, CheckpointWeights) else {}
-
-
-def stop_tokens(weights: Weights) -> frozenset[int]:
-    """Returns the tokens that end a text, as a Hugging Face folder lists them: a chat model has one that ends a turn."""
-    file = Path(weights.path) / "generation_config.json"
-    if isinstance(weights, CheckpointWeights) or not file.exists():
-        return frozenset()
-    tokens = read_json(file).get("eos_token_id")
-    return frozenset(token for token in (tokens if isinstance(tokens, list) else [tokens]) if isinstance(token, int))
 
 
 def _fill(model: nn.Module, weights: Weights, device: torch.device) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor
 from titanlike.checkpoint.format import write_tensors
 from titanlike.config import UserError
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.interop.generation_config import GENERATION_CONFIG, generation_config, trained_template
 from titanlike.interop.hf_folder import CONFIG, INDEX
 from titanlike.interop.hf_plan import stored_tensors
 from titanlike.interop.tokenizer_files import tokenizer_files
@@ -74,10 +75,12 @@ def export(
     _check_tokenizer(weights, tokenizer)
     plan = _Plan(weights, getattr(torch, dtype) if dtype else None)
     with whole_folder(folder) as partial:
-        files = tokenizer_files(tokenizer, weights.config.max_seq_len) | _chat_template(weights, tokenizer)
+        files = tokenizer_files(tokenizer, weights.config.max_seq_len)
+        if template := trained_template(weights, tokenizer):
+            files["chat_template.jinja"] = template.source.encode()
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        _write_configs(partial, plan, tokenizer)
+        _write_configs(partial, plan, generation_config(weights, tokenizer))
         atomic_write_text(partial / "README.md", _card(weights, folder))
         return _write_tensors(partial, plan, shard_size)
 
@@ -102,16 +105,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _chat_template(weights: Weights, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns the file of the chat template that a model was fine-tuned with."""
-    data = weights.metadata.recipe.get("data", {}) if isinstance(weights, CheckpointWeights) else {}
-    if "chat" not in data.get("source", ""):
-        return {}
-    from titanlike.data.text.chat_template import build_chat_template
-
-    return {"chat_template.jinja": build_chat_template(data.get("chat_template", ""), tokenizer).source.encode()}
 
 
 class _Plan:
@@ -168,16 +161,13 @@ def _shards(specs: dict[str, Tensor], shard_size: int) -> Iterator[list[str]]:
     yield names
 
 
-def _write_configs(folder: Path, plan: _Plan, tokenizer: Tokenizer) -> None:
-    separator = tokenizer.separator.token
-    ids = {
-        "bos_token_id": separator if tokenizer.bos is None else tokenizer.bos,
-        "eos_token_id": separator if tokenizer.eos is None else tokenizer.eos,
-    }
+def _write_configs(folder: Path, plan: _Plan, generation: dict[str, Any]) -> None:
+    # The keys are written without a value too: transformers has a default for them in some architectures.
+    ids = {key: generation.get(key) for key in ("bos_token_id", "eos_token_id")}
     dtype = str(plan.dtype).removeprefix("torch.")
     # transformers 5 reads dtype, 4 torch_dtype.
     _write_json(folder / CONFIG, {**plan.config, **ids, "dtype": dtype, "torch_dtype": dtype})
-    _write_json(folder / "generation_config.json", {**ids, "do_sample": True})
+    _write_json(folder / GENERATION_CONFIG, generation)
 
 
 def _check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:

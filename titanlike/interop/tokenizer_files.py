@@ -29,14 +29,13 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
         files["tokenizer.json"] = json.dumps(_byte_pair_tokenizer(tokenizer), ensure_ascii=False).encode()
     if config.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows, and 5 still accepts
-    separator = tokenizer.separator.token
-    config |= {
-        "bos_token": names[separator if tokenizer.bos is None else tokenizer.bos],
-        # Without EOS, a document ends where the next one begins.
-        "eos_token": names[separator if tokenizer.eos is None else tokenizer.eos],
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-    }
+    for key, number in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
+        value = config.get(key)
+        if number is not None and names[number] != (value.get("content") if isinstance(value, dict) else value):
+            config[key] = names[number]
+    if config.get("eos_token") is None:  # without EOS, a document ends where the next one begins
+        config["eos_token"] = names[tokenizer.separator.token]
+    config |= {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
     files["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     return files
 

@@ -86,6 +86,18 @@ class ChatTemplate:
             raise BadRecord(f"{self.name} renders no token of the assistant")
         return tokens, labels
 
+    def end_of_turn(self) -> int | None:
+        """Returns the special token with which the assistant's turns end; None if they end without one. Raises `BadRecord` if
+        the template does not render a question and an answer."""
+        exchange = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        tokens, labels = self.encode(exchange)
+        for token in reversed(tokens[labels].tolist()):
+            if token in self.tokenizer.codec.special.values():
+                return int(token)
+            if self.tokenizer.codec.decode([token]).strip():
+                break
+        return None
+
     def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
         try:
             return self._template.render(
