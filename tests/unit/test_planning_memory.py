@@ -118,7 +118,20 @@ CASES |= {
     ),
     "one GPU, full": (job("llama3_8b", 1, model=FOUR, activation_checkpoint=dict(mode="full"), training=ONE), 0),
 }
-QUICK = ("one GPU", "FSDP, last micro-batch", "LoRA, FSDP, last micro-batch", "TP x FSDP, selective", "PP x FSDP, second rank", "MoE, EP x FSDP, selective")
+LONG = dict(model=FOUR, training=dict(global_batch_size=8), parallelism=dict(context=4))
+CASES |= {
+    f"CP x FSDP, 128k, {mode}": (job("llama3_8b_128k", 32, activation_checkpoint=dict(mode=mode), **LONG), 0)
+    for mode in ("none", "selective")
+}
+QUICK = (
+    "one GPU",
+    "CP x FSDP, 128k, none",
+    "FSDP, last micro-batch",
+    "LoRA, FSDP, last micro-batch",
+    "TP x FSDP, selective",
+    "PP x FSDP, second rank",
+    "MoE, EP x FSDP, selective",
+)
 SLOW = (
     "MoE, FSDP",
     "MoE, EP, full",

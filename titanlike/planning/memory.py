@@ -26,7 +26,9 @@ class Usage:
     gathered: int = 0  # weights that FSDP has all-gathered, and buffers of its collectives
     activations: int = 0  # saved for the backward pass
     loss: int = 0  # logits and the buffers of the loss
-    temporary: int = 0  # what operators allocate and free, and gradients of a block or of pipeline stages before they are reduced
+    temporary: int = (
+        0  # what operators allocate and free, and gradients of a block or of pipeline stages before they are reduced
+    )
 
     @property
     def total(self) -> int:
@@ -64,8 +66,8 @@ class Memory:
         """Bytes that `torch.cuda.max_memory_reserved` reports: with the fragmentation of the caching allocator.
 
         Gradients that are allocated after the peak lie between activations that are freed later, and keep their space from being
-        used as a whole. Published runs of one model on 8 and on 128 GPUs differ by 16 bytes for each parameter, not by 12. Gradients
-        that replace what has accumulated before the reduction find its space.
+        used as a whole. Published runs of one model on 8 and on 128 GPUs differ by 16 bytes for each parameter, not by 12.
+        Gradients that replace what has accumulated before the reduction find its space.
         """
         gradients = max(moment.usage.gradients for moment in self.moments) - self.peak.usage.gradients
         return round((self.allocated + gradients) * FRAGMENTATION)
