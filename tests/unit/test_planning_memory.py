@@ -96,7 +96,42 @@ CASES |= {
     "MoE, EP x HSDP": (mixture(*QWEN3_MOE, 16, parallelism=dict(expert=4, replicate=2), **MODES["none"]), 0),
     "MoE, EP x TP": (mixture(*MIXTRAL, 16, parallelism=dict(expert=4, tensor=2), **MODES["none"]), 0),
 }
-QUICK = ("one GPU", "TP x FSDP, selective", "PP x FSDP, second rank", "MoE, EP x FSDP, selective")
+LAST = dict(parallelism=dict(gradient_sync="last_microbatch"), training=dict(local_batch_size=1, global_batch_size=32))
+CASES |= {
+    "FSDP, last micro-batch": (job("llama3_8b", 8, model=FOUR, **LAST), 0),
+    "HSDP, last micro-batch": (
+        job("llama3_8b", 8, model=FOUR, **{**LAST, "parallelism": LAST["parallelism"] | dict(shard=2, replicate=4)}),
+        0,
+    ),
+    "TP x FSDP, last micro-batch, never resharded": (
+        job(
+            "llama3_8b",
+            8,
+            model=FOUR,
+            **{**LAST, "parallelism": LAST["parallelism"] | dict(tensor=2, reshard_after_forward="never")},
+        ),
+        0,
+    ),
+    "LoRA, FSDP, last micro-batch": (
+        job("llama3_8b", 8, model=FOUR, lora=dict(rank=16), activation_checkpoint=dict(mode="full"), **LAST),
+        0,
+    ),
+    "one GPU, full": (job("llama3_8b", 1, model=FOUR, activation_checkpoint=dict(mode="full"), training=ONE), 0),
+}
+LONG = dict(model=FOUR, training=dict(global_batch_size=8), parallelism=dict(context=4))
+CASES |= {
+    f"CP x FSDP, 128k, {mode}": (job("llama3_8b_128k", 32, activation_checkpoint=dict(mode=mode), **LONG), 0)
+    for mode in ("none", "selective")
+}
+QUICK = (
+    "one GPU",
+    "CP x FSDP, 128k, none",
+    "FSDP, last micro-batch",
+    "LoRA, FSDP, last micro-batch",
+    "TP x FSDP, selective",
+    "PP x FSDP, second rank",
+    "MoE, EP x FSDP, selective",
+)
 SLOW = (
     "MoE, FSDP",
     "MoE, EP, full",
@@ -115,7 +150,18 @@ def tier(case: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("case", [pytest.param(case, marks=tier(case)) for case in CASES])
 def test_formulas_give_the_memory_of_a_simulated_step(case: str) -> None:
     planned, rank = CASES[case]
-    assert memory(planned, rank).allocated == pytest.approx(simulate(planned, rank).allocated, rel=0.05)
+    formula, simulated = memory(planned, rank), simulate(planned, rank)
+    assert formula.allocated == pytest.approx(simulated.allocated, rel=0.05)
+    assert formula.reserved == pytest.approx(simulated.reserved, rel=0.05)
+
+
+def test_gradients_that_replace_what_has_accumulated_need_no_more_memory() -> None:
+    planned = CASES["FSDP, last micro-batch"][0]
+    before, after = memory(planned), memory(job("llama3_8b", 8, model=FOUR, training=LAST["training"]))
+    # Before the last reduction, a rank has all gradients in float32, instead of its eighth.
+    gradients = 4 * planned.recipe.model.num_parameters() * 7 / 8
+    assert before.allocated - after.allocated == pytest.approx(gradients, rel=0.01)
+    assert before.reserved == pytest.approx(1.06 * before.allocated)
 
 
 def test_jobs_that_only_compiled_code_can_run_are_not_simulated() -> None:

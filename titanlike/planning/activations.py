@@ -51,7 +51,7 @@ def block_activations(job: Job) -> BlockActivations:
         intermediates = (3 if is_gated else 2) * ffn
     else:
         intermediates = (4 if is_gated else 2) * ffn
-        copies = 2 * queries + 3 * keys if layout.context > 1 else 0.0
+        copies = queries if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
     num_kv_heads = getattr(model, "num_kv_heads", model.num_heads)
     # QK-norm reads its inputs and their root mean squares in the backward pass.
     qk_norm = queries + keys + 4 * (model.num_heads + num_kv_heads) / tensor if model.qk_norm else 0.0
@@ -64,8 +64,11 @@ def block_activations(job: Job) -> BlockActivations:
     kept += 2 * norm_input if model.post_norms else 0.0
     # Every second matmul, in the order of the forward pass: wq, wv, w1 and, if there are two inner matrices, w2.
     selective = stream + queries + keys + ffn + attention
+    recomputed = 0.0
     if layout.context > 1:
+        # Keeps the collectives' results, and puts them in order again: both are there in the backward pass.
         selective += 2 * keys * layout.context
+        recomputed = 2 * keys * layout.context if mode == "selective" else 0.0
     if tensor > 1:
         selective += gathered + (stream if compiled else 2 * stream)
     # Compiled code does not keep the output of w2 unless a post-norm reads it: otherwise no gradient depends on it.
@@ -90,4 +93,4 @@ def block_activations(job: Job) -> BlockActivations:
         "every_n": (stream + (budget.every_n - 1) * kept) / budget.every_n,
         "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
     }[mode]
-    return BlockActivations(saved, kept, stream, forward, backward, stream, early)
+    return BlockActivations(saved, kept + recomputed, stream, forward, backward, stream, early)

@@ -15,6 +15,7 @@ from titanlike.config.sections import Float8
 from titanlike.models import layers
 from titanlike.parallelisms import context, expert
 from titanlike.planning.job import Job
+from titanlike.utils import compat
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -33,8 +34,8 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 @contextmanager
 def gpu_operators(device: str, flex: bool) -> Iterator[None]:
-    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, and soft-capped attention,
-    of which FlexAttention keeps no scores."""
+    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, soft-capped attention, of
+    which FlexAttention keeps no scores, and attention of context-parallel ranks, which needs no mask on GPUs."""
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
         return _FusedRMSNorm.apply(x, weight)
@@ -42,11 +43,15 @@ def gpu_operators(device: str, flex: bool) -> Iterator[None]:
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
+    def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0) -> Tensor:
+        return compat.flash_attention_of_last_queries(q, k, v) if mask is None else attention(q, k, v, mask, soft_cap)
+
     if device == "cpu":
         yield
         return
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
+        patches.enter_context(mock.patch.object(context, "prefix_attention", prefix_attention))
         for module in (layers, context) if flex else ():
             patches.enter_context(mock.patch.object(module, "masked_attention", attention))
         yield

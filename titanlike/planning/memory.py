@@ -21,12 +21,14 @@ class Usage:
     """Bytes in use at one moment, by category."""
 
     parameters: int = 0  # shards of the master weights
-    gradients: int = 0
+    gradients: int = 0  # shards, and what accumulates over micro-batches before it is reduced
     optimizer: int = 0
     gathered: int = 0  # weights that FSDP has all-gathered, and buffers of its collectives
     activations: int = 0  # saved for the backward pass
     loss: int = 0  # logits and the buffers of the loss
-    temporary: int = 0  # what operators allocate and free, and gradients that are not yet reduced
+    temporary: int = (
+        0  # what operators allocate and free, and gradients of a block or of pipeline stages before they are reduced
+    )
 
     @property
     def total(self) -> int:
@@ -65,6 +67,7 @@ class Memory:
 
         Gradients that are allocated after the peak lie between activations that are freed later, and keep their space from being
         used as a whole. Published runs of one model on 8 and on 128 GPUs differ by 16 bytes for each parameter, not by 12.
+        Gradients that replace what has accumulated before the reduction find its space.
         """
         gradients = max(moment.usage.gradients for moment in self.moments) - self.peak.usage.gradients
         return round((self.allocated + gradients) * FRAGMENTATION)
@@ -89,7 +92,7 @@ class _Sizes:
     embedding: float
     reduced: float  # bytes of a gradient in the dtype of the reduction, over those of a weight in the compute dtype
     states: Usage  # parameters, gradients and optimizer state of all stages of the rank
-    gradient_shards: float  # of a block
+    trained: float  # fraction of the weights that have gradients
     activations: BlockActivations
     tokens: int
     loss: float  # buffers of the loss
@@ -109,12 +112,12 @@ class _Sizes:
         has_embedding, has_head = 0 in stages, len(job.split) - 1 in stages
         ends = (has_embedding + (has_head and not (model.tied_head and has_embedding))) * vocabulary
         num_parameters = sum(job.split[stage] for stage in stages) * (matrices + experts) + ends
-        adapters = 1.0
+        trained = 1.0
         if recipe.lora.rank:
             selected = [
                 shape for name, shape in model.matrices().items() if recipe.lora.selects(name) and "layers" in name
             ]
-            adapters = recipe.lora.rank * sum(map(sum, selected)) / model.num_parameters()
+            trained = recipe.lora.rank * sum(map(sum, selected)) / model.num_parameters()
         shard = master / job.num_shards
         state = STATE_BYTES.get(recipe.optimizer.state_dtype, 2.0 * master) / master
         # Muon has one moment, in the dtype of the weights.
@@ -122,8 +125,8 @@ class _Sizes:
         orthogonalized = sum(matrix.size for group in muon.values() for matrix in group) / layout.tensor
         states = Usage(
             parameters=round(num_parameters * shard),
-            gradients=round(num_parameters * shard * adapters),
-            optimizer=round((num_parameters * state * adapters - orthogonalized * (state - 1.0)) * shard),
+            gradients=round(num_parameters * shard * trained),
+            optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
         )
         element = 1.0 if recipe.float8.all_gather else compute
         tokens = job.tokens
@@ -144,7 +147,7 @@ class _Sizes:
             embedding=vocabulary * compute * has_embedding,
             reduced=DTYPE_BYTES[training.reduce_dtype] / compute,
             states=states,
-            gradient_shards=(matrices + experts) * shard * adapters,
+            trained=trained,
             activations=block_activations(job),
             tokens=tokens,
             loss=(kept + logits + gathered + cast) * has_head,
@@ -164,20 +167,23 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
     never = layout.reshard_after_forward == "never"
     tied = job.recipe.model.tied_head
     root = head if tied else 0.0  # FSDP's root keeps a tied embedding gathered until the end of the backward pass
-    first_gradients = 1.0 if job.num_microbatches > 1 else 0.0
     # What is kept until the last micro-batch: gradients that are not reduced at all, or not over the replicas.
     unreduced = 0.0
     if job.num_microbatches > 1 and fsdp:
         total = num_blocks * full_block + head + embedding
         if layout.gradient_sync == "last_microbatch":
-            unreduced = total * sizes.reduced
+            unreduced = total * sizes.reduced * sizes.trained
         elif layout.replicate > 1:
             total = num_blocks * sizes.whole_block + head + embedding
-            unreduced = total * sizes.reduced / job.num_shards
-            first_gradients = 0.0
-    casts = 0.0 if fsdp else full_block if compute != DTYPE_BYTES[job.recipe.training.master_dtype] else 0.0
-    stack = act.saved * n + casts  # of each block
-    recomputed = (act.kept - act.saved) * n
+            unreduced = total * sizes.reduced * sizes.trained / job.num_shards
+    first_gradients = 1.0 if job.num_microbatches > 1 and not unreduced else 0.0
+    # Without FSDP, each linear layer casts its weight, and keeps the copy for the backward pass unless it is recomputed.
+    casts = 0.0 if fsdp or compute == DTYPE_BYTES[job.recipe.training.master_dtype] else full_block
+    checkpointing = job.recipe.activation_checkpoint
+    kept = {"none": 1.0, "every_n": 1.0 - 1.0 / checkpointing.every_n, "memory_budget": checkpointing.memory_budget}
+    kept_casts = casts * kept.get(checkpointing.mode, 0.0)
+    stack = act.saved * n + kept_casts  # of each block
+    recomputed = (act.kept - act.saved) * n + casts - kept_casts
     final = 2 * act.hidden * n  # the last block's output and the norm of it
 
     def moment(
@@ -185,14 +191,15 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
     ) -> Moment:
         """`blocks` have saved activations, and the gradients of `done` blocks have been reduced."""
         share = max(first_gradients, done / (num_blocks + (sizes.head + sizes.embedding) / max(sizes.whole_block, 1)))
-        gradients = round(sizes.states.gradients * min(1.0, share))
+        share = min(1.0, share)
+        gradients = round(sizes.states.gradients * share + unreduced * (1.0 - share))
         usage = replace(
             sizes.states,
             gradients=gradients,
             gathered=round(gathered + root),
             activations=round(blocks * stack + (final if loss else 0)),
             loss=round(loss),
-            temporary=round(temporary + unreduced),
+            temporary=round(temporary),
         )
         return Moment(label, usage)
 
@@ -254,7 +261,7 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
     full_weights = sum(blocks.values()) * full_block + sizes.head + sizes.embedding
     gathered = weights if job.uses_fsdp() else 0.0
     # Schedules reduce gradients after the last micro-batch.
-    unreduced = full_weights * (sizes.reduced if job.uses_fsdp() else 0.0)
+    unreduced = full_weights * sizes.trained * (sizes.reduced if job.uses_fsdp() else 0.0)
     hidden = act.hidden * n
     buffers = job.num_microbatches * receive_buffers(job, rank)
     stack = {stage: blocks[stage] * act.saved * n + hidden for stage in stages}

@@ -153,29 +153,29 @@ def _extrapolate(small: Memory, large: Memory, more: float, num_blocks: int) -> 
 
 
 def _memory(tracker: StorageTracker) -> Memory:
-    """Returns the largest usage in each phase of the last step."""
-    start = max(begin for begin, phase in tracker.phases if phase == "step")
+    """Returns the largest usage in each phase of the last micro-batch or, with a pipeline, of the step."""
+    start = max(begin for begin, phase in tracker.phases if phase == "start")
     allocations = [a for a in tracker.allocations if a.size and (a.end is None or a.end > start)]
     changes = [(a.begin, a, 1) for a in allocations] + [(a.end, a, -1) for a in allocations if a.end is not None]
     usage = dict.fromkeys(asdict(Usage()), 0)
     peaks: dict[str, dict[str, int]] = {}
     phases = sorted(tracker.phases)
     for time, allocation, sign in sorted(changes, key=lambda change: change[0]):
-        usage[_category(allocation)] += sign * allocation.size
+        usage[_category(allocation, start)] += sign * allocation.size
         while len(phases) > 1 and phases[1][0] < time:
             phases.pop(0)
         phase = phases[0][1]
         if time > start and sum(usage.values()) >= sum(peaks.get(phase, {}).values()):
             peaks[phase] = dict(usage)
-    return Memory(tuple(Moment(phase, Usage(**peak)) for phase, peak in peaks.items() if phase != "step"))
+    return Memory(tuple(Moment(phase, Usage(**peak)) for phase, peak in peaks.items() if phase != "start"))
 
 
-def _category(allocation: Allocation) -> str:
-    """Returns the field of `Usage` that an allocation counts for."""
+def _category(allocation: Allocation, start: int) -> str:
+    """Returns the field of `Usage` that an allocation counts for. What an earlier micro-batch has left are gradients."""
     phase, freed_in = allocation.phase, allocation.freed_in
     if phase in ("parameters", "optimizer"):
         return phase
-    if freed_in == "zero_grad":
+    if freed_in == "zero_grad" or allocation.begin < start:
         return "gradients"
     if allocation.operator == "resize_" or allocation.operator.startswith(
         ("c10d", "fsdp", "aten.empty.", "aten.new_empty.")
@@ -227,12 +227,13 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             length = training.seq_len // layout.context
             tokens = torch.zeros(job.sequences, length, dtype=torch.long)
             batch = _Batch({"tokens": tokens, "position_ids": tokens}, tokens)
-            tracker.begin("step")
             if isinstance(model, Pipeline):
+                tracker.begin("start")
                 model.forward_backward([batch] * job.num_microbatches, lambda loss: loss / tokens.numel())
             else:
                 count = min(job.num_microbatches, MICROBATCHES)
                 for _ in accumulate_gradients(model, range(count), layout.gradient_sync):
+                    tracker.begin("start")
                     (model(**batch.inputs, labels=batch.labels) / tokens.numel()).backward()
             tracker.begin("clipping")
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, training.max_norm)
