@@ -35,9 +35,10 @@ from validation import job_errors
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.load import nearest
+from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
 from titanlike.run.start import Arguments
-from titanlike.utils.arguments import refuse_undecodable
+from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
 
 IMAGE_ACCOUNT = "763104351884"  # hosts the AWS images in these regions
 REGIONS = {
@@ -56,11 +57,13 @@ EXAMPLE_ROLE = "arn:aws:iam::123456789012:role/YOUR-ROLE"
 EXAMPLE_BUCKET = "your-bucket"
 
 
+@command_line()
 def main() -> None:
     """Executes the command line."""
     arguments = sys.argv[1:]
     try:
         refuse_undecodable(arguments)
+        refuse_control_characters({"command line": arguments})
         if arguments and arguments[0] in jobs.COMMANDS:
             sys.exit(jobs.run(arguments))
         options, rest = build_parser().parse_known_args(arguments)
