@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
@@ -183,7 +184,7 @@ def resume_request(clients: Clients, name: str, timestamp: str, prefix: str = PR
 
 def command(name: str, job: str, region: str) -> str:
     """Returns the command line for an operation on a job."""
-    return f"python sagemaker/launch.py {name} {job} --region {region}"
+    return shlex.join(["python", "sagemaker/launch.py", name, job, "--region", region])
 
 
 def now() -> datetime:

@@ -2,9 +2,6 @@
 
 import argparse
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,16 +55,6 @@ def run(arguments: Sequence[str]) -> int:
     """Executes a command line. Returns the exit code."""
     options = build_parser().parse_args(arguments)
     system.exit_on_interrupt()
-    try:
-        code = _run(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # `| head` has exited; without the redirection, Python reports the error again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _run(options: argparse.Namespace) -> int:
     clients = make_clients(options.region)
     if options.command == "list":
         print(table(list_jobs(clients, options.prefix, options.limit), options.prefix, clients.region))

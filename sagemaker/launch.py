@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -35,9 +36,10 @@ from validation import job_errors
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.load import nearest
+from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
-from titanlike.run.start import Arguments
-from titanlike.utils.arguments import refuse_undecodable
+from titanlike.run.start import Arguments, name_of
+from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
 
 IMAGE_ACCOUNT = "763104351884"  # hosts the AWS images in these regions
 REGIONS = {
@@ -56,11 +58,13 @@ EXAMPLE_ROLE = "arn:aws:iam::123456789012:role/YOUR-ROLE"
 EXAMPLE_BUCKET = "your-bucket"
 
 
+@command_line()
 def main() -> None:
     """Executes the command line."""
     arguments = sys.argv[1:]
     try:
         refuse_undecodable(arguments)
+        refuse_control_characters({"command line": arguments})
         if arguments and arguments[0] in jobs.COMMANDS:
             sys.exit(jobs.run(arguments))
         options, rest = build_parser().parse_known_args(arguments)
@@ -120,7 +124,7 @@ def make_job(options: argparse.Namespace, bundle: Bundle, timestamp: str) -> Job
         raise UserError(f"--checkpoints {checkpoints}: expected fsx://FILESYSTEM/MOUNT/FOLDER; the default is S3")
     settings = {field.name: getattr(options, field.name) for field in fields(Job) if hasattr(options, field.name)}
     settings |= {
-        "run": options.run or Path(options.recipe).stem,
+        "run": options.run or name_of(Path(options.recipe).stem),
         "timestamp": timestamp,
         "arguments": bundle.arguments,
         "instance_type": find_instance_type(options.instance_type),
@@ -170,9 +174,10 @@ def path_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
         local = [path for path in paths if path and "://" not in path]
         if local and data.source in ("shards", "text", "stream") and key not in mounted:
             uri = f"s3://BUCKET/{Path(local[0]).name}"
+            copy = ["aws", "s3", "sync", local[0], uri]
             yield (
-                f"{key} = {local[0]!r} is a local path, which the job cannot read: copy it to S3 (aws s3 sync {local[0]} {uri}) "
-                f"and add --channel {key}={uri}"
+                f"{key} = {local[0]!r} is a local path, which the job cannot read: copy it to S3 ({shlex.join(copy)}) "
+                f"and add --channel {shlex.quote(f'{key}={uri}')}"
             )
     encoding = recipe.tokenizer.encoding
     is_file = "/" in encoding or encoding.endswith((".json", ".model"))

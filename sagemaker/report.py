@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,9 @@ def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float, pl
     cost = f", ${hours * price * job.num_instances:,.2f}" if price is not None else ""
     text = f"full run    {hours:,.1f} hours{cost}, at {speed:,.0f} tokens/s per GPU{planned}, without startup and checkpointing"
     if hours > job.max_hours:
-        text += f"; the job saves and ends after --max-hours {job.max_hours:g}, `resume {job.run}` continues"
+        text += (
+            f"; the job saves and ends after --max-hours {job.max_hours:g}, `resume {shlex.quote(job.run)}` continues"
+        )
     return [*lines, text]
 
 

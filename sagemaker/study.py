@@ -19,6 +19,7 @@ from report import measured_speed, read_records
 from service import Clients, NotFound, make_clients
 
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
 from titanlike.run.start import Arguments
 
@@ -27,6 +28,7 @@ PUBLISHED = {"baseline": 6475, "compile": 7166, "float8": 8624, "float8_all_gath
 FILES = ("metrics.jsonl", "environment.json")
 
 
+@command_line()
 def main() -> None:
     """Executes the command line."""
     parser = argparse.ArgumentParser(

@@ -21,6 +21,7 @@ from service import Clients, TransientError, make_clients
 from study import fetch
 
 from titanlike.config import UserError
+from titanlike.distributed.command_line import command_line
 from titanlike.distributed.environment import fail
 from titanlike.run.start import Arguments
 
@@ -28,6 +29,7 @@ INTERVAL = 15.0  # seconds between polls of a job
 SIMULATION_INTERVAL = 0.5
 
 
+@command_line()
 def main() -> None:
     """Executes the command line."""
     try:

@@ -11,6 +11,10 @@ from titanlike.config.base import shown
 
 ARN = r"arn:aws[a-z-]*"
 PATTERNS = {
+    "run": (
+        r"[\w+=@-][\w.+=@-]*",
+        "a name with letters, digits and . _ + = @ - only, which does not begin with a point",
+    ),
     "role": (
         rf"{ARN}:iam::\d{{12}}:role/[\w+=,.@/-]+",
         "the ARN of an IAM role, such as arn:aws:iam::123456789012:role/NAME",

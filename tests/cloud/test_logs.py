@@ -158,7 +158,7 @@ def test_a_closed_pipe_ends_the_command(aws: Aws, job: str, arguments: list[str]
     aws.log(job, "algo-1", *"abc")
     reader, writer = os.pipe()
     os.close(reader)
-    code = "import sys; from jobs import run; sys.exit(run(sys.argv[1:]))"
+    code = "from launch import main; main()"
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sagemaker'}", PYTHONUNBUFFERED="")
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],

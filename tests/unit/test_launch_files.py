@@ -1,5 +1,7 @@
 """`titanlike launch`: batch files, manifests and Dockerfiles from a recipe, and what is refused before anything is written."""
 
+import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +14,7 @@ import yaml
 from tests.launching import environment
 from titanlike.cli import main as cli
 from titanlike.config import PretrainRecipe, load
+from titanlike.run.cluster_job import check_image
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
@@ -163,3 +166,54 @@ def test_manifests_are_valid_in_the_schemas_of_kubernetes(
     for manifest in manifests(monkeypatch, tmp_path / "a", kind, *options):
         parsed = types[manifest["kind"]].from_dict(manifest)
         assert parsed.to_dict() == manifest  # an unknown field would be lost
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("kubernetes", ["--image=i", "--claim=Training"], "--claim Training is not the name of a Kubernetes object; use lowercase"),
+        ("kubernetes", ["--image=i", f"--claim={'a' * 254}"], "is not the name of a Kubernetes object"),
+        ("kubernetes", ["--image=i", "--claim=a", "--secret=-a"], "--secret -a is not the name of a Kubernetes object"),
+        *(
+            (target, [f"--image={image}", *claim], f"--image {image} is not the name of a container image; give one such as")
+            for target, claim in (("kubernetes", ["--claim=a"]), ("docker", []))
+            for image in ("", "team/Image", "a b", "$(id)", "image:", "image:-a", "a//b", "/a", "host:port/a", "a@sha256:12")
+        ),
+        ("docker", [f"--image=image@sha256:{'0' * 64}"], "is not the name of a container image"),
+    ],
+)  # fmt: skip
+def test_names_that_a_scheduler_would_refuse(
+    target: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch(monkeypatch, target, RECIPE, *options, "--dry-run") == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["a", "a/b_c.d--e:Tag_1.x", "host.Example:5000/team/a:1", "[::1]:5000/a", f"a:1@sha256:{'0' * 64}", "a__b/c"],
+)
+def test_references_to_images(image: str) -> None:
+    check_image(image, digest=True)
+
+
+def test_printed_commands_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    out = tmp_path / "my jobs; $(touch x)"
+    assert launch(monkeypatch, "slurm", RECIPE, "--dry-run", "--nodes=2", f"--out={out}") == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("to submit: ")
+    assert shlex.split(command) == ["sbatch", f"{out}/job.sbatch"]
+
+
+def test_a_program_whose_name_would_be_another_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "recipes/pretrain.py", tmp_path / "a\nRUN id #.py")
+    Path("recipe.toml").write_text(f'extends = "{RECIPE}"\nrecipe = "a\\nRUN id #.py"\n')
+    for target, options in (("docker", []), ("kubernetes", ["--image=i", "--claim=a"])):
+        assert launch(monkeypatch, target, "recipe.toml", *options, "--dry-run", "--out=out") == 2
+        message = r"recipe = 'a\nRUN id #.py': name the program with letters, digits and . _ - only"
+        assert message in capsys.readouterr().err
+    assert not Path("out").exists()

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,10 @@ def _slurm(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _kubernetes(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     import yaml
 
+    cluster_job.check_image(arguments.image, digest=True)
+    for option, name in (("--claim", arguments.claim), ("--secret", arguments.secret)):
+        if name:
+            cluster_job.check_object_name(option, name)
     if not arguments.dry_run:
         cluster_job.require("kubectl")
     job = cluster_job.dns_name(_job(arguments, overrides))
@@ -135,6 +140,7 @@ def _kubernetes(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _docker(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    cluster_job.check_image(arguments.image, digest=False)
     if not arguments.dry_run:
         cluster_job.require("docker")
     job = _job(arguments, overrides)
@@ -152,6 +158,6 @@ def _submit(arguments: argparse.Namespace, job: ClusterJob, folder: Path, comman
     print(job.planned.rstrip())
     print(f"wrote {folder}/{{{','.join(sorted(file.name for file in folder.iterdir()))}}}; run {job.recipe.run.name}")
     if arguments.dry_run:
-        print(f"to submit: {' '.join(command)}")
+        print(f"to submit: {shlex.join(command)}")
         return 0
     return subprocess.run(command, check=False).returncode

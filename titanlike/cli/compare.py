@@ -83,9 +83,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
         print(json.dumps(as_json(runs), indent=1))
     else:
-        from rich.console import Console
-
         from titanlike.comparison.table import render
+        from titanlike.utils.rich_console import Console
 
         console = Console(highlight=False, markup=False, emoji=False)
         console.print(render(runs, console))
@@ -126,11 +125,11 @@ def _write(arguments: argparse.Namespace, runs: "Sequence[Run]", *, refresh: flo
 
 def _watch(arguments: argparse.Namespace) -> None:
     """Updates the tables and the files until all runs are complete, or until Ctrl-C."""
-    from rich.console import Console
     from rich.live import Live
 
     from titanlike.comparison.runs import Runs
     from titanlike.comparison.table import render
+    from titanlike.utils.rich_console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     source = Runs()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 import time
@@ -195,7 +196,8 @@ def _train(arguments: argparse.Namespace, fields: "Fields") -> None:
         print(f"  {trained.skipped:,} bad records skipped")
     if trained.vocab_size < arguments.vocab_size:
         print(f"  fewer than {arguments.vocab_size:,}: no other pair occurs twice; more text yields more tokens")
-    print(f"\nNext:\n\n  titanlike data prepare {' '.join(arguments.inputs)} --out tokens --tokenizer {arguments.out}")
+    prepare = ["titanlike", "data", "prepare", *arguments.inputs, "--out", "tokens", "--tokenizer", str(arguments.out)]
+    print(f"\nNext:\n\n  {shlex.join(prepare)}")
 
 
 def progress_text(progress: "Progress") -> str:

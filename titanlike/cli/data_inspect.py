@@ -45,9 +45,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command, or exits with the user's error."""
-    from rich.console import Console
-
     from titanlike.data.inspection import inspect_recipe, inspect_shards
+    from titanlike.utils.rich_console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     try:

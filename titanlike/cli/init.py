@@ -79,7 +79,9 @@ def _write(arguments: argparse.Namespace) -> None:
     if values["data"]["source"] == "shards" and not source.tokenizer:
         text = shlex.quote(source.path or "TEXT")
         encoding = values["tokenizer"]["encoding"]
-        print(f"next  titanlike data prepare {text} --out {shlex.quote(values['data']['path'])} --tokenizer {encoding}")
+        print(
+            f"next  titanlike data prepare {text} --out {shlex.quote(values['data']['path'])} --tokenizer {shlex.quote(encoding)}"
+        )
     else:
         print(f"next  ./run_train.sh {shlex.quote(str(path))} --check {max(num_gpus, 1)}")
     print(f"      ./run_train.sh {shlex.quote(str(path))}")

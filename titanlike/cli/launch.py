@@ -20,11 +20,13 @@ from typing import NoReturn
 
 from titanlike.config import UserError
 from titanlike.distributed import environment
+from titanlike.distributed.command_line import command_line
 from titanlike.run.start import Arguments, program_of, shutdown_timeout_of
 from titanlike.utils import system
 from titanlike.utils.live_line import LiveLine
 
 
+@command_line()
 def main() -> NoReturn:
     """Runs the training program, or launches several processes that do."""
     argv = sys.argv[1:]

@@ -24,8 +24,9 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.schema import editor_schema, markdown
 from titanlike.distributed import environment
+from titanlike.distributed.command_line import command_line
 from titanlike.utils import system
-from titanlike.utils.arguments import positive_int, refuse_undecodable
+from titanlike.utils.arguments import positive_int, refuse_control_characters, refuse_undecodable
 from titanlike.verify import verify
 
 VERIFY = """\
@@ -37,6 +38,9 @@ largest difference of any weight. Exits with code 0 if they agree up to rounding
 
 # Modules of commands, in the order of --help.
 MODULES = (init, doctor, plan, clusters, profile, compare, sweep, weights, data, generate, evaluate, harness)
+
+# Arguments that may have several lines.
+MULTILINE = ("prompt", "stop", "arguments")
 
 Command = Callable[[argparse.Namespace], None]
 CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
@@ -93,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command_line()
 def main() -> None:
     """Runs the command named on the command line."""
     system.exit_on_interrupt()
@@ -105,6 +110,10 @@ def main() -> None:
     command, is_inspection = arguments.command, getattr(arguments, "data_command", "") == "inspect"
     if overrides and (command not in WITH_OVERRIDES or (command == "data" and not is_inspection)):
         parser.error(f"{command} takes no {shown(' '.join(overrides))}")
+    try:
+        refuse_control_characters({name: value for name, value in vars(arguments).items() if name not in MULTILINE})
+    except UserError as error:
+        environment.fail(error)
     if command in WITH_OVERRIDES:
         WITH_OVERRIDES[command](arguments, overrides)
     else:

@@ -20,9 +20,8 @@ from titanlike.utils.arguments import parse_int
 from titanlike.utils.live_line import LiveLine
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from titanlike.planning.hardware import Hardware
+    from titanlike.utils.rich_console import Console
 
 DESCRIPTION = """\
 Computes what a recipe needs on N GPUs, on any machine: memory of each kind, collectives, time of a step, tokens/s, hours, dollars
@@ -296,7 +295,7 @@ def _refuse_unknown(overrides: Sequence[str]) -> None:
 
 
 def _console() -> "Console":
-    from rich.console import Console
+    from titanlike.utils.rich_console import Console
 
     return Console(highlight=False, markup=False, emoji=False)
 

@@ -164,9 +164,8 @@ def _print(
     *,
     on_gpu: bool,
 ) -> None:
-    from rich.console import Console
-
     from titanlike.planning.report import table
+    from titanlike.utils.rich_console import Console
 
     planned = _planned_parts(plan) if plan else {}
     longest = max(profile.seconds for profile in profiles)

@@ -13,10 +13,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
+from titanlike.distributed.command_line import BROKEN_PIPE
 from titanlike.distributed.environment import EXIT_RANK_MISSING, LaunchConfig
 
 USER_ERROR = 2  # the process has printed it, and a restart would meet it again
-STOPPED = [128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]
+STOPPED = [BROKEN_PIPE, *(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))]
 # torchrun's own signals, and the one that Slurm's --signal=USR1@120 sends before the time limit.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 

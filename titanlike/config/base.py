@@ -7,6 +7,7 @@ NaN and infinity. The docstring under a field is its documentation in `--help`, 
 import inspect
 import json
 import math
+import re
 from dataclasses import field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeVar, cast
@@ -28,8 +29,19 @@ MAX_PATH = 1024  # bytes; file systems allow 4,096 for an absolute path
 MAX_PART = 255  # bytes of one name in a path, the limit of common file systems
 
 
+# Characters that end a line, control a terminal, or reverse the text around them.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def has_control_characters(text: str) -> bool:
+    """Whether a text must not be part of a generated file or a printed command."""
+    return CONTROL.search(text) is not None
+
+
 def check_path(text: str) -> str:
-    """Returns a path or URL. Raises `ValueError` if a path is too long for file systems."""
+    """Returns a path or URL. Raises `ValueError` if a path is too long for file systems, or cannot be printed on a line."""
+    if has_control_characters(text):
+        raise ValueError("contains control characters; remove them")
     encoded = text.encode()
     if "://" not in text and (len(encoded) > MAX_PATH or max(map(len, encoded.split(b"/"))) > MAX_PART):
         raise ValueError(f"is too long for a path; use at most {MAX_PATH} bytes, and {MAX_PART} between slashes")
@@ -73,9 +85,14 @@ def section(cls: type[T]) -> type[T]:
     return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))
 
 
+def printable(text: str) -> str:
+    """Returns text with escape sequences for what a terminal cannot print or would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def shown(text: str) -> str:
     """Returns text that a user has written as an error repeats it: on one line, and not too long."""
-    text = text if text.isprintable() else repr(text)[1:-1]
+    text = printable(text)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

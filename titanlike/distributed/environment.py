@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from titanlike.config import UserError
-from titanlike.config.base import shown
+from titanlike.config.base import printable, shown
 from titanlike.utils.arguments import parse_int
 from titanlike.utils.system import can_resolve, num_gpus, signal_at_parent_death
 
@@ -242,8 +242,7 @@ def fail(error: UserError, code: int = 2) -> NoReturn:
     if not is_first_on_node():
         time.sleep(ERROR_DELAY)
     for line in str(error).split("\n"):
-        # A file name, for example, can contain control characters of the terminal.
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        text = printable(line)  # a file name, for example, can contain control characters
         if len(text) > MAX_LINE:  # repeats a long value; the remedy is at the end
             text = f"{text[: MAX_LINE // 2]} ... {text[-MAX_LINE // 2 :]}"
         print(f"error: {text}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from torch.distributed import Store
 
 from titanlike.config import UserError
 from titanlike.distributed import environment
+from titanlike.distributed.command_line import exit_if_output_failed
 from titanlike.utils import compat, system
 
 T = TypeVar("T")
@@ -30,7 +31,8 @@ def session(
 ) -> Iterator[torch.device]:
     """Initializes the process group and destroys it at the end.
 
-    A `UserError` ends the process with its message, Ctrl-C with `shutdown_message`, both without a stack trace.
+    A `UserError` ends the process with its message, Ctrl-C with `shutdown_message`, and output that cannot be written with an exit
+    code, all without a stack trace.
 
     Args:
         device: "auto" selects the GPU with this process's local rank if there is one.
@@ -53,6 +55,9 @@ def session(
         is_failing = False
     except UserError as error:
         environment.fail(error)
+    except OSError as error:
+        exit_if_output_failed(error)
+        raise
     except KeyboardInterrupt:
         if is_main():
             print(shutdown_message(), file=sys.stderr, flush=True)

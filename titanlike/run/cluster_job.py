@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.run.programs import PRETRAIN, known_sections, load_known, run_program
 from titanlike.run.start import name_of, program_of
@@ -15,6 +16,22 @@ MIN_GRACE = 60  # seconds
 EXIT_MARGIN = 30  # seconds between the end of the processes and that of the job
 STOPPED = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143}  # exit codes of the launcher after a graceful stop
 USER_ERROR = 2  # exit code that a restart would repeat
+
+# A file name that needs no quotes in a Dockerfile and is a key of a ConfigMap.
+PROGRAM_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+# RFC 1123 subdomain: the name of a Kubernetes object.
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+OBJECT_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*")
+# The grammar of image references: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
+_HOST = (
+    r"([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])(:[0-9]+)?"
+)
+_PART = r"[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*"
+_DIGEST = r"[A-Za-z][A-Za-z0-9]*([-_+.][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,}"
+IMAGE = re.compile(
+    rf"(?P<name>({_HOST}/)?{_PART}(/{_PART})*)(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(?P<digest>@{_DIGEST})?", re.ASCII
+)
+MAX_IMAGE_NAME = 255  # characters
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,8 @@ def make_job(
             f"{EXIT_MARGIN}"
         )
     program = program_of(path, overrides.get("recipe"))
+    if program_beside_recipe and not PROGRAM_NAME.fullmatch(program.name):
+        raise UserError(f"recipe = '{shown(program.name)}': name the program with letters, digits and . _ - only")
     name = load_known(path, overrides).run.name
     name = name or f"{name_of(path.stem)}-{environment.new_launch_id()}"
     keys = {
@@ -106,6 +125,22 @@ def dns_name(job: ClusterJob) -> ClusterJob:
     """Returns the job with a name that Kubernetes allows for its objects. The run keeps its name."""
     name = re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")[:40].strip("-")  # pods add to it; the limit is 63
     return replace(job, name=name if name[:1].isalpha() else f"run-{name}".strip("-"))
+
+
+def check_image(image: str, *, digest: bool) -> None:
+    """Raises `UserError` for text that is not a reference to a container image, or has a digest where none is possible."""
+    found = IMAGE.fullmatch(image)
+    if not found or len(found["name"]) > MAX_IMAGE_NAME or (found["digest"] and not digest):
+        example = "registry.example.com/team/titanlike:1"
+        raise UserError(f"--image {shown(image)} is not the name of a container image; give one such as {example}")
+
+
+def check_object_name(option: str, name: str) -> None:
+    """Raises `UserError` for text that cannot be the name of a Kubernetes object."""
+    if not OBJECT_NAME.fullmatch(name):
+        raise UserError(
+            f"{option} {shown(name)} is not the name of a Kubernetes object; use lowercase letters, digits, dashes and points"
+        )
 
 
 def require(command: str) -> None:

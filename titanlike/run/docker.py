@@ -1,6 +1,7 @@
 """The folder from which a container image is built: the wheel of this checkout, a recipe with its program, and a Dockerfile."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def dockerfile(job: ClusterJob, image: str, folder: Path, wheel: str) -> str:
     return DOCKERFILE.format(
         name=job.name,
         image=image,
-        folder=folder,
+        folder=shlex.quote(str(folder)),
         gpus="--gpus all " if job.gpus_per_node else "",
         cuda=CUDA_INDEX,
         cpu=CPU_INDEX,

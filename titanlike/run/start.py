@@ -4,7 +4,6 @@ Runs before torch is imported, so that a mistake in a recipe is reported within 
 """
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,9 +19,10 @@ from titanlike.config.load import nearest, parse_value, read, show_value
 from titanlike.config.schema import describe, help_text
 from titanlike.config.sections import Run
 from titanlike.distributed import environment
+from titanlike.distributed.command_line import command_line, exit_if_output_failed
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
-from titanlike.utils.arguments import parse_int, refuse_undecodable
+from titanlike.utils.arguments import parse_int, refuse_control_characters, refuse_undecodable
 from titanlike.utils.live_line import LiveLine
 
 R = TypeVar("R", bound=PretrainRecipe)
@@ -88,6 +88,7 @@ class Arguments:
                     paths.append(value)
                 else:
                     self.overrides[name] = value
+        refuse_control_characters({f"--{name}": value for name, value in self.overrides.items()})
         if self.hardware and not self.check:
             raise UserError(f"--hardware {shown(self.hardware)}: give it with --check N, or to `titanlike plan`")
         if len(paths) > 1:
@@ -98,6 +99,7 @@ class Arguments:
             self.recipe, self.names_recipe = Path(paths[0]), True
 
 
+@command_line()
 def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     """Returns the checked recipe of a command line.
 
@@ -105,19 +107,16 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     """
     system.exit_on_interrupt()
     environment.terminate_with_launcher()
-    output = LiveLine()
     try:
         ranks = environment.rank_info()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)
-        if arguments.help or arguments.resolved:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a stack trace
         if arguments.help:
-            output.print(help_text(recipe_type, USAGE))
+            print(help_text(recipe_type, USAGE))
             sys.exit(0)
         _refuse_unknown_options(recipe_type, arguments)
         recipe = load(recipe_type, arguments.recipe, arguments.overrides, _sagemaker_defaults(arguments.recipe))
         if arguments.resolved:
-            output.print(to_toml(recipe).removesuffix("\n"))
+            print(to_toml(recipe), end="")
             sys.exit(0)
         check_recipe(recipe, arguments.check or ranks.world_size)
         planned = _plan_line(recipe, arguments)
@@ -132,14 +131,17 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     except UserError as error:
         environment.fail(error)
     except OSError as error:  # such as a directory that this user may not search
+        exit_if_output_failed(error)
+        if error.filename is None:
+            raise
         environment.fail(
             UserError(f"{error.filename}: {error.strerror}; choose another path, or change its permissions")
         )
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
-        output.print(f"{arguments.recipe}: valid for {processes} (data files not checked)")
+        print(f"{arguments.recipe}: valid for {processes} (data files not checked)")
         if planned:
-            output.print(planned)
+            print(planned)
         sys.exit(0)
     recipe = replace(recipe, run=run)
     if ranks.restart_count:  # the first start has applied it, and a restart resumes from the newest checkpoint
@@ -156,7 +158,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         others = f" and joining {ranks.world_size} processes" if ranks.world_size > 1 else ""
         if warning := _ignored_program(program, arguments.recipe):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        output.print(
+        LiveLine().print(
             f"run     {Path(run.dir, run.name)}\n"
             f"program {_from_here(program)}, recipe {_from_here(arguments.recipe)}\n"
             f"start   importing torch{others}"  # which takes seconds

@@ -2,9 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from titanlike.config.base import UserError, shown
+from titanlike.config.base import UserError, has_control_characters, shown
 
 
 def parse_int(text: str) -> int | None:
@@ -19,6 +21,14 @@ def refuse_undecodable(argv: Sequence[str]) -> None:
             name, _, value = argument.partition("=")
             text = f"{name}: {value!r}" if value and name.isprintable() else repr(argument)
             raise UserError(f"{shown(text)} is not text in this terminal's encoding")
+
+
+def refuse_control_characters(arguments: Mapping[str, Any]) -> None:
+    """Raises `UserError` for the text of an argument that a generated file or a printed command could not contain."""
+    for name, value in arguments.items():
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str | Path) and has_control_characters(str(text)):
+                raise UserError(f"{name}: '{shown(str(text))}' contains control characters; remove them")
 
 
 def positive_int(text: str) -> int:

@@ -1,0 +1,86 @@
+"""What all programs of the command line share: when they refuse to start, and how they end if output cannot be written."""
+
+import errno
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from titanlike.config import UserError
+from titanlike.config.base import has_control_characters, shown
+from titanlike.distributed.environment import fail
+from titanlike.utils import system
+from titanlike.utils.live_line import DISK_FULL
+
+BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code, as a shell reports a program that SIGPIPE ends
+MIN_OPEN_FILES = 64  # for torch, a process group and some files of weights
+STREAMS = (1, 2)  # descriptors of stdout and stderr
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """Wraps the main function of a program, as a decorator or in a `with` statement.
+
+    Refuses to start where no command works, and reports output that cannot be written.
+    """
+    try:
+        _check_process()
+    except UserError as error:
+        fail(error)
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # raises here what the interpreter would print at its exit
+    except OSError as error:
+        exit_if_output_failed(error)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            fail(
+                UserError(f"{error.strerror}; raise the limit of open files, now {system.open_file_limit()}: ulimit -n")
+            )
+        raise
+
+
+def exit_if_output_failed(error: OSError) -> None:
+    """Exits if stdout or stderr is a pipe without a reader, as in `titanlike plan ... | head`, or a file on a full disk.
+
+    The action of SIGPIPE is not restored: a connection that another rank or an object store closes would end the process, too.
+    """
+    if error.errno == errno.EPIPE and _is_a_stream_closed():
+        code = BROKEN_PIPE
+    elif error.errno in DISK_FULL and error.filename is None:
+        code = 2
+        with suppress(OSError, SystemExit):  # stderr may be on the same disk
+            fail(UserError(f"the output cannot be written: {error.strerror}; free some space, or write it elsewhere"))
+    else:
+        return
+    null = os.open(os.devnull, os.O_WRONLY)  # for what is still buffered, and written at the exit
+    for descriptor in STREAMS:
+        os.dup2(null, descriptor)
+    sys.exit(code)
+
+
+def _is_a_stream_closed() -> bool:
+    poll = select.poll()
+    for descriptor in STREAMS:
+        poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _check_process() -> None:
+    """Raises `UserError` for streams, a working directory and limits with which no command works."""
+    if sys.stdout is None or sys.stderr is None:  # the next file that is opened would take the place of the stream
+        raise UserError("standard output or standard error is closed; redirect it, for example to /dev/null")
+    try:
+        folder = str(Path.cwd())
+    except FileNotFoundError:
+        raise UserError("the working directory was removed; change to another directory") from None
+    if has_control_characters(folder):  # generated files and printed commands contain it
+        raise UserError(f"the name of the working directory, {shown(folder)}, has control characters; rename it")
+    system.raise_open_file_limit()
+    if system.open_file_limit() < MIN_OPEN_FILES:
+        limit = system.open_file_limit()
+        raise UserError(f"{limit} open files are too few; raise the limit to {MIN_OPEN_FILES} or more: ulimit -n")
