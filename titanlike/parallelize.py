@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models import blocks
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import TiedLMHead
+from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.models.lora import apply_lora
-from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.models.loss import TokenLoss, check_token_loss
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.context import apply_context
@@ -39,17 +40,20 @@ def parallelize(
     lora: Lora | None = None,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
+    loss: TokenLoss | None = None,
 ) -> nn.Module:
     """Applies the transforms that the recipe's sections ask for to a registered model on the meta device.
 
     Args:
         split: number of blocks of each pipeline stage.
+        loss: replaces the cross-entropy in training; see docs/copy.md. Default: the `loss` of the model's LM head.
 
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
     """
     tensor_plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
+    loss = _checked_loss(model, loss, training, torch.device(mesh.tensor.device_type))
     model.to(getattr(torch, training.master_dtype))
     use_float8 = float8.scaling != "none"
     if use_float8:
@@ -108,8 +112,8 @@ def parallelize(
     )
     for part in parts:
         if getattr(part, "output", None) is not None:
-            part.output.loss = partial(
-                chunked_linear_cross_entropy,
+            part.output.loss = loss
+            part.output.loss_options = dict(
                 chunk=training.loss_chunk,
                 vocab_group=mesh.vocab_group,
                 backend=compile.backend if compile.mode == "block" else "",
@@ -143,6 +147,27 @@ def parallelize(
             inner_units=inner_units,
         )
     return model
+
+
+def _checked_loss(
+    model: nn.Module, loss: TokenLoss | None, training: Training, device: torch.device
+) -> TokenLoss | None:
+    """Returns the loss that replaces the cross-entropy. Raises `UserError` if it cannot."""
+    output: Any = model.get_submodule("output")
+    loss = getattr(output, "loss", None) if loss is None else loss
+    if loss is None:
+        return None
+    if not isinstance(output, LMHead | TiedLMHead):
+        raise UserError(
+            f"a loss of your own requires an LMHead or TiedLMHead as model.output, not {type(output).__name__}"
+        )
+    if training.z_loss:
+        raise UserError(
+            f"training.z_loss = {training.z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
+            "add the term in the loss"
+        )
+    check_token_loss(loss, output.weight.shape[0], device)
+    return partial(loss)  # a module would become a child of the head
 
 
 def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:

@@ -20,7 +20,7 @@ from titanlike.models.init import initialize
 Ranks = Callable[[int], Pool]
 
 
-def plain_loop(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
+def plain_loop(recipe: PretrainRecipe, label_smoothing: float = 0.0) -> tuple[list[float], list[float]]:
     """Returns losses and gradient norms: one micro-batch a step, mean loss, the schedule as a formula."""
     size = recipe.training.global_batch_size
     data = open_sources(
@@ -45,7 +45,8 @@ def plain_loop(recipe: PretrainRecipe) -> tuple[list[float], list[float]]:
     steps, warmup = recipe.training.steps, recipe.schedule.warmup_steps
     for step in range(1, steps + 1):
         (batch,) = source.microbatches(step)
-        loss = F.cross_entropy(model(batch.inputs["tokens"]).flatten(0, 1), batch.labels.flatten())
+        logits, labels = model(batch.inputs["tokens"]).flatten(0, 1), batch.labels.flatten()
+        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.training.max_norm)

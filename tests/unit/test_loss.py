@@ -228,7 +228,7 @@ def test_buffers_of_the_size_of_the_weight(
     """The gradient of a float32 weight is the buffer in which it accumulates. Products and casts have `BLOCK_ROWS` rows."""
     monkeypatch.setattr("titanlike.models.loss.BLOCK_ROWS", 16)
     x, head = torch.randn(64, 8, dtype=dtype, requires_grad=True), LMHead(8, 320, bias=False, dtype=master)
-    head.loss = partial(chunked_linear_cross_entropy, chunk=chunk)
+    head.loss_options = dict(chunk=chunk)
     if dtype != master:
         apply_compute_dtype(head, dtype, cast_forward_inputs=False)
     with TensorsOfSize(320 * 8) as made:
@@ -243,7 +243,7 @@ def test_a_float32_weight_gets_a_gradient_that_is_not_rounded(head_class: Any) -
     head = LMHead(DIM, VOCAB, bias=False) if head_class is LMHead else TiedLMHead(nn.Embedding(VOCAB, DIM))
     with torch.no_grad():
         head.weight.copy_(weight)
-    head.loss = partial(chunked_linear_cross_entropy, chunk=7)
+    head.loss_options = dict(chunk=7)
     assert head(x).dtype == torch.bfloat16
     (found,) = torch.autograd.grad(head(x, labels) / 19, head.weight)
     (expected,) = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=7) / 19, weight)

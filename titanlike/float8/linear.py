@@ -1,5 +1,6 @@
 """Float8 linear layers: torchao's, with scales that do not depend on the layout."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,8 @@ from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, skip_reasons
 from titanlike.float8.validation import hardware_problems
-from titanlike.models.layers import LossFunction, head_output
-from titanlike.models.loss import chunked_linear_cross_entropy
+from titanlike.models.layers import head_output
+from titanlike.models.loss import TokenLoss
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
 from titanlike.utils.dtensor import is_dtensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
@@ -102,7 +103,8 @@ class Float8Linear(TorchaoLinear):
 class Float8Head(Float8Linear):
     """A float8 `LMHead`. Its loss is not chunked: all logits are in memory at once."""
 
-    loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
+    loss: TokenLoss | None = None
+    loss_options: Mapping[str, Any] = {}
     soft_cap: float = 0.0
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:

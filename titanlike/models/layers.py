@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, S keys, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
-from titanlike.models.loss import chunked_linear_cross_entropy, soft_capped
+from titanlike.models.loss import TokenLoss, chunked_linear_cross_entropy, soft_capped
 from titanlike.utils.counter_rng import hash_u32
 
 # Scaled-dot-product-attention backends, fastest first.
@@ -23,9 +23,6 @@ ATTENTION_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-# (hidden states (B, T, D), output weight (V, D) or None, labels (B, T)) -> summed loss. Heads with a soft cap pass `soft_cap`, too.
-LossFunction = Callable[..., Tensor]
 
 
 class CausalAttention(nn.Module):
@@ -78,7 +75,10 @@ class LMHead(nn.Linear):
     """
 
     casts_weight = True
-    loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
+    loss: TokenLoss | None = None
+    """Replaces the cross-entropy in training."""
+    loss_options: Mapping[str, Any] = {}
+    """Other arguments of `chunked_linear_cross_entropy`."""
     soft_cap: float = 0.0
     """Bounds the logits; 0: no bound."""
 
@@ -89,7 +89,10 @@ class LMHead(nn.Linear):
 class TiedLMHead(nn.Module):
     """An output projection that uses the weight of the token embedding."""
 
-    loss: LossFunction = staticmethod(chunked_linear_cross_entropy)
+    loss: TokenLoss | None = None
+    """Replaces the cross-entropy in training."""
+    loss_options: Mapping[str, Any] = {}
+    """Other arguments of `chunked_linear_cross_entropy`."""
     soft_cap: float = 0.0
     """Bounds the logits; 0: no bound."""
 
@@ -109,8 +112,9 @@ class TiedLMHead(nn.Module):
 def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:
     """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V)."""
     if labels is not None:
-        options = {"soft_cap": head.soft_cap} if head.soft_cap else {}
-        return cast(Tensor, head.loss(x, weight, labels, **options))
+        return chunked_linear_cross_entropy(
+            x, weight, labels, soft_cap=head.soft_cap, token_loss=head.loss, **head.loss_options
+        )
     logits = x if weight is None else F.linear(x, weight.to(x.dtype))
     return soft_capped(logits, head.soft_cap) if head.soft_cap else logits
 

@@ -8,17 +8,24 @@ float32 weight; for a bfloat16 weight it is cast, and both exist for a moment.
 Shapes: N tokens, D model dimension, V vocabulary, or this rank's shard of it.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from titanlike.config import UserError
+from titanlike.distributed.collectives import gather
 from titanlike.utils.compat import all_reduce
 
 IGNORE = -100  # label of a token that does not contribute to the loss
 BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
+
+# (logits (N, V) in float32, labels (N,)) -> the sum of the losses of the valid labels. See docs/copy.md.
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy_sum(
@@ -53,6 +60,7 @@ def chunked_linear_cross_entropy(
     retain_graph: bool = False,
     z_loss: float = 0.0,
     soft_cap: float = 0.0,
+    token_loss: TokenLoss | None = None,
 ) -> Tensor:
     """Returns the summed cross-entropy of the logits `x @ weight.T`, computed for `chunk` tokens at a time.
 
@@ -67,16 +75,23 @@ def chunked_linear_cross_entropy(
         z_loss: coefficient of the squared log-sum-exp of each token's logits, which is added where gradients are enabled: without
             them, as in validation, the result is the cross-entropy.
         soft_cap: bounds the logits `x` by `soft_cap * tanh(x / soft_cap)`; 0: no bound.
+        token_loss: replaces the cross-entropy where gradients are enabled. It takes the bounded logits of a chunk, with the full
+            vocabulary. Where `torch.compile` traces this function, there are no chunks.
     """
+    assert not (token_loss and z_loss)
     # None disables it. Compiled code would treat a float that changes between calls as an input.
     coefficient = z_loss if z_loss and torch.is_grad_enabled() else None
+    token_loss = token_loss if torch.is_grad_enabled() else None
+    if token_loss is not None and (weight is None or torch.compiler.is_compiling()):
+        logits = x if weight is None else F.linear(x, weight.to(x.dtype))
+        return _full_vocab_loss(token_loss, logits.flatten(0, -2), labels.flatten(), vocab_group, soft_cap)
     if weight is None:
         return cross_entropy_sum(x, labels, vocab_group, z_loss=coefficient, soft_cap=soft_cap)
     x, labels = x.flatten(0, -2), labels.flatten()
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _ChunkedLinearCrossEntropy.apply(
-        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap
-    )
+        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap, token_loss
+    )  # fmt: skip
 
 
 def cross_entropy_inplace(
@@ -130,6 +145,41 @@ def cross_entropy_inplace(
         gradient.mul_((out.float() / soft_cap).tanh_().square_().neg_().add_(1.0))
     out.copy_(gradient)
     return losses.where(valid[:, None], 0.0).sum()
+
+
+def check_token_loss(token_loss: TokenLoss, vocab_size: int, device: torch.device) -> None:
+    """Raises `UserError` unless the loss is a sum over the valid labels, which chunks, micro-batches and ranks rely on."""
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    labels = torch.tensor([0, vocab_size - 1, IGNORE], device=device)
+    loss = token_loss(logits, labels)
+    if loss.shape != () or not loss.requires_grad:
+        raise UserError(
+            f"the loss returns a tensor of shape {tuple(loss.shape)} {'with' if loss.requires_grad else 'without'} a gradient; return "
+            "the sum of the losses of the tokens, a scalar that autograd can differentiate, for example with reduction='sum'"
+        )
+    each = [token_loss(logits[row : row + 1], labels[row : row + 1]).item() for row in range(2)]
+    if not abs(loss.item() - sum(each)) <= 1e-3 * sum(map(abs, each)):
+        raise UserError(
+            f"the loss of one token is {each[0]:.6g}, of another {each[1]:.6g} and of both, with a third whose label is {IGNORE}, "
+            f"{loss.item():.6g}; return the sum over the labels that are not {IGNORE}, for example with reduction='sum', which the "
+            "program divides by their number in the global batch"
+        )
+
+
+def _full_vocab_loss(
+    token_loss: TokenLoss, logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None, soft_cap: float
+) -> Tensor:
+    """Returns a user's loss of logits (N, V). The ranks of `vocab_group` all-gather the vocabulary, and each computes the same."""
+    logits = (logits if vocab_group is None else gather(logits, 1, vocab_group)).float()
+    return token_loss((logits / soft_cap).tanh() * soft_cap if soft_cap else logits, labels)
+
+
+@torch.enable_grad()
+def _loss_and_gradient(token_loss: TokenLoss, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    logits = logits.detach().requires_grad_()
+    loss = _full_vocab_loss(token_loss, logits, *others)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), gradient
 
 
 def num_valid(labels: Tensor) -> Tensor:
@@ -201,6 +251,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         retain_graph: bool,
         z_loss: float | None,
         soft_cap: float,
+        token_loss: TokenLoss | None,
     ) -> Tensor:
         ctx.dtype = weight.dtype
         # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
@@ -215,8 +266,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = x[rows] @ compute_weight.t()
+            if token_loss is not None:
+                loss, logits = _loss_and_gradient(token_loss, logits, labels[rows], vocab_group, soft_cap)
+            else:
+                loss = compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group, z_loss, soft_cap)
             # Not in place: torch 2.11's compiler, if it compiles the model, would lose the gradient of an output changed in place.
-            loss = compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group, z_loss, soft_cap)
             total = total + loss
             if needs_grad:
                 x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
@@ -231,4 +285,4 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         x_grad, weight_grad = ctx.saved_tensors
         x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
         weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
-        return x_grad, weight_grad, *[None] * 8
+        return x_grad, weight_grad, *[None] * 9

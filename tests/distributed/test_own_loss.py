@@ -1,0 +1,170 @@
+"""A loss of a user's own under every kind of layout, against a plain PyTorch loop."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes import pretrain
+from tests.distributed.test_float8_layouts import FLOAT8
+from tests.distributed.test_plain_loop import plain_loop
+from tests.parity import COMPILED
+from tests.pool import Pool
+from tests.training import GEMMA2, GPT_, LLAMA, assert_same, mesh_of, result, tiny, train, train_on_rank, world_size
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlike.models import build_model
+from titanlike.models.loss import IGNORE
+from titanlike.parallelize import parallelize
+from titanlike.verify import Result
+
+Ranks = Callable[[int], Pool]
+SMOOTHING = 0.3
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    assert logits.dtype == torch.float32 and logits.shape[1] == 320 and len(logits) <= 20
+    return F.cross_entropy(logits, labels, label_smoothing=SMOOTHING, reduction="sum")
+
+
+def smoothed_at_once(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, label_smoothing=SMOOTHING, reduction="sum")
+
+
+def train_with_loss(recipe: PretrainRecipe, loss: Any) -> None:
+    pretrain.parallelize = partial(parallelize, loss=loss)
+    try:
+        train_on_rank(recipe)
+    finally:
+        pretrain.parallelize = parallelize
+
+
+def trained(ranks: Ranks, recipe: PretrainRecipe, loss: Any = smoothed) -> Result:
+    ranks(world_size(recipe)).run(train_with_loss, recipe, loss)
+    return result(recipe)
+
+
+def recipe_of(folder: Path, name: str, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
+    training = dict(steps=3, local_batch_size=2, loss_chunk=20) | sections.pop("training", {})
+    return tiny(folder, name, training=training, parallelism=Parallelism(**({"shard": 1} | layout)), **sections)
+
+
+FOUR, FOUR_TIED = (dataclasses.replace(model, num_layers=4) for model in (LLAMA, GPT_))
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one process": ({}, {}),
+    "TP": (dict(tensor=2), {}),
+    "PP 1f1b, tied head": (dict(pipeline=2), dict(model=FOUR_TIED)),
+    "FSDP": (dict(shard=2), {}),
+    "CP x TP, soft cap": (dict(context=2, tensor=2), dict(model=GEMMA2)),
+    "TP x FSDP, tied head, compiled": (dict(tensor=2, shard=2), dict(model=GPT_) | COMPILED),
+    "FSDP, 4 micro-batches": (dict(shard=2), dict(training=dict(local_batch_size=1))),
+    "PP gpipe x FSDP": (dict(pipeline=2, pipeline_schedule="gpipe", shard=2), dict(model=FOUR)),
+    "PP interleaved": (dict(pipeline=2, pipeline_schedule="interleaved_1f1b"), dict(model=FOUR)),
+    "PP zero bubble": (dict(pipeline=2, pipeline_schedule="zero_bubble"), dict(model=FOUR)),
+    "PP zbv x TP, tied head": (dict(pipeline=2, pipeline_schedule="zbv", tensor=2), dict(model=FOUR_TIED)),
+    "PP dualpipev": (
+        dict(pipeline=2, pipeline_schedule="dualpipev"), dict(model=FOUR, training=dict(local_batch_size=1)),
+    ),
+}  # fmt: skip
+QUICK = ("one process", "TP", "PP 1f1b, tied head")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
+def test_label_smoothing_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    layout, sections = CASES[case]
+    recipe = recipe_of(tmp_path, "run", layout, **sections)
+    losses, norms = plain_loop(recipe, label_smoothing=SMOOTHING)
+    found = trained(ranks, recipe)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.gradient_norms == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_matches_a_plain_loop(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "run", dict(shard=2), compile=dict(mode="model", backend="aot_eager"))
+    losses, norms = plain_loop(recipe, label_smoothing=SMOOTHING)
+    found = trained(ranks, recipe, smoothed_at_once)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.gradient_norms == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [dict(tensor=2), dict(pipeline=2, pipeline_schedule="zbv"), dict(context=2, shard=2)], ids=str
+)
+def test_a_float8_head_matches_one_process(ranks: Ranks, tmp_path: Path, layout: dict[str, Any]) -> None:
+    others: dict[str, Any] = dict(model=FOUR, float8=FLOAT8 | dict(head=True), optimizer=dict(lr=1e-3, eps=1e-4))
+    one, several = (recipe_of(tmp_path, name, dims, **others) for name, dims in (("one", {}), ("several", layout)))
+    expected = trained(ranks, one, smoothed_at_once)
+    assert expected.losses[0] == pytest.approx(plain_loop(one, SMOOTHING)[0][0], rel=1e-3)
+    assert_same(trained(ranks, several, smoothed_at_once), expected, loss=1e-4, norm=2e-3, weights=0.1)
+
+
+def test_validation_reports_the_cross_entropy(ranks: Ranks, tmp_path: Path) -> None:
+    own, without = (recipe_of(tmp_path, name, {}, optimizer=dict(lr=1e-12)) for name in ("own", "without"))
+    found, plain = trained(ranks, own), train(ranks(1), without)  # which do not move the model
+    assert found.losses != plain.losses
+    assert found.validation == plain.validation
+
+
+def parallelized(loss: Any = None, *, model: nn.Module | None = None, **training: Any) -> nn.Module:
+    if model is None:
+        with torch.device("meta"):
+            model = build_model(LLAMA)
+    return parallelize(
+        model, mesh_of("cpu"), split=[3], training=Training(compute_dtype="float32", **training), parallelism=Parallelism(),
+        float8=Float8(), activation_checkpoint=ActivationCheckpoint(), compile=Compile(mode="none"), loss=loss,
+    )  # fmt: skip
+
+
+def ones_for_ignored(logits: Tensor, labels: Tensor) -> Tensor:
+    return smoothed_at_once(logits, labels) + (labels == IGNORE).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "training", "message"),
+    [
+        (F.cross_entropy, {}, "return the sum over the labels that are not -100, for example with reduction='sum'"),
+        (
+            partial(F.cross_entropy, reduction="none"),
+            {},
+            r"returns a tensor of shape \(3,\) with a gradient; return the sum",
+        ),
+        (lambda logits, labels: smoothed_at_once(logits.detach(), labels), {}, r"shape \(\) without a gradient"),
+        (ones_for_ignored, {}, "with a third whose label is -100, "),
+        (
+            smoothed,
+            dict(z_loss=1e-4),
+            r"training\.z_loss = 0.0001 is added to the cross-entropy, which the loss replaces",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(alone: None, loss: Any, training: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parallelized(loss, **training)
+
+
+def test_a_head_that_is_not_the_librarys_is_refused(alone: None) -> None:
+    with torch.device("meta"):
+        model: Any = build_model(LLAMA)
+        model.output = nn.Linear(64, 320)
+    with pytest.raises(UserError, match=r"requires an LMHead or TiedLMHead as model\.output, not Linear"):
+        parallelized(smoothed, model=model)
+
+
+def test_a_loss_that_is_a_module_or_an_attribute_of_the_head(alone: None) -> None:
+    with torch.device("meta"):
+        model: Any = build_model(LLAMA)
+    model.output.loss = smoothed
+    given = parallelized(nn.CrossEntropyLoss(torch.ones(320), label_smoothing=SMOOTHING, reduction="sum"))
+    hidden, labels = torch.randn(1, 8, 64), torch.arange(8)[None]
+    for head in (given.get_submodule("output"), parallelized(model=model).get_submodule("output")):
+        assert list(head.state_dict()) == ["weight"]
+        nn.init.normal_(head.to_empty(device="cpu").get_parameter("weight"))
+        torch.testing.assert_close(head(hidden, labels), smoothed(head(hidden)[0], labels[0]))

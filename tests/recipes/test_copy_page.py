@@ -1,0 +1,86 @@
+"""The examples of docs/copy.md as they are written, under several processes."""
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_plain_loop import plain_loop
+from tests.launching import ROOT
+from tests.pool import Pool
+from tests.recipes.test_copy import edited
+from tests.recipes.test_docs import blocks
+from tests.training import mesh_of, result, tiny, world_size
+from titanlike.config import PretrainRecipe
+from titanlike.config.sections import Parallelism
+from titanlike.distributed.watchdog import Watchdog
+
+Ranks = Callable[[int], Pool]
+SECTION, NOISE, LOSS, CONFIG = blocks(ROOT / "docs/copy.md", "python")
+
+
+def write_program(folder: Path) -> Path:
+    """Writes a copy of the shipped program with the changes of the page."""
+    start, norms = (
+        "from titanlike.run.start import start\n",
+        "            norms = gradient_norms(model, mesh.pipeline)\n",
+    )
+    program = edited(
+        (ROOT / "recipes/pretrain.py").read_text(),
+        (start, start + SECTION),
+        ("recipe = start(PretrainRecipe)", "recipe = start(NoisyRecipe)"),
+        ("def main(recipe: PretrainRecipe,", LOSS + "\n\ndef main(recipe: NoisyRecipe,"),
+        (
+            "        compile=recipe.compile,\n    )",
+            "        compile=recipe.compile,\n        loss=smoothed_cross_entropy,\n    )",
+        ),
+        (norms, indent(NOISE, " " * 12) + norms),
+    )
+    file = folder / "noisy.py"
+    file.write_text(program)
+    return file
+
+
+def imported(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_copy(file: Path, recipe: PretrainRecipe, scale: float) -> None:
+    """Runs the copied program on this rank of a pool."""
+    module = imported(file)
+    module.build_mesh = mesh_of
+    values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
+        module.main(module.NoisyRecipe(**values, noise=module.Noise(scale)), torch.device("cpu"), watchdog)
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(tensor=2, shard=1), pytest.param(dict(shard=2), marks=pytest.mark.slow)], ids=str
+)
+def test_the_changed_program_under_two_processes(ranks: Ranks, tmp_path: Path, layout: dict[str, int]) -> None:
+    file = write_program(tmp_path)
+    losses = []
+    for scale in (0.0, 0.05):
+        recipe = tiny(
+            tmp_path, f"scale-{scale}", parallelism=Parallelism(**layout), training=dict(steps=3, local_batch_size=2)
+        )
+        ranks(world_size(recipe)).run(train_copy, file, recipe, scale)
+        losses.append(result(recipe).losses)
+    assert losses[0] == pytest.approx(plain_loop(recipe, label_smoothing=0.1)[0], rel=1e-5)
+    assert losses[1][0] == losses[0][0] and losses[1][1] != losses[0][1]
+
+
+def test_the_config_of_the_page_is_a_section_of_a_recipe() -> None:
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(CONFIG, names)
+    assert names["MyRecipe"]().model.dim == 64
