@@ -172,7 +172,9 @@ class Block(nn.Module):
             out, counts = out
         out = out if self.post_ffn_norm is None else self.post_ffn_norm(out)
         h = h + self.ffn_dropout(out, dropout_bits)
-        return h if counts is None else (h, counts)
+        # FSDP prefetches where the backward pass reaches an output. After this copy, both outputs are before the experts: else it
+        # would gather them again.
+        return h if counts is None else (h, counts.clone())
 
 
 class Attention(nn.Module):
