@@ -35,7 +35,6 @@ from titanlike.interop.weights import load_initial, open_weights
 from titanlike.metrics import Monitor
 from titanlike.metrics.profiler import Profiler
 from titanlike.models import build_model
-from titanlike.models.experts import scale_balance_loss
 from titanlike.models.init import initialize
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import num_valid
@@ -204,7 +203,6 @@ def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh, sy
     # All tokens have the same weight, whatever their rank and micro-batch: divide each sum by the global count.
     counts = [num_valid(batch.labels) for batch in microbatches]
     num_tokens = collectives.all_reduce_sum(torch.stack(counts).sum(), mesh.loss_groups)
-    scale_balance_loss(model, 1.0 / num_tokens)  # the auxiliary loss of a mixture of experts
     if isinstance(model, Pipeline):
         local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.model_configs import MoeConfig
-from titanlike.models.experts import routers
+from titanlike.models.experts import Routes, routers
 
 
 def balance_experts(model: nn.Module) -> None:
@@ -16,8 +16,8 @@ def balance_experts(model: nn.Module) -> None:
         router.forward = partial(route_by_turns, router.forward, router.config)  # type: ignore[method-assign]
 
 
-def route_by_turns(forward: Any, config: MoeConfig, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def route_by_turns(forward: Any, config: MoeConfig, x: Tensor) -> Routes:
     """Returns the weights of a router, and other experts."""
-    weights, indices, load = forward(x)
+    weights, indices, load, counts = forward(x)
     by_turns = torch.arange(indices.numel(), device=x.device).view_as(indices) % config.num_experts
-    return weights, by_turns, load.fill_(indices[0].numel() // config.num_experts)
+    return Routes(weights, by_turns, load.fill_(indices[0].numel() // config.num_experts), counts)

@@ -76,8 +76,8 @@ ERRORS = {
     ),
     "balancing bias": Planted(
         "titanlike/models/experts.py",
-        "excess = load.sum(0) - load.sum() / config.num_experts",
-        "excess = load.sum(0) + load.sum() / config.num_experts",
+        "self.load = load if self.load is None else self.load + load",
+        "self.load = load",
         "tests/unit/test_experts.py",
     ),
     "LoRA gradient": Planted(

@@ -17,6 +17,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models import blocks
 from titanlike.models.document_mask import DocumentMask
+from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.models.lora import apply_lora
 from titanlike.models.loss import TokenLoss, check_token_loss
@@ -102,7 +103,8 @@ def parallelize(
     for module in document_masks:
         if training.attention != "auto":
             module.flex = False  # the other kernels take a dense mask
-    apply_context(layers, mesh.context, document_masks=document_masks)
+    balance_losses = [module for part in parts for module in part.modules() if isinstance(module, BalanceLoss)]
+    apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
     apply_activation_checkpoint(
         layers,
         mode=activation_checkpoint.mode,

@@ -247,16 +247,40 @@ def test_the_bias_balances_the_load() -> None:
     nn.init.normal_(router.weight, std=0.1)
     nn.init.zeros_(router.expert_bias)
     x = torch.randn(8, 32, MIXTRAL.dim) + 1.0  # a common direction, which some experts have large scores for
-    optimizer = BalanceBias([router.expert_bias], rate=0.01)
+    optimizer = BalanceBias([router], rate=0.01)
     imbalance = []
     for _ in range(100):
-        weights, _, load = router(x)
-        weights.sum().backward()
+        _, _, load, counts = router(x)
+        router.add_load(counts)
         optimizer.step()
         optimizer.zero_grad()
         total = load.sum(0).float()
         imbalance.append((total.max() / total.mean()).item())
     assert imbalance[0] > 1.4 and max(imbalance[-10:]) < 1.1
+
+
+def _bias_of_loads(layout: dict[str, int], loads: list[list[int]]) -> list[float]:
+    """Returns the bias after a step in which each rank routes as many tokens to each expert as given, with FSDP in bfloat16."""
+    mesh = mesh_of("cpu", **layout)
+    load = loads[mesh.data_rank]
+    router = Router(replace(MIXTRAL, dim=8, num_experts=len(load), experts_per_token=1, balance_loss=0.0))
+    nn.init.eye_(router.weight)
+    nn.init.zeros_(router.expert_bias)
+    apply_fsdp(router, mesh.fsdp, units=[], compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    optimizer = BalanceBias([router], rate=0.125)
+    x = torch.eye(8, dtype=torch.bfloat16)[: len(load)].repeat_interleave(torch.tensor(load), 0)
+    weights, _, _, counts = router(x[None])
+    router.add_load(counts)
+    weights.sum().backward()
+    optimizer.step()
+    return full_tensor(router.expert_bias).tolist()
+
+
+@pytest.mark.parametrize("layout", [dict(shard=2), dict(replicate=2)], ids=str)
+def test_the_load_is_summed_exactly_in_bfloat16(ranks: Ranks, layout: dict[str, int]) -> None:
+    """Above and below the average of a rank are 257 and 256 tokens, which are one number in bfloat16."""
+    loads = [[1057, 543, 800, 800, 800], [544, 1056, 800, 800, 800]]
+    assert ranks(2).run(_bias_of_loads, layout, loads) == [[-0.125, 0.125, 0.0, 0.0, 0.0]] * 2
 
 
 def test_the_state_has_a_bias_of_each_router_and_no_moments_of_it(ranks: Ranks, tmp_path: Path) -> None:

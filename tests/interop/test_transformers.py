@@ -20,6 +20,8 @@ from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models import build_model
+from titanlike.models.experts import routers
+from titanlike.models.loss import IGNORE
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -136,6 +138,29 @@ def test_the_comparison_finds_errors_of_experts(name: str, wrong: str, tmp_path:
         values["num_experts_per_tok"] -= 1
     (folder / "config.json").write_text(json.dumps(values))
     assert difference(model, load(folder), config) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral"])
+def test_gradients_with_the_balance_loss_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of three blocks, which transformers pools, and of the mean over two sequences."""
+    config = dataclasses.replace(CONFIGS[name], balance_loss=0.5)  # type: ignore[call-arg]
+    model = model_of(config)
+    reference = load(export_model(model, config, tmp_path / "hf"))
+    tokens = tokens_of(config)[:, :64]
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE)
+    auxiliary = 0.0
+    for sequence in tokens[:, None]:
+        out = reference(sequence, labels=sequence, output_router_logits=True)
+        auxiliary += 0.5 * float(out.aux_loss.detach()) / 2
+        (out.loss / 2).backward()
+    loss = model(tokens, labels=labels) / (labels != IGNORE).sum()
+    loss.backward()
+    assert auxiliary > 0.5, "the balance loss takes part"
+    expected = [parameter for key, parameter in reference.named_parameters() if key.endswith(".gate.weight")]
+    found = [router.weight for router in routers(model)]
+    pairs = zip([*found, model.tok_embeddings.weight], [*expected, reference.model.embed_tokens.weight], strict=True)
+    for one, other in pairs:
+        assert float((one.grad - other.grad).abs().max() / other.grad.abs().max()) < 5e-5
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])

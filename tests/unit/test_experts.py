@@ -1,6 +1,5 @@
 """Router, experts and grouped matmul against plain loops, and the two ways of balancing the load of the experts."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,12 @@ from torch import Tensor
 
 from titanlike.config.model_configs import MixtralConfig, MoeConfig
 from titanlike.models import blocks, build_model
-from titanlike.models.experts import MixtureOfExperts, Router, routers, scale_balance_loss
+from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.llama import build_feed_forward
+from titanlike.models.loss import IGNORE
+from titanlike.optim.balance import BalanceBias
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 
 # With normalized and scaled softmax scores; with sigmoid scores as in DeepSeek-V3, and with scores as they are.
@@ -82,14 +84,15 @@ def test_a_layer_equals_a_loop_over_tokens_and_experts(options: dict[str, Any]) 
     )
     x.requires_grad_()
     expected, selected = experts_reference(config, dict(layer.named_parameters()), x.flatten(0, 1))
-    found = layer(x)
+    out = layer(x)
+    found = out[0] if config.balance_bias_rate else out  # the second is what the router has counted
     torch.testing.assert_close(found.flatten(0, 1), expected, rtol=1e-5, atol=1e-5)
     probe = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     gradients = torch.autograd.grad((found * probe).sum(), (x, *parameters))
     plain = torch.autograd.grad((expected * probe.flatten(0, 1)).sum(), (x, *parameters))
     for name, one, other in zip(("x", *names), gradients, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-    weights, indices, load = layer.router(x)
+    weights, indices, load, _ = layer.router(x)
     assert indices.flatten(0, 1).tolist() == selected
     counts = [
         [sum(expert in chosen for chosen in half) for expert in range(6)] for half in (selected[:9], selected[9:])
@@ -105,7 +108,7 @@ def test_the_bias_changes_the_selection_only() -> None:
     layer, x = layer_of(config)
     with torch.no_grad():
         layer.router.expert_bias.copy_(torch.tensor([9.0, 0.0, 0.0, 8.0, 0.0, 7.0]))  # type: ignore[union-attr]
-        weights, indices, load = layer.router(x)
+        weights, indices, load, _ = layer.router(x)
     assert indices.sort(-1).values.tolist() == [[[0, 3, 5]] * 9] * 2
     assert load.tolist() == [[9, 0, 0, 9, 0, 9]] * 2
     expected = scores_of(config, layer.router.weight, x).gather(-1, indices)
@@ -114,47 +117,72 @@ def test_the_bias_changes_the_selection_only() -> None:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_the_gradient_of_the_auxiliary_loss_is_that_of_its_formula(score: Any) -> None:
+    """Of routers of two blocks, for sequences of which one has fewer labels."""
     config = config_of(router_score=score, balance_loss=0.3)
-    router = Router(config)
-    plain = Router(dataclasses.replace(config, balance_loss=0.0))
+    module = BalanceLoss(config)
+    module.num_replicas = 2
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        router.weight.normal_(generator=generator)
-        plain.weight.copy_(router.weight)
+    blocks = [Router(config), Router(config)]
+    for router in blocks:
+        torch.nn.init.normal_(router.weight, generator=generator)
     x = torch.randn(2, 9, config.dim, generator=generator, requires_grad=True)
-    probe = torch.randn(2, 9, config.experts_per_token, generator=generator)
-    router.loss_scale, router.num_replicas = torch.tensor(0.25), 2
+    labels = torch.zeros(2, 9, dtype=torch.long)
+    labels[1, 4:] = IGNORE
+    routes = [router(x) for router in blocks]
+    main = x.square().sum()
+    found = module(main, sum(route.counts for route in routes), labels)
+    assert torch.equal(found, main), "the auxiliary loss is not part of the result"
 
-    weights, indices, _ = router(x)
-    expected_weights, *_ = plain(x)
-    assert torch.equal(weights, expected_weights), "the loss is not part of the result"
-    loss = torch.tensor(0.0)
-    for sequence in range(2):
-        probs = scores_of(config, plain.weight, x[sequence])
+    expected = main
+    for sequence, num_valid in enumerate((9, 4)):
+        probs = torch.cat([scores_of(config, router.weight, x[sequence]) for router in blocks])  # (2 * 9, E)
         probs = probs / probs.sum(-1, keepdim=True)
+        chosen = torch.cat([route.indices[sequence] for route in routes])
         for expert in range(config.num_experts):
-            count = int((indices[sequence] == expert).sum())
-            fraction = config.num_experts / (config.experts_per_token * 9) * count
-            loss = loss + 0.3 * fraction * probs[:, expert].sum()
-    expected = torch.autograd.grad((expected_weights * probe).sum() + 0.25 / 2 * loss, (x, plain.weight))
-    found = torch.autograd.grad((weights * probe).sum(), (x, router.weight))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    without = torch.autograd.grad((plain(x)[0] * probe).sum(), (x, plain.weight))
-    assert all((one - other).abs().max() > 1e-3 for one, other in zip(found, without, strict=True))
+            fraction = (chosen == expert).sum() / 18
+            expected = expected + 0.3 / 2 * num_valid * config.num_experts * fraction * probs[:, expert].mean()
+    inputs = (x, *(router.weight for router in blocks))
+    gradients = torch.autograd.grad(0.25 * found, inputs, retain_graph=True)  # scaled like the loss
+    torch.testing.assert_close(gradients, torch.autograd.grad(0.25 * expected, inputs), rtol=1e-5, atol=1e-5)
+    assert all(gradient.abs().max() > 1e-3 for gradient in gradients[1:])
 
 
-def test_the_gradient_of_the_bias_is_the_load_above_the_average() -> None:
-    """Summed over backward passes, as over micro-batches."""
-    config = config_of(balance_bias_rate=0.001)
-    layer, x = layer_of(config)
-    assert layer.router.expert_bias is not None
-    expected = torch.zeros(6)
-    for part in (x, x[:1] * 2):
-        load = layer.router(part)[2].sum(0)
-        expected += load - part.shape[0] * 9 * 3 / 6
-        layer(part).sum().backward()
-    torch.testing.assert_close(layer.router.expert_bias.grad, expected)
-    assert expected.abs().max() > 3 and expected.sum() == 0
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize("options", [dict(balance_loss=0.3), {}], ids=["loss", "no loss"])
+def test_the_load_of_each_block_is_counted_once(options: dict[str, Any], checkpoint: Any) -> None:
+    """Over micro-batches, not in validation, and not when activation checkpointing computes a block again."""
+    config = config_of(balance_bias_rate=0.001, **options)
+    torch.manual_seed(0)
+    model = build_model(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    expected: list[Tensor] = []
+    for router in routers(model):
+        router.register_forward_hook(lambda _, args, out: expected.append(out.load.sum(0)))
+    batches = torch.randint(37, (2, 2, 11))
+    with torch.no_grad():
+        for tokens in batches:
+            model(tokens, labels=tokens)
+    assert all(router.load is None for router in routers(model))
+    apply_activation_checkpoint(blocks(model), mode=checkpoint)
+    for tokens in batches:
+        model(tokens, labels=tokens).backward()
+    for index, router in enumerate(routers(model)):
+        assert router.load is not None and router.load.dtype == torch.int64
+        assert torch.equal(router.load, expected[index] + expected[index + 2]) and router.load.sum() == 2 * 2 * 11 * 3
+
+
+def test_the_bias_steps_by_the_sign_of_the_load_above_the_average() -> None:
+    """Exactly: 2^24 + 1 of 2^24 tokens on average is more, and a float32 has no such number."""
+    router = Router(config_of(num_experts=4, balance_bias_rate=0.125))
+    torch.nn.init.zeros_(router.expert_bias)  # type: ignore[arg-type]
+    optimizer = BalanceBias([router], rate=0.125)
+    router.load = torch.tensor([2**24 + 1, 2**24, 2**24, 2**24 - 1])
+    optimizer.step()
+    assert router.expert_bias is not None and router.expert_bias.tolist() == [-0.125, 0.0, 0.0, 0.125]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert router.load is None and router.expert_bias.tolist() == [-0.125, 0.0, 0.0, 0.125]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
@@ -170,16 +198,14 @@ def test_a_compiled_block_computes_the_same(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     apply_compile(compiled, blocks(compiled), mode="block", backend="aot_eager_decomp_partition", fullgraph=True)
     tokens, labels = torch.randint(37, (2, 2, 11)).unbind()
-    for scale in (1.0, 0.5):
-        results = []
-        for model in (plain, compiled):
-            assert len(list(routers(model))) == 2
-            scale_balance_loss(model, torch.tensor(scale))
-            model.zero_grad()
-            loss = model(tokens, labels=labels)
-            loss.backward()
-            results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    results = []
+    for model in (plain, compiled):
+        loss = model(tokens, labels=labels)
+        loss.backward()
+        assert len(list(routers(model))) == 2
+        loads = [router.load for router in routers(model)]
+        results.append([loss.detach(), *loads, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 COUNTS = {

@@ -2,16 +2,17 @@
 
 No token is dropped: the experts compute as many tokens as the router sends to each, in one grouped matmul per matrix.
 
-The load of the experts can be balanced in two ways. `balance_loss` is an auxiliary loss of each sequence, as in DeepSeek-V3: it
+The load of the experts can be balanced in two ways. `balance_loss` is the coefficient of an auxiliary loss of each sequence: it
 does not depend on how sequences are distributed over micro-batches and ranks. `balance_bias_rate` adds a bias to the scores for the
-selection. What the backward pass accumulates in the gradient of that bias is the number of tokens of each expert above the average,
-so that the transforms sum it over micro-batches and ranks like any gradient. `optim/balance.py` steps by its sign.
+selection, by which `optim/balance.py` steps according to the number of tokens of each expert. Both read what the router of each
+block has counted, which blocks return to the model: it adds up the blocks, and counts a block once that is computed twice by
+activation checkpointing.
 
 Shapes: B sequences, T tokens, D model dimension, F hidden dimension of an expert, E experts, A experts of a token, M = B * T * A.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,53 +20,97 @@ from torch import Tensor, nn
 
 from titanlike.config.model_configs import MoeConfig
 from titanlike.models.grouped_matmul import grouped_matmul
+from titanlike.models.loss import IGNORE
 
-EXPERT_BIAS = "expert_bias"  # name of the parameter whose gradient is a load
+EXPERT_BIAS = "expert_bias"  # name of the parameter that balances the load
+
+
+class Routes(NamedTuple):
+    """What a router returns."""
+
+    weights: Tensor  # of each token's experts (B, T, A)
+    indices: Tensor  # of each token's experts (B, T, A)
+    load: Tensor  # tokens of each expert (B, E), in int64
+    counts: (
+        Tensor | None
+    )  # (B, 1, E) or (B, 2, E): the load and, for `balance_loss`, the sum of the probabilities of each expert
 
 
 class Router(nn.Module):
     """Selects the experts of each token by the scores of a linear layer."""
 
-    num_replicas = 1
-    """Number of ranks that route the same tokens and sum their gradients: tensor-parallel ranks."""
-    loss_scale: Tensor | float = 1.0
-    """Factor of the auxiliary loss, which is summed over tokens like the loss that the model returns."""
+    load: Tensor | None = None
+    """Tokens of each expert (E,) on this rank since the last step of the optimizer, if a bias balances the load."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
         has_bias = config.balance_bias_rate > 0
-        self.expert_bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
+        self.expert_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if has_bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the weights and the indices of the experts (B, T, A) of x (B, T, D), and the tokens of each expert (B, E)."""
+    def forward(self, x: Tensor) -> Routes:
+        """Selects the experts of x (B, T, D)."""
         config = self.config
         logits = F.linear(x, self.weight).float()  # (B, T, E)
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         bias = self.expert_bias
-        ranking = scores.detach() if bias is None else scores.detach() + bias.detach().float()
+        ranking = scores.detach() if bias is None else scores.detach() + bias.float()
         indices = ranking.topk(config.experts_per_token, dim=-1).indices  # (B, T, A)
         experts = torch.arange(config.num_experts, device=x.device)
         load = (indices[..., None] == experts).sum(dim=(1, 2))  # (B, E)
+        counts = None
         if torch.is_grad_enabled() and config.balance_loss:
-            of_sequence = self.sum_over_sequence(load).float()
-            fractions = of_sequence * (config.num_experts / of_sequence.sum(-1, keepdim=True))  # (B, E), 1 on average
-            shares = scores / scores.sum(-1, keepdim=True)  # as softmax scores are already
-            scale = self.loss_scale * (config.balance_loss / self.num_replicas)
-            scores = _WithLoss.apply(scores, (shares * fractions[:, None]).sum() * scale)
-        if torch.is_grad_enabled() and bias is not None:
-            excess = load.sum(0) - load.sum() / config.num_experts  # (E,)
-            scores = _WithLoad.apply(scores, bias, excess)
+            probs = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            counts = torch.stack((load.float(), probs.sum(1)), 1)  # (B, 2, E); a float32 counts to 16 million exactly
+        elif torch.is_grad_enabled() and bias is not None:
+            counts = load.float()[:, None]  # (B, 1, E)
         weights = scores.gather(-1, indices)
         if config.normalize_router:
             weights = weights / weights.sum(-1, keepdim=True)
-        return (weights * config.router_scale).to(x.dtype), indices, load
+        return Routes((weights * config.router_scale).to(x.dtype), indices, load, counts)
+
+    @torch.no_grad()
+    def add_load(self, counts: Tensor) -> None:
+        """Adds the load of a micro-batch, in int64: the sign of a sum must not depend on how it is rounded."""
+        if self.config.balance_bias_rate > 0:
+            load = counts[:, 0].long().sum(0)  # (E,)
+            self.load = load if self.load is None else self.load + load
+
+
+class BalanceLoss(nn.Module):
+    """The auxiliary loss that balances the load of the experts, as `load_balancing_loss_func` of transformers and its coefficient
+    `router_aux_loss_coef`: the number of experts x the sum over the experts of the fraction of tokens x the mean probability, both
+    over the tokens of all blocks. It is that of each sequence, with the weight of the sequence's valid labels."""
+
+    num_replicas = 1
+    """Number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, loss: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
+        """Returns the loss, whose gradient now contains that of the auxiliary loss.
+
+        Args:
+            loss: summed over the valid labels (B, T).
+            counts: what the routers return (B, 2, E), summed over blocks.
+        """
+        config = self.config
+        load, probs = counts.unbind(1)
+        num_valid = (labels != IGNORE).sum(1, keepdim=True).float()
+        of_sequence = self.sum_over_sequence(torch.cat((load.detach(), num_valid), 1))  # (B, E + 1)
+        load, num_valid = of_sequence[:, :-1], of_sequence[:, -1]
+        num_routed = load.sum(1, keepdim=True) / config.experts_per_token  # (B, 1): tokens x blocks
+        auxiliary = config.num_experts * (load / num_routed * probs / num_routed).sum(1) * num_valid  # (B,)
+        weighted = auxiliary.sum() * (config.balance_loss / self.num_replicas)
+        return loss + (weighted - weighted.detach())
 
     @staticmethod
-    def sum_over_sequence(load: Tensor) -> Tensor:
+    def sum_over_sequence(counts: Tensor) -> Tensor:
         """Sums over the ranks that share each sequence. Context parallelism replaces it."""
-        return load
+        return counts
 
 
 class Experts(nn.Module):
@@ -78,10 +123,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, load: Tensor) -> Tensor:
         """Returns the weighted sum of the results of each token's experts (B, T, D), for what a router returns for x (B, T, D)."""
-        num_experts = indices.shape[-1]
         order = indices.flatten().argsort(stable=True)  # (M,): rows by expert
-        inverse = order.argsort()
-        rows = permute_rows(x.flatten(0, 1), order, inverse, num_experts)  # (M, D)
+        inverse = inverse_of(order)
+        rows = permute_rows(x.flatten(0, 1), order, inverse, repeats=indices.shape[-1])  # (M, D)
         rows = self.compute(rows, load.sum(0))
         rows = permute_rows(rows, inverse, order).unflatten(0, indices.shape)  # (B, T, A, D)
         return (rows * weights[..., None]).sum(-2)
@@ -102,11 +146,14 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
         self.shared = shared
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the results and, where the load is balanced in training, the counts of the router."""
         # The experts last, so that their backward pass is the first: if a block is recomputed, FSDP has gathered them by then.
         shared = None if self.shared is None else self.shared(x)
-        out = self.call_experts(self.experts, x, *self.router(x))
-        return out if shared is None else out + shared
+        *routes, counts = self.router(x)
+        out = self.call_experts(self.experts, x, *routes)
+        out = out if shared is None else out + shared
+        return out if counts is None else (out, counts)
 
     @staticmethod
     def call_experts(experts: nn.Module, *inputs: Tensor) -> Tensor:
@@ -119,10 +166,9 @@ def routers(model: nn.Module) -> Iterator[Router]:
     return (module for module in model.modules() if isinstance(module, Router))
 
 
-def scale_balance_loss(model: nn.Module, scale: Tensor) -> None:
-    """Sets the factor of the auxiliary losses to that of the loss: 1 / the number of tokens of the global batch."""
-    for router in routers(model):
-        router.loss_scale = scale
+def inverse_of(order: Tensor) -> Tensor:
+    """Returns the inverse of a permutation (M,)."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, repeats: int = 1) -> Tensor:
@@ -143,29 +189,3 @@ class _Permute(torch.autograd.Function):
         (inverse,) = ctx.saved_tensors
         gradient = gradient[inverse]
         return gradient.unflatten(0, (-1, ctx.repeats)).sum(1) if ctx.repeats > 1 else gradient, None, None, None
-
-
-class _WithLoss(torch.autograd.Function):
-    """Returns x. The backward pass computes the gradients of a loss (), too, which is not part of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient.new_ones(())
-
-
-class _WithLoad(torch.autograd.Function):
-    """Returns the scores. The gradient of the bias is the number of tokens of each expert above the average."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
-        ctx.save_for_backward(excess)
-        ctx.dtype = bias.dtype
-        return scores.view_as(scores)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, ctx.saved_tensors[0].to(ctx.dtype), None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titanlike.config.model_configs import LlamaConfig, LlamaFamilyConfig, MoeConfig
 from titanlike.models.document_mask import DocumentMask, Mask
-from titanlike.models.experts import MixtureOfExperts
+from titanlike.models.experts import BalanceLoss, MixtureOfExperts
 from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.registry import register_model
@@ -79,6 +79,8 @@ class Llama(nn.Module):
         )
         output.soft_cap = config.logit_soft_cap
         self.output: nn.Module | None = output
+        has_balance_loss = isinstance(config, MoeConfig) and config.balance_loss > 0
+        self.balance_loss = BalanceLoss(config) if has_balance_loss else None
 
     def forward(
         self,
@@ -87,13 +89,15 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
-    ) -> Tensor:
+        counts: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns logits (B, T, V) for tokens (B, T), or the loss summed over the valid `labels` (B, T).
 
         Args:
             position_ids: positions (B, T) or (1, T). Default: 0, 1, ... in each sequence.
             document_ids: the document of each token (B, T); attention does not cross documents. Default: one document.
             dropout_bits: 32 random bits for each token (B, T). Default: no dropout.
+            counts: what the routers of previous pipeline stages have counted (B, 2, E). A stage returns it, too, with its own.
         """
         h = tokens
         if self.tok_embeddings is not None:
@@ -110,8 +114,17 @@ class Llama(nn.Module):
         mask = {local: masks[local](document_ids, position_ids) for local in set(is_local.values())}
         for name, layer in self.layers.items():
             h = layer(h, rope[is_local[name]], mask[is_local[name]], dropout_bits)
+            if isinstance(h, tuple):
+                h, of_layer = h
+                layer.feed_forward.router.add_load(of_layer)
+                counts = of_layer if counts is None else counts + of_layer
         h = self.norm(h) if self.norm is not None else h
-        return self.output(h, labels) if self.output is not None else h
+        if self.balance_loss is None or counts is None:
+            return self.output(h, labels) if self.output is not None else h
+        if self.output is None:
+            return h, counts
+        out = self.output(h, labels)
+        return out if labels is None else self.balance_loss(out, counts, labels)
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
@@ -150,13 +163,18 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor],
         mask: Mask | None = None,
         dropout_bits: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         out = self.attention(self.attention_norm(x), rope, mask)
         out = out if self.post_attention_norm is None else self.post_attention_norm(out)
         h = x + self.attention_dropout(out, dropout_bits)
-        out = self.feed_forward(self.ffn_norm(h))
+        out, counts = self.feed_forward(self.ffn_norm(h)), None
+        if isinstance(out, tuple):
+            out, counts = out
         out = out if self.post_ffn_norm is None else self.post_ffn_norm(out)
-        return h + self.ffn_dropout(out, dropout_bits)
+        h = h + self.ffn_dropout(out, dropout_bits)
+        # FSDP prefetches where the backward pass reaches an output. After this copy, both outputs are before the experts: else it
+        # would gather them again.
+        return h if counts is None else (h, counts.clone())
 
 
 class Attention(nn.Module):

@@ -1,34 +1,58 @@
 """The update of the biases that balance the load of experts: a step by the sign of each expert's load above the average."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from titanlike.utils.dtensor import local_tensor
+from titanlike.distributed.collectives import all_reduce_sum
+from titanlike.models.experts import Router
+from titanlike.utils import compat
+from titanlike.utils.dtensor import is_dtensor, local_tensor
 
 
 class BalanceBias(torch.optim.Optimizer):
     """Decreases the bias of experts that had more tokens than the average, and increases that of the others.
 
-    The gradient of a bias is that number of tokens (`models/experts.py`), summed over the global batch. The step does not depend on
-    the learning rate, and there is no state.
+    The routers count the tokens since the last `zero_grad`. The step sums them over all ranks that hold a part or a copy of the
+    bias, in one all-reduce per mesh dimension for all routers. Tensor-parallel ranks count the same tokens, which multiplies the
+    sums and does not change a sign. The step does not depend on the learning rate, and there is no state.
 
     Args:
-        parameters: Biases of routers.
+        routers: Routers with a bias.
         rate: Size of the step.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, rate: float) -> None:
-        super().__init__(parameters, dict(lr=rate))
+    def __init__(self, routers: Sequence[Router], *, rate: float) -> None:
+        self.routers = routers
+        super().__init__([_bias_of(router) for router in routers], dict(lr=rate))
         self.rate = rate
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Performs a single optimization step. Returns the result of `closure`, which is called first."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    local_tensor(parameter).sub_(local_tensor(parameter.grad).sign(), alpha=self.rate)
+        loads = [router.load for router in self.routers if router.load is not None]
+        if len(loads) < len(self.routers):  # no forward pass has counted tokens
+            return loss
+        mesh = getattr(_bias_of(self.routers[0]), "device_mesh", None)
+        groups = [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+        total = all_reduce_sum(torch.stack(loads), groups)  # (routers, E), in int64
+        signs = (total * total.shape[1] - total.sum(1, keepdim=True)).sign()
+        for router, sign in zip(self.routers, signs, strict=True):
+            bias = _bias_of(router)
+            local = local_tensor(bias)
+            start = compat.local_shape_and_offset(bias)[1][0] if is_dtensor(bias) else 0
+            local.sub_(sign[start : start + local.shape[0]].to(local), alpha=self.rate)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the counts."""
+        for router in self.routers:
+            router.load = None
+
+
+def _bias_of(router: Router) -> Tensor:
+    bias = router.expert_bias
+    assert bias is not None
+    return bias

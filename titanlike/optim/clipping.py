@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.distributed import collectives
-from titanlike.models.experts import EXPERT_BIAS
 from titanlike.utils.compat import foreach_mul_, foreach_norm
 from titanlike.utils.dtensor import local_tensor, shard_groups
 
@@ -29,8 +28,7 @@ def gradient_norms(model: nn.Module, pipeline: DeviceMesh | None = None) -> Norm
         tuple[dist.ProcessGroup, ...], dict[str, Tensor]
     ] = {}  # local gradients by the groups that shard them
     for name, parameter in model.named_parameters():
-        # The gradient of a bias that balances experts is a number of tokens.
-        if parameter.grad is not None and name not in copies and not name.endswith(EXPERT_BIAS):
+        if parameter.grad is not None and name not in copies:
             by_groups.setdefault(shard_groups(parameter.grad), {})[name] = local_tensor(parameter.grad)
     parts = [torch.stack(foreach_norm(list(local.values()))).float() for local in by_groups.values()]
     squares = [

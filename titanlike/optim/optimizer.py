@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
-from titanlike.models.experts import EXPERT_BIAS, routers
+from titanlike.models.experts import routers
 from titanlike.optim.balance import BalanceBias
 from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
 from titanlike.optim.muon import Muon
@@ -26,11 +26,8 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     """
     default = OptimizerGroup()
     members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
-    biases: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name.endswith(EXPERT_BIAS):
-            biases.append(parameter)
-        elif parameter.requires_grad:
+        if parameter.requires_grad:
             is_matrix = parameter.dim() >= 2
             group = section.group_of(name, is_matrix=is_matrix) or default
             members.setdefault((group, is_matrix), []).append(parameter)
@@ -52,8 +49,10 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
             dtype=None if section.muon_dtype == "auto" else getattr(torch, section.muon_dtype),
         )
         optimizers.append(muon)
-    if biases:
-        optimizers.append(BalanceBias(biases, rate=next(routers(model)).config.balance_bias_rate))
+    # With LoRA, the routers are frozen.
+    balanced = [router for router in routers(model) if router.expert_bias is not None and router.weight.requires_grad]
+    if balanced:
+        optimizers.append(BalanceBias(balanced, rate=balanced[0].config.balance_bias_rate))
     return CombinedOptimizer(optimizers) if len(optimizers) > 1 else adamw
 
 
@@ -98,6 +97,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters, and what an optimizer has besides them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
 
 class AdamW(torch.optim.AdamW):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
 from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
-from titanlike.models.experts import routers
+from titanlike.models.experts import BalanceLoss
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
 
@@ -51,6 +51,7 @@ def apply_context(
     *,
     attention: str = "attention.attend",
     document_masks: Iterable[DocumentMask] = (),
+    balance_losses: Iterable[BalanceLoss] = (),
 ) -> None:
     """Replaces the causal attention of each block by attention over the gathered keys and values.
 
@@ -59,6 +60,7 @@ def apply_context(
             optionally, a mask, as `models.layers.CausalAttention` is. Each rank passes the tokens at `context_position_ids` to the
             model.
         document_masks: the modules of the model that make that mask. They gather the document ids.
+        balance_losses: the modules of the model that compute the auxiliary loss of experts. They sum counts over a sequence.
     """
     if mesh.size() == 1:
         return
@@ -74,16 +76,16 @@ def apply_context(
         soft_cap = getattr(attend, "soft_cap", 0.0)
         forward = partial(context_parallel_attention, mesh=mesh, soft_cap=soft_cap)
         attend.forward = forwards.setdefault(soft_cap, forward)
-        for router in routers(block):
-            router.sum_over_sequence = partial(sum_over_sequence, mesh=mesh)  # type: ignore[method-assign]
     for document_mask in document_masks:
         replacement: Any = partial(context_document_mask, mesh=mesh, module=document_mask)
         document_mask.forward = replacement  # type: ignore[method-assign]
+    for balance_loss in balance_losses:
+        balance_loss.sum_over_sequence = partial(sum_over_sequence, mesh=mesh)  # type: ignore[method-assign]
 
 
-def sum_over_sequence(load: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """Sums the tokens of each expert over the ranks that share a sequence."""
-    return compat.wait_tensor(compat.all_reduce(load, "sum", mesh.get_group()))
+def sum_over_sequence(counts: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """Sums counts over the ranks that share a sequence."""
+    return compat.wait_tensor(compat.all_reduce(counts, "sum", mesh.get_group()))
 
 
 def context_document_mask(

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
+from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.parallelisms.blocks import check_choice
 from titanlike.utils import compat
@@ -50,7 +51,8 @@ class Pipeline(nn.Module):
                 projection as `tok_embeddings` and `output`, and the names of the children of only the first and the last stage as
                 `first_stage_modules` and `last_stage_modules`. These are set to None elsewhere, and `forward` skips them. Its
                 first argument is the tokens (B, T) or the activations (B, T, D) of the previous stage; given `labels`, the last
-                stage returns a loss, others ignore them. `models.registry.LanguageModel` is such a model.
+                stage returns a loss, others ignore them. `models.registry.LanguageModel` is such a model. If it has a
+                `balance_loss`, a stage also returns `counts` in training, and takes those of the previous stage.
             schedule: one of `config.layout.SCHEDULES`.
             split: number of blocks in each stage.
             dtype: of the activations that stages exchange.
@@ -65,9 +67,13 @@ class Pipeline(nn.Module):
         self.dtype = dtype
         self.tensor = tensor
         self.vocab_size, self.dim = model.get_parameter(EMBEDDING).shape
+        balance_loss: BalanceLoss | None = getattr(model, "balance_loss", None)
+        self.num_counted = 0 if balance_loss is None else balance_loss.config.num_experts
         # A plain dict, whose modules are not registered: each parameter is registered once, under its full-model name.
         stages = stages_of(mesh.get_local_rank(), mesh.size(), self.num_stages, v_shaped=self.schedule_spec.v_shaped)
         self.parts = {stage: _stage_module(model, stage, split) for stage in stages}
+        for part in self.parts.values() if self.num_counted else ():
+            part.register_forward_pre_hook(_name_counts, with_kwargs=True)
         self.layers = nn.ModuleDict()
         for part in self.parts.values():
             for name, child in part.named_children():
@@ -200,14 +206,17 @@ class Pipeline(nn.Module):
         tokens = torch.empty(batch, length, dtype=labels.dtype, device="meta")
         hidden = self._empty(tokens, self.dim, length // self.tensor).requires_grad_()
         loss = torch.empty((), device="meta").requires_grad_()
+        between = [hidden]  # what a stage passes to the next one
+        if self.num_counted:
+            between.append(torch.empty(batch, 2, self.num_counted, device="meta", requires_grad=True))
         stages = [
             pipelining.PipelineStage(
                 part,
                 stage,
                 self.num_stages,
                 labels.device,
-                input_args=hidden if stage else tokens,
-                output_args=hidden if stage < self.num_stages - 1 else loss,
+                input_args=tuple(between) if stage else tokens,
+                output_args=tuple(between) if stage < self.num_stages - 1 else loss,
                 group=self.mesh.get_group(),
             )
             for stage, part in self.parts.items()
@@ -266,6 +275,11 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh, schedule: str, split: S
             f"split = {list(split)} has {len(split)} stages and {sum(split)} blocks, but the schedule {schedule} over "
             f"{mesh.size()} ranks takes {stages}, and the model has {len(layers)} blocks"
         )
+
+
+def _name_counts(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Passes the counts of the previous stage, which the schedule passes by position, by name."""
+    return args[:1], kwargs | {"counts": args[1]} if len(args) > 1 else kwargs
 
 
 def _stage_module(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Module:

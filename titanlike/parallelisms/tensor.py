@@ -41,6 +41,7 @@ from titanlike.distributed.collectives import (
     reduce_scatter,
     split,
 )
+from titanlike.models.experts import BalanceLoss
 from titanlike.parallelisms.blocks import Blocks, check_choice, find_blocks, list_blocks
 from titanlike.parallelisms.param_override import override_params
 
@@ -134,8 +135,9 @@ def apply_tensor(
             module.register_parameter(field, sharded[parameter])
         fields = dict.fromkeys(("weight", "bias", *module._parameters))
         module.__class__ = cached_class(type(module), tuple(fields), style, mesh)
-        if style_name == "router":
-            cast(Any, module).num_replicas = mesh.size()
+    for module in model.modules():
+        if isinstance(module, BalanceLoss):  # routers compute all tokens
+            module.num_replicas = mesh.size()
     unplanned = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if unplanned:
         owner = unplanned[0].rpartition(".")[0] or "'', the model itself"

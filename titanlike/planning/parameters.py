@@ -124,7 +124,7 @@ def _block(
         sharded = owner in matrices and owner not in model.rowwise_matrices
         parameters.append(Parameter(name, (size // tensor if sharded else size,), sharded, trainable))
     for name, shape in model.router_parameters().items():
-        parameters.append(Parameter(name, shape, False, trainable))
+        parameters.append(Parameter(name, shape, False, trainable and not name.endswith("expert_bias")))
     for name, (num_experts, outputs, inputs) in model.expert_parameters().items():
         sizes = (outputs, inputs // tensor) if name.endswith(".w2") else (outputs // tensor, inputs)
         parameters.append(Parameter(name, (num_experts // expert, *sizes), True, trainable, expert=True))

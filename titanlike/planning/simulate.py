@@ -257,7 +257,8 @@ def _mark_phases(model: nn.Module, tracker: StorageTracker) -> None:
         def before(*_: object) -> None:
             tracker.begin("loss" if name == "loss" else f"forward, {name}")
 
-        def after(_: nn.Module, __: object, out: Tensor) -> None:
+        def after(_: nn.Module, __: object, out: Tensor | tuple[Tensor, Tensor]) -> None:
+            out = out[0] if isinstance(out, tuple) else out  # of a block, which may also return counts
             if out.requires_grad:
                 out.register_hook(lambda _: tracker.begin("backward, loss" if name == "loss" else f"backward, {name}"))
 
