@@ -192,8 +192,10 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
 
     if shutdown.agreed_signal:
         process_group.barrier_and_exit(128 + shutdown.agreed_signal)
-    if recipe.checkpoint.export != "none" and process_group.is_main():
-        export(open_weights(checkpoints.newest()), run.exported, dtype=recipe.checkpoint.export, replace=True)
+    if (dtype := recipe.checkpoint.export) != "none":
+        process_group.run_on_main(
+            lambda: export(open_weights(checkpoints.newest()), run.exported, dtype=dtype, replace=True)
+        )
     monitor.print(evaluator.last_sample(model, mesh))
     monitor.print(completion_message(run, device, monitor.measured()))
 

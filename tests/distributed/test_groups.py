@@ -1,6 +1,7 @@
 """Object collectives, and the process groups of a mesh."""
 
 import datetime
+import math
 import resource
 from collections.abc import Callable
 from unittest import mock
@@ -81,16 +82,6 @@ def test_mesh_groups_for_data_and_weights(
         assert summed == grid[coordinates[0], :, :, :, coordinates[4]].flatten().tolist()
 
 
-def _num_new_groups(**sizes: int) -> int:
-    process_group._subgroups.clear()  # groups that other tests created
-    before = len(dist.distributed_c10d._world.pg_map)
-    build_mesh("cpu", **sizes)
-    count = len(dist.distributed_c10d._world.pg_map) - before
-    for group in list(dist.distributed_c10d._world.pg_map)[before:]:
-        dist.destroy_process_group(group)
-    return count
-
-
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [
@@ -100,12 +91,27 @@ def _num_new_groups(**sizes: int) -> int:
         (dict(shard=2, tensor=2), 3),
         (dict(shard=2, context=2), 2),
         (dict(pipeline=2, tensor=2), 3),
+        (dict(pipeline=8, shard=8, tensor=8), 4),
+        (dict(replicate=2, shard=32, context=2, tensor=4, expert=8), 7),
     ],
     ids=str,
 )
-def test_no_group_is_created_twice(ranks: Ranks, sizes: dict[str, int], count: int) -> None:
-    world_size = 4 if sizes else 1
-    assert ranks(world_size).run(_num_new_groups, **sizes) == [count] * world_size
+def test_every_dimension_creates_one_group(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], count: int) -> None:
+    """With NCCL, all ranks take part in a communicator split for each call, even for a group of others."""
+    calls: list[list[int]] = []
+    create = dist.distributed_c10d._new_process_group_helper
+    monkeypatch.setattr(
+        dist.distributed_c10d,
+        "_new_process_group_helper",
+        lambda *arguments, **named: calls.append(arguments[2]) or create(*arguments, **named),
+    )
+    world_size = math.prod(size for name, size in sizes.items() if name != "expert")
+    rank = world_size - 1
+    with process_group.simulated(rank, world_size):
+        calls.clear()  # of the group of all ranks
+        build_mesh("cpu", **sizes)
+    assert len(calls) == count
+    assert all(rank in ranks for ranks in calls)
 
 
 def _groups_of_two_meshes() -> bool:

@@ -18,10 +18,12 @@ import time
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 PROGRAM = Path(__file__).resolve()
 WRITING = "titanlike.checkpoint.format.write_all"
@@ -140,6 +142,8 @@ def perform(action: str, value: str = "") -> None:
             time.sleep(0.005)
     elif action == "sleep":
         time.sleep(float(value))
+    elif action == "timeout":  # of collectives
+        c10d._set_pg_timeout(timedelta(seconds=float(value)), torch.distributed.group.WORLD)
     elif action == "limit":  # the maximum file size
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), resource.RLIM_INFINITY))
     elif action == "unlimit":

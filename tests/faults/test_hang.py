@@ -206,3 +206,19 @@ def test_no_alarm_during_long_validation_and_saving(tmp_path: Path) -> None:
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **options | {"checkpoint.enabled": "true"})
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "runs/r/hang").exists()
+
+
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_others_wait_for_an_export_longer_than_for_a_collective(
+    starter: Starter, tmp_path: Path, fails: bool
+) -> None:
+    job = starter.start(
+        tmp_path,
+        Fault("titanlike.distributed.watchdog.Watchdog.finish", rank=1, do="timeout 5"),
+        Fault("titanlike.interop.export.write_tensors", do="sleep 7" + (", refuse" if fails else "")),
+        **{"checkpoint.export": "float32", "training.steps": "2"},
+    )
+    assert job.wait() == ([2, 2] if fails else [0, 0]), job.output
+    assert "Traceback" not in job.output
+    assert job.output.count("error: runs/run/hf cannot be written: No space left on device") == (2 if fails else 0)
+    assert (tmp_path / "runs/run/hf/model.safetensors.index.json").exists() is not fails

@@ -147,7 +147,7 @@ def _destroy_process_group(*, abort: bool) -> None:
 
 
 # By the ranks of all groups of a partition, which are the same on every rank.
-_subgroups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+_subgroups: dict[tuple[tuple[int, ...], ...], Any] = {}
 
 
 def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dist.ProcessGroup:
@@ -161,17 +161,11 @@ def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dis
         return cast(dist.ProcessGroup, dist.group.WORLD)
     key = tuple(map(tuple, partition))
     if not compat.exists(_subgroups.get(key)):  # not created yet, or destroyed since
-        timeout = _timeout()
-        if len(key[0]) == 1:
-            found: Any = dist.new_group(
-                [dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc=name
-            )
-        else:
-            found, _ = dist.new_subgroups_by_enumeration(
-                [list(ranks) for ranks in key], timeout=timeout, group_desc=name
-            )
-        _subgroups[key] = found  # typed as possibly not a group, which ranks outside it would get
-    return _subgroups[key]
+        mine = next(list(ranks) for ranks in key if dist.get_rank() in ranks)
+        # Every rank creates its own group only. NCCL splits the communicator of all ranks once, into all groups of the partition;
+        # a call for each group would be a split each, in which all ranks take part.
+        _subgroups[key] = dist.new_group(mine, timeout=_timeout(), use_local_synchronization=True, group_desc=name)
+    return cast(dist.ProcessGroup, _subgroups[key])
 
 
 def copy_of_world() -> dist.ProcessGroup | None:
@@ -199,6 +193,23 @@ def rank() -> int:
 def world_size() -> int:
     """Returns the number of ranks."""
     return dist.get_world_size()
+
+
+def run_on_main(function: Callable[[], object]) -> None:
+    """Runs a function on rank 0. The others wait for it, even beyond the timeout of collectives. All raise its `UserError`."""
+    group, errors = None, [""]
+    if dist.get_world_size() > 1:
+        # The others notice here if rank 0 exits. If its host goes down, the watchdog ends the job.
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+    if is_main():
+        try:
+            function()
+        except UserError as failure:
+            errors = [str(failure)]
+    if group is not None:
+        dist.broadcast_object_list(errors, src=0, group=group)
+    if errors[0]:
+        raise UserError(errors[0])
 
 
 def broadcast_object(value: T) -> T:
