@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a recipe:  ./run_train.sh [RECIPE.toml] [--section.key=value ...]        (--help lists every key)
+# Trains a recipe:  ./run_train.sh [RECIPE.toml] [--section.key=value ...]        (--help lists the sections of a recipe)
 #
 # Starts one process per GPU, or NPROC processes. For several nodes, set NNODES, NODE_RANK and MASTER_ADDR on each of them, or use
 # `srun ./run_train.sh ...` under Slurm. MAX_RESTARTS=3 restarts all processes after a failure, at most three times, from the newest

@@ -18,6 +18,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def main() -> None:
     """Runs parts, and records how each ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"first-hour, or of: {', '.join(PARTS)}")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
+    parser.add_argument("--out", type=Path, help="(benchmarks/results/gpu; of a rehearsal, a new folder)")
     parser.add_argument("--minutes", type=float, default=25.0, help="start no part after this time")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny models")
     parser.add_argument("--list", action="store_true")
@@ -141,6 +142,11 @@ def main() -> None:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]}: unknown; choose from first-hour, {', '.join(PARTS)}")
+    if arguments.out is None:
+        rehearsal = arguments.rehearse and not arguments.list
+        arguments.out = Path(tempfile.mkdtemp(prefix="rehearsal-") if rehearsal else ROOT / "benchmarks/results/gpu")
+        if rehearsal:
+            print(f"results in {arguments.out}; continue with --out {arguments.out}")
     if arguments.list or not names:
         for name in names or PARTS:
             print(f"{name}: python -m {shlex.join(argv_of(name, arguments.out, rehearse=arguments.rehearse))}")

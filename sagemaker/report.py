@@ -1,9 +1,10 @@
-"""The report of `--dry-run`: files, layout, memory, duration, price, and the request."""
+"""The report of `--dry-run`: price, duration, layout, memory, files, and the request."""
 
 import argparse
 import json
 import shlex
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,38 +33,46 @@ def report(options: argparse.Namespace, job: Job, request: dict[str, Any], bundl
     plan = plan_of(recipe, num_gpus, job)
     lines = [
         f"job         {job.name}, of run {job.run}",
+        *price_lines(options, job, num_tokens / num_gpus, plan),
         f"instances   {job.num_instances} x {hardware.name}: {num_gpus} x {hardware.gpu}, {hardware.gpu_gib} GiB each{efa}",
         f"layout      {layout or 'one process'}; valid for {num_gpus} processes",
         memory_line(recipe, num_gpus, job),
         *plan_lines(plan),
         f"batch       {training.global_batch_size} sequences x {training.seq_len:,} tokens, {training.steps:,} steps: "
         f"{num_tokens:.3g} tokens",
-        *price_lines(options, job, num_tokens / num_gpus, plan),
         f"image       {job.image}",
         f"code        {job.code}",
         f"checkpoints {job.checkpoints.uri if job.checkpoints else f'{job.root}/checkpoints/{job.run}'}",
         f"run folder  {job.run_dir}",
         *(f"channel     {channel.key} = {channel.path}  from {channel.uri}" for channel in job.channels),
+        f"request     {_validate(request)}",
         "",
         f"files to upload: {len(sizes)}, {sum(sizes.values()):,} bytes",
-        *(f"{size:>10,}  {name}" for name, size in sizes.items()),
+        *file_lines(sizes),
         "",
         "create_training_job request:",
         json.dumps(request, indent=2),
-        "",
-        _validate(request),
     ]
     return "\n".join(lines)
+
+
+def file_lines(sizes: Mapping[str, int]) -> list[str]:
+    """Returns a line for each file to upload, and one for those of the library."""
+    library = [size for name, size in sizes.items() if name.startswith("titanlike/")]
+    return [
+        *(f"{size:>10,}  {name}" for name, size in sizes.items() if not name.startswith("titanlike/")),
+        f"{sum(library):>10,}  titanlike/: {len(library)} files",
+    ]
 
 
 def _validate(request: dict[str, Any]) -> str:
     try:
         errors = request_errors(request)
     except ImportError:
-        return 'request not validated: botocore is not installed; run: pip install -e ".[sagemaker]"'
+        return 'not validated: botocore is not installed; run: pip install -e ".[sagemaker]"'
     if errors:
         raise UserError("\n".join(errors))
-    return "request valid according to botocore's model of the service"
+    return "valid according to botocore's model of the service"
 
 
 def memory_line(recipe: PretrainRecipe, num_gpus: int, job: Job) -> str:

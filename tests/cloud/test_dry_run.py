@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,9 +55,14 @@ def test_dry_run_report() -> None:
         "4 x ml.p5.48xlarge: 32 x H100, 80 GiB each, connected by EFA", "16 bytes x 8.03 billion parameters / 32 shards = 3.74 GiB",
         "$253.20 an hour (4 x $63.30, us-east-1, on-demand, 2026-09, unofficial); at most $6,076.80 in --max-hours 24",
         "full run    10.6 hours, $2,672.41, at 8,624 tokens/s per GPU", "recipes/pretrain.py",
-        "request valid according to botocore's model of the service",
+        "request     valid according to botocore's model of the service",
     ):  # fmt: skip
         assert text in done.stdout
+    # The price comes first, and the library's files are one line, so that the summary fits on a screen.
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["job", "price", "full"]
+    assert lines.index("create_training_job request:") < 30
+    assert any(re.fullmatch(r" *[\d,]+  titanlike/: \d{3} files", line) for line in lines)
     assert "tests/" not in done.stdout and "docs/" not in done.stdout
     assert min(seconds) < 2.0, seconds
     done = dry_run(BIG, "--instances=4", "--dry-run", "--json", *DATA)
@@ -90,6 +96,7 @@ def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:
         ([BIG, "--dry-run", "--instance-tpe=x"], "--instance-tpe: unknown option; did you mean --instance-type?"),
         ([BIG, "--dry-run", "--keep-alive=²"], "argument --keep-alive: expected an integer of at least 1"),
         ([BIG, "--dry-run", "--max-hours=\udcff"], "--max-hours: '\\udcff' is not text in this terminal's encoding"),
+        ([BIG, "--dry-run", "--recipe=other.toml", *DATA], f"{BIG} other.toml: give one recipe"),
         ([BIG, "--dry-runn"], "--dry-runn: unknown option; did you mean --dry-run?"),
         (["lst"], "lst: no such command or recipe; did you mean list?"),
         ([BIG, "--dry-run", "--parallelism.tensor=16"], "parallelism.tensor = 16 does not divide model.num_kv_heads = 8"),

@@ -70,7 +70,8 @@ def test_a_copied_program_with_a_section_and_a_line_of_its_own(tmp_path: Path) -
 
     wrong = run(tmp_path, "loud.toml", "--noise.scalle=1")
     assert "noise.scalle = 1: unknown key; did you mean noise.scale?" in wrong.stderr
-    assert "--noise.scale" in run(tmp_path, "loud.toml", "--help").stdout
+    assert "noise                    1 key   Gradient noise." in run(tmp_path, "loud.toml", "--help").stdout
+    assert "--noise.scale" in run(tmp_path, "loud.toml", "--help", "noise").stdout
     resolved = (tmp_path / "runs/loud/recipe.toml").read_text()
     assert "[noise]\nscale = 0.01" in resolved
     # The resolved recipe refers to the copied program, which can also be started directly.

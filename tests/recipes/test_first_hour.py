@@ -83,3 +83,21 @@ def test_a_part_past_its_limit_is_stopped_with_its_processes(tmp_path: Path, mon
 
 def test_every_part_of_the_first_hour_has_a_command() -> None:
     assert set(gpu.FIRST_HOUR) <= set(gpu.PARTS)
+
+
+def test_a_rehearsal_without_a_folder_leaves_the_working_tree_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PARTS", {"good": gpu.Part("", "json.tool --help")})
+    monkeypatch.setattr(gpu, "argv_of", lambda name, *_, **__: gpu.shlex.split(gpu.PARTS[name].rehearsal))
+    monkeypatch.setattr(gpu, "ROOT", tmp_path / "clone")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "clone").mkdir()
+    monkeypatch.setattr(sys, "argv", ["gpu", "good", "--rehearse"])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 0
+    (folder,) = tmp_path.glob("rehearsal-*")
+    assert capsys.readouterr().out.startswith(f"results in {folder}; continue with --out {folder}\n")
+    assert (folder / "parts.json").exists()
+    assert not list((tmp_path / "clone").iterdir())

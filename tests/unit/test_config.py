@@ -279,3 +279,42 @@ def test_loading_and_checking_a_recipe_does_not_import_torch() -> None:
         "import titanlike.run.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+TORCHTITAN = """
+[job]
+dump_folder = "./outputs"
+[profiling]
+enable_profiling = false
+[metrics]
+log_freq = 10
+[model]
+name = "llama3"
+flavor = "8B"
+[lr_scheduler]
+warmup_steps = 200
+[training]
+local_batch_size = 1
+dataset = "c4"
+[parallelism]
+data_parallel_shard_degree = -1
+"""
+
+
+def test_a_configuration_of_torchtitan_is_answered_in_one_sentence(tmp_path: Path) -> None:
+    message = error_message(tmp_path, TORCHTITAN)
+    assert message == (
+        "DIR/recipe.toml has [job], [lr_scheduler], model.flavor and more of torchtitan: docs/coming_from.md has the "
+        "keys of a recipe for those of torchtitan"
+    )
+    # Without its own tables, too; a recipe with one such key is a recipe with a mistake.
+    assert "of torchtitan" in error_message(tmp_path, '[training]\ndataset = "c4"\n[metrics]\nlog_freq = 10\n')
+    assert "did you mean checkpoint.enabled?" in error_message(tmp_path, "[checkpoint]\nenable = true\n")
+
+
+def test_booleans_of_python_are_booleans(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    for text, value in (("True", True), ("False", False), ("true", True), ("false", False)):
+        assert load(PretrainRecipe, path, {"checkpoint.enabled": text}).checkpoint.enabled is value
+    assert load(PretrainRecipe, path, {"sample.prompt": "True"}).sample.prompt == "True"  # a string is not parsed
+    assert "training.steps = true must be an integer" in error_message(tmp_path, "", **{"training.steps": "True"})

@@ -193,6 +193,11 @@ def test_study_recipes_each_change_one_section() -> None:
     assert recipes[-1].float8 == Float8(scaling="tensorwise", all_gather=True)
     for each in recipes:
         check_recipe(each, 8)
+        # The published study: 32 GPUs with one sequence each, 2,000 steps.
+        check_recipe(each, 32)
+        assert (each.training.steps, each.training.global_batch_size, each.training.seq_len) == (2000, 32, 8192)
+        assert (each.training.num_microbatches(32), each.training.local_batch_size) == (1, 1)
+        assert each.activation_checkpoint.mode == "selective"
 
 
 def test_resume_may_change_all_gather_and_not_the_rounding() -> None:

@@ -1,6 +1,7 @@
 """The JSON Schema, the configuration reference and `--help` are generated from the sections."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -8,7 +9,7 @@ import pytest
 import tomli
 
 from titanlike.cli.main import main
-from titanlike.config import PretrainRecipe
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.schema import describe, editor_schema, help_text, markdown
 
 ROOT = Path(__file__).parents[2]
@@ -59,11 +60,30 @@ def test_the_schema_rejects_what_the_loader_rejects(recipe: dict[str, object]) -
 
 
 def test_help_has_every_key_with_its_type_default_and_documentation() -> None:
-    text = " ".join(help_text(PretrainRecipe, "usage").split())
+    text = " ".join(help_text(PretrainRecipe, "usage", "all").split())
     for key in describe(PretrainRecipe):
         assert f"--{key.name} ({key.type}; default {json.dumps(key.default)})" in text
         assert key.doc, f"{key.name} has no docstring"
         assert key.doc in text
+
+
+def test_help_lists_the_sections_and_explains_one_of_them() -> None:
+    overview = help_text(PretrainRecipe, "usage", "").splitlines()
+    names = [line.split()[0] for line in overview[3:]]
+    assert overview[:3] == ["usage", "", "sections (--help SECTION):"]
+    assert names == list(dict.fromkeys(key.name.partition(".")[0] for key in describe(PretrainRecipe)))
+    assert len(overview) < 30 and all(len(line) <= 120 for line in overview)
+    assert next(line for line in overview if " schedule " in line).split()[1:3] == ["5", "keys"]
+    for topic in ("schedule", "[schedule]"):
+        found = help_text(PretrainRecipe, "usage", topic)
+        assert re.findall(r"^  --(\S+)", found, flags=re.MULTILINE) == [
+            key.name for key in describe(PretrainRecipe) if key.name.startswith("schedule.")
+        ]
+    assert re.findall(r"^  --(\S+)", help_text(PretrainRecipe, "", "training.steps"), flags=re.MULTILINE) == [
+        "training.steps"
+    ]
+    with pytest.raises(UserError, match=r"^--help trainin: no such section or key; did you mean --help training\?$"):
+        help_text(PretrainRecipe, "", "trainin")
 
 
 def test_titanlike_schema_prints_both_forms(

@@ -224,7 +224,12 @@ def test_no_retired_phrase_is_in_help() -> None:
     launch = subprocess.run(
         [sys.executable, "sagemaker/launch.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    pages = [help_text(PretrainRecipe, USAGE), launch.stdout, *help_pages(build_parser())]
+    pages = [
+        help_text(PretrainRecipe, USAGE, ""),
+        help_text(PretrainRecipe, "", "all"),
+        launch.stdout,
+        *help_pages(build_parser()),
+    ]
     assert not [f"{page.splitlines()[0]}: {phrase}" for page in pages for _, phrase in phrases_in(page)]
 
 

@@ -33,7 +33,7 @@ def main() -> NoReturn:
     try:
         arguments = Arguments(argv)
         program = program_of(arguments.recipe, arguments.overrides.get("recipe"))
-        starts_nothing = arguments.help or arguments.check or arguments.resolved
+        starts_nothing = arguments.help is not None or arguments.check or arguments.resolved
         if starts_nothing or environment.rank_info().started_by_launcher:
             _run_in_process(program, argv)
         slurm_variables = environment.rank_variables_from_slurm()

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from titanlike.config.base import LIMIT, UserError, shown
 from titanlike.config.credentials import refuse_credentials
 from titanlike.config.schema import describe
+from titanlike.config.torchtitan import refuse_torchtitan
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -56,6 +57,7 @@ def load(
     try:
         return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
     except ValidationError as error:
+        refuse_torchtitan({key.name for key in describe(recipe_type)}, values, path)
         lines = [_format_error(recipe_type, dict(detail), origins, path) for detail in error.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
 
@@ -128,9 +130,9 @@ def to_toml(recipe: Any, comment: str = "") -> str:
     return "\n".join(lines + tables) + "\n"
 
 
-def nearest(name: str, choices: Sequence[str]) -> str | None:
+def nearest(name: str, choices: Sequence[str], cutoff: float = 0.6) -> str | None:
     """Returns the choice most similar to a misspelled name, or None."""
-    matches = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

@@ -27,6 +27,7 @@ from titanlike.utils.live_line import LiveLine
 
 R = TypeVar("R", bound=PretrainRecipe)
 
+OPTIONS = ("recipe", "check", "preflight", "hardware")  # options with a value that are no keys of a section
 MAX_DERIVED_NAME = 200  # bytes; a launch id follows
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
@@ -36,7 +37,9 @@ usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
        ./run_train.sh RECIPE.toml --check N     check the recipe for N processes on any machine, and plan its memory and
                                                 time on --hardware NAME (default: h100); starts nothing
        ./run_train.sh RECIPE.toml --resolved    print the resolved recipe with every key
-       ./run_train.sh --help                    print this text: every key, its type, its default and its purpose
+       ./run_train.sh [RECIPE.toml] --help      print this text and the sections of a recipe
+       ./run_train.sh --help SECTION            print the keys of a section with type, default and purpose; or of one key, as in
+                                                --help training.steps; or all keys: --help all
 
 The default recipe is train_configs/debug.toml. `--recipe RECIPE.toml` names one too, `--recipe NAME` another program. NPROC=n
 sets the number of processes on this machine (default: one per GPU, or one). MAX_RESTARTS=n restarts all processes after a
@@ -51,7 +54,7 @@ class Arguments:
         self.recipe = DEFAULT_RECIPE
         self.names_recipe = False
         self.overrides: dict[str, str] = {}
-        self.help = False
+        self.help: str | None = None  # a section, a key, "all", or "" for the list of sections
         self.resolved = False
         self.check: int | None = None  # number of processes
         self.check_files = True
@@ -63,7 +66,8 @@ class Arguments:
             argument = remaining.pop(0)
             name, equals, value = argument.removeprefix("--").partition("=")
             if argument in ("-h", "--help"):
-                self.help = True
+                has_topic = remaining and not remaining[0].startswith("-") and not remaining[0].endswith(".toml")
+                self.help = remaining.pop(0) if has_topic else ""
             elif argument == "--resolved":
                 self.resolved = True
             elif not argument.startswith("-"):
@@ -73,6 +77,9 @@ class Arguments:
                     f"{shown(argument)}: an option starts with two dashes and names a key: --training.steps=100"
                 )
             elif not equals and (not remaining or remaining[0].startswith("--")):
+                if "." not in name and name not in OPTIONS:
+                    self.overrides[name] = ""  # reported as an unknown option, which is not to be given a value
+                    continue
                 raise UserError(f"{shown(argument)} needs a value: {shown(argument)}=...")
             else:
                 value = value if equals else remaining.pop(0)
@@ -110,8 +117,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     try:
         ranks = environment.rank_info()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)
-        if arguments.help:
-            print(help_text(recipe_type, USAGE))
+        if arguments.help is not None:
+            print(help_text(recipe_type, USAGE, arguments.help))
             sys.exit(0)
         _refuse_unknown_options(recipe_type, arguments)
         recipe = load(recipe_type, arguments.recipe, arguments.overrides, _sagemaker_defaults(arguments.recipe))
@@ -184,13 +191,13 @@ def _sagemaker_defaults(recipe: Path) -> dict[str, Any]:
 
 
 def _check_sagemaker_checkpoints(recipe: PretrainRecipe, ranks: environment.RankInfo) -> None:
-    """Refuses to save to the disks of several hosts: no host would have a whole checkpoint."""
+    """Refuses to save to the disks of several hosts: no host would have a complete checkpoint."""
     paths = environment.sagemaker_paths()
     is_local = paths and not recipe.checkpoint.dir and recipe.run.dir == paths.checkpoints
     if is_local and recipe.checkpoint.enabled and ranks.world_size > ranks.local_world_size:
         raise UserError(
-            f"checkpoint.dir is not set, and {recipe.run.dir} is a disk of each host: no host would have a whole checkpoint; set "
-            "--checkpoint.dir=s3://BUCKET/PREFIX, or --checkpoint.enabled=false"
+            f"checkpoint.dir is not set, and {recipe.run.dir} is a disk of each host: no host would have a complete checkpoint; "
+            "set --checkpoint.dir=s3://BUCKET/PREFIX, or --checkpoint.enabled=false"
         )
 
 
@@ -294,7 +301,17 @@ def _refuse_unknown_options(recipe_type: type, arguments: Arguments) -> None:
         if keys_of_table and name not in keys:
             raise UserError(f"--{name} is a table; name one of its keys, as in --{keys_of_table[0]}=...")
         if "." not in name and name not in keys:
-            full_names = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section that has it
-            near = nearest(name.replace("-", "_"), list(full_names))
-            suggestion = f"did you mean --{full_names[near]}?" if near else "see --help"
-            raise UserError(f"--{shown(name)}: unknown option; {suggestion}")
+            raise UserError(f"--{shown(name)}: unknown option; {_suggestion(name.replace('-', '_'), keys)}")
+
+
+def _suggestion(name: str, keys: Sequence[str]) -> str:
+    """Returns the remedy for an option without a dot: the key that it spells with dashes, or whose last part it is."""
+    whole = {key.replace(".", "_"): key for key in keys}
+    last = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section that has it
+    for known in (whole, last):
+        if near := nearest(name, list(known), cutoff=0.8):
+            return f"did you mean --{known[near]}?"
+    return (
+        "keys are written --section.key=value (--help), and docs/coming_from.md has those for the options of Megatron-LM and "
+        "Hugging Face's Trainer"
+    )
