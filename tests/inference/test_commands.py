@@ -127,7 +127,8 @@ def test_a_run_with_experts_and_its_export_have_the_same_results(
     assert outputs[0] == outputs[1] == outputs[2]
     # The recipe of an import has the model of the folder. The coefficient of the auxiliary loss is the recipe's own.
     command(monkeypatch, "import", tmp_path / "hf", tmp_path / "next.toml")
-    recipe = load(PretrainRecipe, tmp_path / "next.toml", {"model.balance_loss": "0.02", "run.dir": str(tmp_path)})
+    options = {"model.balance_loss": "0.02", "run.dir": str(tmp_path), "data.source": "synthetic"}
+    recipe = load(PretrainRecipe, tmp_path / "next.toml", options)
     assert recipe.model == dataclasses.replace(model, balance_loss=0.02)
     check_machine(recipe)
 

@@ -98,6 +98,7 @@ def copy_first_file(folder: Path) -> None:
 
 
 UNUSED = "model.layers.0.self_attn.rotary_emb.inv_freq"
+NOTHING: dict[str, object] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 EMBEDDING = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "lacks model-00002-of"),
@@ -109,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown dtype": (header(lambda h: h[EMBEDDING].update(dtype="F4")), "has the dtype F4, which is not supported"),
     "missing tensor": (header(lambda h: h.update({UNUSED: h.pop(EMBEDDING)})), f"lacks {EMBEDDING}; it is not a llama model"),
     "surplus tensor": (header(lambda h: h.update({"model.x": h.pop(EMBEDDING)})), f"lacks {EMBEDDING}"),
-    "another tensor": (header(lambda h: h.update({"model.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})), "also has model.x; it is not a llama"),
+    "another tensor": (header(lambda h: h.update({"model.x": NOTHING})), "also has model.x; it is not a llama"),
     "overlapping tensors": (header(lambda h: h.update({"model.x": dict(h[EMBEDDING])})), "overlaps with another one: it "),
     "tensor in two files": (copy_first_file, "is in {folder}/copy.safetensors and in {folder}/model-00001-of-00006.safe"),
     "path in the index": (index(lambda m: m.update(x="../secret.safetensors")), "is not the name of a file in the folder"),

@@ -69,8 +69,8 @@ class Weights(ABC):
 def open_weights(path: Path, *, step: int = 0, verify_share: tuple[int, int] = (0, 1)) -> Weights:
     """Opens a Hugging Face folder, a run directory (its newest checkpoint, or that of `step`) or a checkpoint.
 
-    Of the files of a checkpoint, it verifies the hashes of a share: (0, 1) is all of them, (rank, number of ranks) those of a rank. Of
-    an LM head that a Hugging Face folder has besides the embedding that it is tied to, it compares a share of the rows.
+    Of the files of a checkpoint, it verifies the hashes of a share: (0, 1) is all of them, (rank, number of ranks) those of a rank.
+    Of an LM head that a Hugging Face folder has besides the embedding that it is tied to, it compares a share of the rows.
     """
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
