@@ -99,6 +99,7 @@ def copy_first_file(folder: Path) -> None:
 
 UNUSED = "model.layers.0.self_attn.rotary_emb.inv_freq"
 NOTHING: dict[str, object] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+INTEGER = "an integer from 1 to 1,000,000,000; correct it, or download the file again"
 EMBEDDING = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "lacks model-00002-of"),
@@ -130,9 +131,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "biases": (config(attention_bias=True), "attention_bias = True is not supported"),
     "head_dim": (config(head_dim=128), "head_dim = 128 is not supported; only 8 is"),
     "quantized": (config(quantization_config={"bits": 4}), "the weights are quantized"),
-    "zero heads": (config(num_attention_heads=0), "config.json: "),
-    "text": (config(hidden_size="many"), "config.json: "),
-    "negative size": (config(vocab_size=-1), "vocab_size"),
+    "zero heads": (config(num_attention_heads=0), f"config.json: num_attention_heads = 0 is not {INTEGER}"),
+    "text": (config(hidden_size="many"), f'config.json: hidden_size = "many" is not {INTEGER}'),
+    "negative size": (config(vocab_size=-1), f"config.json: vocab_size = -1 is not {INTEGER}"),
+    "null": (config(hidden_size=None), "config.json: a value that this architecture needs is null; download the file again"),
+    "RoPE text": (config(rope_parameters="x"), 'config.json: rope_parameters = "x" is not an object; correct it, or download'),
+    "RoPE theta": (config(rope_parameters={"rope_theta": []}), "rope_theta = [] is not a positive number up to 1,000,000,000;"),
+    "tied text": (config(tie_word_embeddings="false"), 'tie_word_embeddings = "false" is not true or false; correct it'),
+    "many layers": (config(num_hidden_layers=9999), "config.json describes 9,999 layers, but the folder has 30 tensors"),
 }  # fmt: skip
 
 

@@ -183,10 +183,11 @@ def _entry(name: str, field: dict[str, Any], shard_range: list[Any], data_start:
         raise ValueError(f"{shown(name)} has the dtype {shown(str(field['dtype']))}, which is not supported")
     dtype = DTYPES[field["dtype"]]
     shape, global_shape, offset = (tuple(numbers) for numbers in (field["shape"], *shard_range))
-    start, end = field["data_offsets"]
-    numbers = (*shape, *global_shape, *offset, start, end)
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    offsets = field["data_offsets"]
+    numbers = (*shape, *global_shape, *offset, *offsets)
+    if len(offsets) != 2 or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{shown(name)}: shapes and offsets must be non-negative integers")
+    start, end = offsets
     inside = len(shape) == len(global_shape) == len(offset) and all(
         o + n <= total for o, n, total in zip(offset, shape, global_shape, strict=True)
     )

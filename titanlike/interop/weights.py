@@ -123,7 +123,6 @@ class HFWeights(Weights):
         self.path = path
         self.config = read_config(path, registered_configs())
         self.tokenizer = Tokenizer(encoding=str(path), special="both" if _adds_bos(path) else "eos")
-        self._plan = hf_plan(self.config)
         self._found: dict[str, tuple[File, Entry]] = {}
         for header in (read_header(LocalFile(file), whole=True) for file in tensor_files(path)):
             for name, entry in header.entries.items():
@@ -132,6 +131,11 @@ class HFWeights(Weights):
                         f"{shown(name)} is in {self._found[name][0]} and in {header.file}; remove one of them"
                     )
                 self._found[name] = header.file, entry
+        if len(self._found) < self.config.num_layers:  # before a model with this number of layers is built
+            raise UserError(
+                f"{path}: {CONFIG} describes {self.config.num_layers:,} layers, but the folder has {len(self._found):,} tensors"
+            )
+        self._plan = hf_plan(self.config)
         self._check()
         if self.config.tied_head and LM_HEAD in self._found:
             self._check_tied_head(*verify_share)

@@ -123,9 +123,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     except UserError as error:
         environment.fail(error)
     except OSError as error:  # such as a directory that this user may not search
-        environment.fail(
-            UserError(f"{error.filename}: {error.strerror}; choose another path, or change its permissions")
-        )
+        where = error.filename or "the working directory"  # of which the system does not give the name
+        environment.fail(UserError(f"{where}: {error.strerror}; choose another path, or change its permissions"))
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
         output.print(f"{arguments.recipe}: valid for {processes} (data files not checked)")

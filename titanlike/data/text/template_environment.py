@@ -17,7 +17,7 @@ from titanlike.data.text.documents import BadRecord
 PLAIN, PLAIN_END, LABEL, LABEL_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"
 # Templates write today's date into the conversation. The tokens of a run must not depend on the day of its start.
 DATE = datetime.datetime(2024, 7, 26)
-MAX_STEPS = 300_000  # of a rendering; a long conversation takes some thousand
+MAX_STEPS = 100_000  # of a rendering; a long conversation takes some thousand
 MAX_SIZE = 10_000_000  # characters of a text that is repeated, and bits of a number
 
 
