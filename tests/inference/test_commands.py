@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import python
@@ -126,7 +127,8 @@ def test_a_run_with_experts_and_its_export_have_the_same_results(
     assert outputs[0] == outputs[1] == outputs[2]
     # The recipe of an import has the model of the folder. The coefficient of the auxiliary loss is the recipe's own.
     command(monkeypatch, "import", tmp_path / "hf", tmp_path / "next.toml")
-    recipe = load(PretrainRecipe, tmp_path / "next.toml", {"model.balance_loss": "0.02", "run.dir": str(tmp_path)})
+    options = {"model.balance_loss": "0.02", "run.dir": str(tmp_path), "data.source": "synthetic"}
+    recipe = load(PretrainRecipe, tmp_path / "next.toml", options)
     assert recipe.model == dataclasses.replace(model, balance_loss=0.02)
     check_machine(recipe)
 
@@ -188,11 +190,16 @@ def test_mistakes_are_reported_in_a_sentence(
         ),
         (("evaluate", folder / "hf", "--task", task, "--format", "hella"), "invalid choice: 'hella'"),
         (("evaluate", folder / "hf", "--task", task, "--format", "arc"), "piqa.jsonl, line 1: no field 'choices'"),
+        (("evaluate", folder / "hf", "--data", "a" * 300), "--data.0: is too long for a path; use at most 1024 bytes"),
         (("evaluate", folder / "hf", "--data", "nowhere"), "--data: 'nowhere' does not exist"),
         (("evaluate", folder / "empty", "--data", task), "contains no checkpoint and no config.json"),
         (
             ("evaluate", folder / "hf", "--data", task, "--seq-len", 65),
-            "--seq-len 65 is longer than the context of the model, 64",
+            "--seq-len 65: use 2 to 64 tokens, the context of the model",
+        ),
+        (
+            ("evaluate", folder / "hf", "--data", task, "--seq-len", 1),
+            "--seq-len 1: use 2 to 64 tokens, the context of",
         ),
         (
             ("evaluate", folder / "hf", "--data", folder / "text.txt", "--tensor", 3),
@@ -200,6 +207,25 @@ def test_mistakes_are_reported_in_a_sentence(
         ),
     ):
         assert message in refusal(monkeypatch, capsys, *arguments), arguments
+
+
+def test_weights_that_are_not_finite_are_reported_in_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(CONFIG)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[3] = torch.nan
+    hf = export_model(model, CONFIG, tmp_path / "hf")
+    for arguments in (
+        ("generate", hf, "--prompt", "a", "--temperature", 0, "--json"),
+        ("generate", hf, "--prompt", "a", "--json"),
+        ("evaluate", hf, "--task", folder / "piqa.jsonl", "--format", "piqa", "--json"),
+        ("evaluate", hf, "--data", folder / "text.txt"),
+    ):
+        message = (
+            "error: the model computes NaN or infinity; restore its weights or, if they are finite, compute in float32"
+        )
+        assert refusal(monkeypatch, capsys, *arguments) == message, arguments
 
 
 def test_the_harness_that_is_not_installed_is_named(

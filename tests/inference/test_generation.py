@@ -15,7 +15,7 @@ from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.inference.generation import TextStream, check_prompts, generate
-from titanlike.inference.kv_cache import apply_kv_cache
+from titanlike.inference.kv_cache import CachedAttention, apply_kv_cache
 from titanlike.inference.load import load_for_generation
 from titanlike.inference.logits import CachedLogits, NextLogits, recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
@@ -83,6 +83,21 @@ def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(name: str, alo
         found = next_logits(prompts)
     for prompt, logits in zip(prompts, found, strict=True):
         torch.testing.assert_close(logits, model(torch.tensor([prompt]))[0, -1].detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_cache_is_not_longer_than_the_context(alone: None) -> None:
+    config = dataclasses.replace(CONFIGS["grouped-query"], max_seq_len=64)  # type: ignore[type-var]
+    model, mesh = model_of(config), build_mesh("cpu")
+    prompts = [byte_tokenizer().opening(prompt) for prompt in PROMPTS]
+    with cached(model, mesh, config, 10**6) as next_logits:
+        texts = generate(
+            next_logits, prompts, byte_tokenizer(), Sampling(), seed=0, max_new_tokens=10**6, max_length=64
+        )
+        caches = [
+            one for module in model.modules() if isinstance(module, CachedAttention) for one in module.cache or ()
+        ]
+    assert {cache.shape[2] for cache in caches} == {max(map(len, prompts)) + 64 - min(map(len, prompts))}
+    assert any(texts)
 
 
 def document_masks(model: nn.Module) -> list[DocumentMask]:
@@ -220,6 +235,13 @@ def test_top_k_and_top_p_equal_a_plain_reference(temperature: float, top_k: int,
     for row, values in zip(found, logits.tolist(), strict=True):
         expected = torch.tensor(reference_probs(values, temperature, top_k, top_p))
         torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_very_low_temperatures_choose_the_most_likely_token() -> None:
+    logits = torch.tensor([[-3.0, 1.0, 0.9, 1.0], [-1e30, -2.0, -1e30, -3.0]])
+    for temperature in (1e-6, 1e-39, 5e-324):
+        found = next_token_probs(logits, Sampling(temperature))
+        assert found.tolist() == [[0.0, 0.5, 0.0, 0.5], [0.0, 1.0, 0.0, 0.0]]
 
 
 def test_tokens_are_drawn_with_these_probabilities() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import SMALL, python, run
+from titanlike.config import PretrainRecipe, load
 from titanlike.config.model_configs import LLAMA_SIZES, LlamaConfig
 
 
@@ -34,8 +35,16 @@ def test_export_and_import(runs: Path, tmp_path: Path) -> None:
     assert "for 2 steps on 256 tokens" in card and '"seq_len": 32' in card
     done = titanlike(runs, "import", str(tmp_path / "model"), str(tmp_path / "next.toml"))
     assert done.returncode == 0, done.stderr
+    # The recipe needs data, and has a learning rate for weights that are trained.
     checked = run(tmp_path, "next.toml", "--check", "2")
+    message = "error: data.source = 'chat' requires data.path, which is empty; set it, or data.mixture\n"
+    assert (checked.returncode, checked.stderr) == (2, message)
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 99)
+    options = {"data.path": str(tmp_path / "chats.jsonl")}
+    checked = run(tmp_path, "next.toml", "--check", "2", **options)
     assert checked.returncode == 0, checked.stderr
+    imported = load(PretrainRecipe, tmp_path / "next.toml", options)
+    assert imported.optimizer.lr == 1e-5 and imported.schedule.decay == "cosine"
 
 
 def test_a_config_has_the_name_of_its_published_size() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
@@ -91,18 +92,28 @@ def shrink_header(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:20])
 
 
+def copy_first_file(folder: Path) -> None:
+    shutil.copy(sorted(folder.glob("*.safetensors"))[0], folder / "copy.safetensors")
+    index(lambda names: names.update(x="copy.safetensors"))(folder)
+
+
+UNUSED = "model.layers.0.self_attn.rotary_emb.inv_freq"
+NOTHING: dict[str, object] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+INTEGER = "an integer from 1 to 1,000,000,000; correct it, or download the file again"
 EMBEDDING = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing file": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "lacks model-00002-of"),
-    "truncated file": (truncate, "exceeds its tensor or the file"),
+    "truncated file": (truncate, "bytes, but the file has"),
     "truncated header": (shrink_header, "the header is longer than the file"),
-    "lying offsets": (header(lambda h: h[EMBEDDING].update(data_offsets=[0, 8])), "exceeds its tensor or the file"),
+    "lying offsets": (header(lambda h: h[EMBEDDING].update(data_offsets=[0, 8])), "another number of bytes than its shape"),
     "negative offsets": (header(lambda h: h[EMBEDDING].update(data_offsets=[-4, 0])), "non-negative"),
     "other shape": (header(lambda h: h[EMBEDDING].update(shape=[64, 301])), "has shape (64, 301), but config.json"),
-    "unknown dtype": (header(lambda h: h[EMBEDDING].update(dtype="F4")), "is corrupt"),
-    "missing tensor": (header(lambda h: h.pop(EMBEDDING)), f"lacks {EMBEDDING}; it is not a llama model"),
+    "unknown dtype": (header(lambda h: h[EMBEDDING].update(dtype="F4")), "has the dtype F4, which is not supported"),
+    "missing tensor": (header(lambda h: h.update({UNUSED: h.pop(EMBEDDING)})), f"lacks {EMBEDDING}; it is not a llama model"),
     "surplus tensor": (header(lambda h: h.update({"model.x": h.pop(EMBEDDING)})), f"lacks {EMBEDDING}"),
-    "another tensor": (header(lambda h: h.update({"model.x": dict(h[EMBEDDING])})), "also has model.x; it is not a llama"),
+    "another tensor": (header(lambda h: h.update({"model.x": NOTHING})), "also has model.x; it is not a llama"),
+    "overlapping tensors": (header(lambda h: h.update({"model.x": dict(h[EMBEDDING])})), "overlaps with another one: it "),
+    "tensor in two files": (copy_first_file, "is in {folder}/copy.safetensors and in {folder}/model-00001-of-00006.safe"),
     "path in the index": (index(lambda m: m.update(x="../secret.safetensors")), "is not the name of a file in the folder"),
     "absolute path": (index(lambda m: m.update(x="/etc/passwd")), "is not the name of a file in the folder"),
     "index of numbers": (index(lambda m: m.update(x=3)), "3 is not the name of a file"),  # type: ignore[arg-type]
@@ -120,9 +131,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "biases": (config(attention_bias=True), "attention_bias = True is not supported"),
     "head_dim": (config(head_dim=128), "head_dim = 128 is not supported; only 8 is"),
     "quantized": (config(quantization_config={"bits": 4}), "the weights are quantized"),
-    "zero heads": (config(num_attention_heads=0), "config.json: "),
-    "text": (config(hidden_size="many"), "config.json: "),
-    "negative size": (config(vocab_size=-1), "vocab_size"),
+    "zero heads": (config(num_attention_heads=0), f"config.json: num_attention_heads = 0 is not {INTEGER}"),
+    "text": (config(hidden_size="many"), f'config.json: hidden_size = "many" is not {INTEGER}'),
+    "negative size": (config(vocab_size=-1), f"config.json: vocab_size = -1 is not {INTEGER}"),
+    "null": (config(hidden_size=None), "config.json: a value that this architecture needs is null; download the file again"),
+    "RoPE text": (config(rope_parameters="x"), 'config.json: rope_parameters = "x" is not an object; correct it, or download'),
+    "RoPE theta": (config(rope_parameters={"rope_theta": []}), "rope_theta = [] is not a positive number up to 1,000,000,000;"),
+    "tied text": (config(tie_word_embeddings="false"), 'tie_word_embeddings = "false" is not true or false; correct it'),
+    "many layers": (config(num_hidden_layers=9999), "config.json describes 9,999 layers, but the folder has 30 tensors"),
 }  # fmt: skip
 
 
@@ -133,7 +149,7 @@ def test_damaged_and_unsupported_folders_are_refused(
     damage(folder)
     with pytest.raises(UserError) as error:
         open_weights(folder)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message.format(folder=folder) in str(error.value) and "\n" not in str(error.value)
 
 
 QWEN3 = {  # what the published config.json of Qwen3 0.6B has, in the form of transformers 4
@@ -277,7 +293,7 @@ EXPERT = "model.layers.0.mlp.experts.5.up_proj.weight"
 DAMAGED_EXPERTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "more experts": (config(num_experts=7), "lacks model.layers.0.mlp.experts.6."),
     "fewer experts": (config(num_experts=5), "also has model.layers.0.mlp.experts.5."),
-    "missing expert": (header(lambda h: h.pop(EXPERT)), f"lacks {EXPERT}; it is not a qwen3_moe model"),
+    "missing expert": (header(lambda h: h.update({UNUSED: h.pop(EXPERT)})), f"lacks {EXPERT}; it is not a qwen3_moe model"),
     "other shape": (header(lambda h: h[EXPERT].update(shape=[64, 40])), f"{EXPERT} has shape (64, 40), but config.json"),
     "dense block": (config(mlp_only_layers=[1]), "mlp_only_layers = [1] is not supported; only [] is"),
 }  # fmt: skip
@@ -344,6 +360,34 @@ def test_every_pattern_of_blocks_is_read_back(kind: Any, window: int, pattern: i
     assert found.sliding_window == config.sliding_window or not config.num_local()
 
 
+@pytest.mark.parametrize("name", ["tied", "GPT-2", "Gemma 2"])
+def test_an_lm_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "CHUNK_SIZE", 64 * 7)  # several parts, the last one shorter
+    folder = export_model(model_of(CONFIGS[name]), CONFIGS[name], tmp_path / "hf")
+    [file] = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    [embedding] = [name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    for change in (None, 0, 150, 300):  # a row
+        head = tensors[embedding].clone()
+        if change is not None:
+            head[change, 5] += 1e-3
+        safetensors.torch.save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+        ranks = [(rank, 3) for rank in range(3)]
+        refused = 0
+        for share in [(0, 1), *ranks]:
+            try:
+                open_weights(folder, verify_share=share)
+            except UserError as error:
+                refused += 1
+                assert f"ties the LM head to the embedding, but lm_head.weight differs from {embedding}" in str(error)
+        assert refused == (0 if change is None else 2), "one rank of three finds it"
+    safetensors.torch.save_file(tensors | {"lm_head.weight": tensors[embedding][1:].clone()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match="ties the LM head to the embedding"):
+        open_weights(folder)
+
+
 def test_pickles_are_not_read(folder: Path) -> None:
     for file in folder.glob("model*"):
         file.unlink()
@@ -354,8 +398,6 @@ def test_pickles_are_not_read(folder: Path) -> None:
 
 def test_names_without_the_prefix_of_the_head_and_computed_buffers_are_accepted(tmp_path: Path) -> None:
     """As in the published folder of GPT-2."""
-    import safetensors.torch
-
     config = CONFIGS["GPT-2"]
     export_model(model_of(config), config, tmp_path / "hf")
     [file] = (tmp_path / "hf").glob("*.safetensors")

@@ -158,7 +158,11 @@ def test_the_defaults_are_valid() -> None:
             "'flash' does not support the mask of data.document_masks = true; set training.attention = 'auto'",
         ),
         (
-            dict(data=dict(document_masks=True), model=LlamaConfig(dim=64, num_heads=8, num_kv_heads=8)),
+            dict(
+                data=dict(document_masks=True),
+                model=LlamaConfig(dim=64, num_heads=8, num_kv_heads=8),
+                run=dict(device="cuda"),
+            ),
             1,
             "requires a head dimension of 16 or more, but that of this model is 8; set training.attention = 'math'",
         ),
@@ -187,6 +191,17 @@ def test_an_invalid_recipe_is_refused_with_the_remedy(sections: dict[str, Any], 
     with pytest.raises(UserError) as caught:
         check_recipe(recipe(**sections), processes)
     assert message in str(caught.value)
+
+
+def test_small_heads_are_refused_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = LlamaConfig(dim=64, num_heads=8, num_kv_heads=8)
+    chats = recipe(data=dict(source="chat", path="chats.jsonl"), model=small)
+    monkeypatch.setattr("titanlike.run.model_validation.num_gpus", lambda: 0)
+    check_recipe(chats, 1)
+    monkeypatch.setattr("titanlike.run.model_validation.num_gpus", lambda: 1)
+    with pytest.raises(UserError, match="requires a head dimension of 16 or more"):
+        check_recipe(chats, 1)
+    check_recipe(replace(chats, run=replace(chats.run, device="cpu")), 1)
 
 
 @pytest.mark.parametrize(

@@ -165,3 +165,16 @@ def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"tokenizer.json: the vocabulary is empty"):
         build(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_pattern_that_backtracks_without_an_end_is_refused(trained: Path) -> None:
+    values = json.loads(trained.read_text())
+    values["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    trained.write_text(json.dumps(values))
+    tokenizer = build_tokenizer(Section(encoding=str(trained)))
+    assert len(tokenizer.encode("aa!"))
+    for encode in (tokenizer.encode, tokenizer.encode_with_special):
+        with pytest.raises(
+            UserError, match=r"the tokenizers library fails on a text: .*retry-limit.*; repair the file"
+        ):
+            encode("a" * 100 + "!")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titanlike.checkpoint.files import File
 from titanlike.config import UserError
+from titanlike.config.base import shown
 from titanlike.utils.atomic_io import write_all
 
 DTYPES = {
@@ -28,7 +29,7 @@ DTYPES = {
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CHUNK_SIZE = 1 << 24  # bytes that are hashed, and written or read, at a time
-MAX_HEADER_SIZE = 1 << 30
+MAX_HEADER_SIZE = 100_000_000  # bytes, the limit of the safetensors library
 
 
 class CheckpointCorrupt(UserError):
@@ -103,7 +104,11 @@ def corrupt_unless_read(file: File | str) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointCorrupt(f"{file} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+    except KeyError as error:
+        raise CheckpointCorrupt(f"{file} is corrupt: it lacks {shown(str(error))}") from None
+    except (TypeError, AttributeError):
+        raise CheckpointCorrupt(f"{file} is corrupt: a value in it is of another type than expected") from None
+    except (ValueError, struct.error, RecursionError) as error:
         raise CheckpointCorrupt(f"{file} is corrupt: {error}") from None
 
 
@@ -145,8 +150,10 @@ def read_header(file: File, *, whole: bool = False) -> Header:
     with corrupt_unless_read(file):
         size = file.size()
         (length,) = struct.unpack("<Q", file.read(0, 8).tobytes())
-        if length > min(size - 8, MAX_HEADER_SIZE):
+        if length > size - 8:
             raise ValueError("the header is longer than the file")
+        if length > MAX_HEADER_SIZE:
+            raise ValueError(f"the header has {length:,} bytes, more than {MAX_HEADER_SIZE:,}")
         fields = json.loads(file.read(8, length).tobytes())
         metadata = fields.pop("__metadata__", {})
         if whole:
@@ -154,22 +161,38 @@ def read_header(file: File, *, whole: bool = False) -> Header:
         else:
             metadata = {name: json.loads(text) for name, text in metadata.items() if name != "format"}
             ranges = metadata.pop("shards")
-        entries = {name: _entry(name, field, ranges[name], 8 + length, size) for name, field in fields.items()}
+        entries = {name: _entry(name, field, ranges[name], 8 + length) for name, field in fields.items()}
+        _check_layout({name: field["data_offsets"] for name, field in fields.items()}, size - 8 - length)
         return Header(file, entries, metadata)
 
 
-def _entry(name: str, field: dict[str, Any], shard_range: list[Any], data_start: int, file_size: int) -> Entry:
+def _check_layout(offsets: dict[str, list[int]], size: int) -> None:
+    """Raises `ValueError` unless the tensors fill `size` bytes without holes and overlaps, as the format requires."""
+    position = 0
+    for name, (start, end) in sorted(offsets.items(), key=lambda item: item[1]):
+        if start != position:
+            problem = "overlaps with another one" if start < position else "follows a hole"
+            raise ValueError(f"{shown(name)}: the tensor {problem}: it starts at byte {start:,}, not {position:,}")
+        position = end
+    if position != size:
+        raise ValueError(f"its tensors have {position:,} bytes, but the file has {size:,} for them")
+
+
+def _entry(name: str, field: dict[str, Any], shard_range: list[Any], data_start: int) -> Entry:
+    if field["dtype"] not in DTYPES:
+        raise ValueError(f"{shown(name)} has the dtype {shown(str(field['dtype']))}, which is not supported")
     dtype = DTYPES[field["dtype"]]
     shape, global_shape, offset = (tuple(numbers) for numbers in (field["shape"], *shard_range))
-    start, end = field["data_offsets"]
-    numbers = (*shape, *global_shape, *offset, start, end)
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise ValueError(f"{name}: shapes and offsets must be non-negative integers")
+    offsets = field["data_offsets"]
+    numbers = (*shape, *global_shape, *offset, *offsets)
+    if len(offsets) != 2 or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{shown(name)}: shapes and offsets must be non-negative integers")
+    start, end = offsets
     inside = len(shape) == len(global_shape) == len(offset) and all(
         o + n <= total for o, n, total in zip(offset, shape, global_shape, strict=True)
     )
-    if not inside or end - start != math.prod(shape) * dtype.itemsize or data_start + end > file_size:
-        raise ValueError(f"{name}: the shard exceeds its tensor or the file")
+    if not inside or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{shown(name)}: the shard exceeds its tensor, or has another number of bytes than its shape")
     return Entry(global_shape, offset, shape, dtype, data_start + start)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.cli.processes import add_model_options, session, start_processes
 from titanlike.config import UserError
+from titanlike.config.base import validate
 from titanlike.config.sections import Evaluation
 from titanlike.distributed import environment
 from titanlike.inference.tasks import FORMATS
@@ -59,9 +60,11 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command, or exits with the user's error."""
-    section = Evaluation(
-        tasks=tuple(arguments.task), formats=tuple(arguments.format), data=tuple(arguments.data), limit=arguments.limit
-    )
+    values = {"tasks": arguments.task, "formats": arguments.format, "data": arguments.data, "limit": arguments.limit}
+    try:
+        section = validate(Evaluation, values)
+    except ValueError as error:  # a path that is too long
+        environment.fail(UserError(f"--{error}".replace("tasks", "task").replace("Value error, ", "")))
     problems = evaluation_problems(section) or missing_files(section)
     if not section.tasks and not section.data:
         problems.append("there is nothing to evaluate; give --data, or --task and --format")
@@ -97,10 +100,8 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
     data, trained_seq_len = _data_section(weights, arguments.text_field)
     max_length = weights.config.max_seq_len
     seq_len = arguments.seq_len or min(trained_seq_len or MAX_SEQ_LEN, max_length)
-    if seq_len > max_length:
-        raise UserError(
-            f"--seq-len {seq_len} is longer than the context of the model, {max_length} tokens; use a shorter one"
-        )
+    if not 2 <= seq_len <= max_length:
+        raise UserError(f"--seq-len {seq_len}: use 2 to {max_length} tokens, the context of the model")
     training = Training(seq_len=seq_len, local_batch_size=arguments.batch_size)
     evaluator = Evaluator(section, Sample(), data, training, weights.config, tokenizer, 0)
     model = load_for_evaluation(weights, mesh, parallelism, device, arguments.dtype or default_dtype(device))

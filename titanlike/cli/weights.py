@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlike.config import UserError
+from titanlike.config.base import shown
 from titanlike.config.load import dump
 from titanlike.distributed import environment
 from titanlike.utils.arguments import positive_int
@@ -21,10 +22,17 @@ generation_config.json, the tokenizer and a model card. The folder appears whole
 Of a run with LoRA, it writes the model with the adapters merged into it or, with --adapter, the adapters in PEFT's format."""
 
 IMPORT = """\
-Writes a recipe that starts from the weights of a Hugging Face folder: its [model], [tokenizer] and checkpoint.initial. Set the data
-and the training in it.
+Writes a recipe that starts from the weights of a Hugging Face folder: its [model], [tokenizer] and checkpoint.initial, with a
+learning rate for fine-tuning. Set the data in it: without data.path it does not run.
 
-  titanlike import Llama-3.2-1B/ finetune.toml && ./run_train.sh finetune.toml --check 8"""
+  titanlike import Llama-3.2-1B/ finetune.toml && ./run_train.sh finetune.toml --data.path=chats.jsonl --check 8"""
+# Lines of an imported recipe, and what is said about them.
+COMMENTS = {
+    'source = "chat"': 'conversations or instructions; "text" or "shards" for continued pre-training',
+    'path = ""': "name your data here: the recipe does not run without it",
+    "lr = 1e-05": "of all weights; LoRA (lora.rank) usually has ten times as much",
+    "warmup_steps = 50": "the optimizer state is new",
+}
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.command == "export":
             _export(arguments)
         else:
-            _import(arguments.source, arguments.recipe)
+            import_recipe(arguments.source, arguments.recipe)
     except UserError as error:
         environment.fail(error)
 
@@ -78,7 +86,8 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"{arguments.folder}: {weights.config.label()}, {size:,} bytes of weights, from {weights.path}")
 
 
-def _import(source: Path, recipe: Path) -> None:
+def import_recipe(source: Path, recipe: Path) -> None:
+    """Writes a recipe that starts from the weights of a folder."""
     from titanlike.interop.weights import open_weights
 
     weights = open_weights(source)
@@ -90,12 +99,17 @@ def _import(source: Path, recipe: Path) -> None:
     tables = {
         "model": model,
         "tokenizer": {"encoding": folder, "special": weights.tokenizer.special},
+        "data": {"source": "chat", "path": ""},
         "training": {"seq_len": min(2048, config.max_seq_len)},
+        "optimizer": {"lr": 1e-5},
+        "schedule": {"warmup_steps": 50, "decay": "cosine", "min_ratio": 0.1},
         "checkpoint": {"initial": folder},
     }
-    comment = f"# Starts from the weights in {folder}. Set [data], the rest of [training] and [optimizer].\n"
+    lines = [f"# Starts from the weights in {shown(folder)}. Set [data], and the rest of [training]."]
+    for line in dump(tables).splitlines():
+        lines.append(f"{line.ljust(30)} # {COMMENTS[line]}" if line in COMMENTS else line)
     try:
-        atomic_write_text(recipe, comment + dump(tables))
+        atomic_write_text(recipe, "\n".join(lines) + "\n")
     except OSError as error:
         raise UserError(f"{recipe} cannot be written: {error.strerror}") from None
     print(f"{recipe}: {config.label()}, {config.num_parameters():,} parameters")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
 from titanlike.inference.kv_cache import apply_kv_cache
 from titanlike.models import blocks
@@ -23,6 +24,15 @@ NextLogits = Callable[[Sequence[Sequence[int]]], Tensor]
 def sequence_multiple(mesh: Mesh) -> int:
     """Returns a number of which the length of a sequence must be a multiple under a layout."""
     return mesh.tensor.size() * (2 * mesh.context.size() if mesh.context.size() > 1 else 1)
+
+
+def check_finite(values: Tensor) -> Tensor:
+    """Returns what was computed from logits. Raises `UserError` if some of it is NaN or infinite."""
+    if not values.isfinite().all():
+        raise UserError(
+            "the model computes NaN or infinity; restore its weights or, if they are finite, compute in float32"
+        )
+    return values
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -67,7 +77,8 @@ def recomputed_logits(model: nn.Module, mesh: Mesh, context_length: int, device:
 class CachedLogits:
     """Computes the new token of each sequence only, with a KV cache. For a model whose activations are not sharded.
 
-    The first call takes the prompts, which it pads on the left; each later one takes sequences that are one token longer.
+    The first call takes the prompts, which it pads on the left; each later one takes sequences that are one token longer. The cache
+    holds at most `max_new_tokens` after the prompts, and no more than fill `max_length`, the context, of the shortest one.
     """
 
     def __init__(
@@ -81,14 +92,14 @@ class CachedLogits:
     def __call__(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Returns the logits (B, V) after the last token of each sequence."""
         if self._padding is None:
-            longest = max(map(len, sequences))
+            shortest, longest = min(map(len, sequences)), max(map(len, sequences))
             padding = [longest - len(sequence) for sequence in sequences]
             tokens = [[*[0] * count, *sequence] for count, sequence in zip(padding, sequences, strict=True)]
             self._padding, self._length = torch.tensor(padding, device=self.device), 0
             self._cache = apply_kv_cache(
                 blocks(self.model),
                 batch_size=len(sequences),
-                max_length=longest + self.max_new_tokens,
+                max_length=longest + min(self.max_new_tokens, self.max_length - shortest),
                 document_masks=[module for module in self.model.modules() if isinstance(module, DocumentMask)],
             )
             self._cache.start(self._padding)

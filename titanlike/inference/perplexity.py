@@ -16,7 +16,7 @@ from titanlike.data.packed_dataset import positions_in_documents, separate_docum
 from titanlike.data.text.tokenizer import Separator, Tokenizer
 from titanlike.data.token_shards import Shards
 from titanlike.distributed import collectives
-from titanlike.inference.logits import round_up, sequence_multiple
+from titanlike.inference.logits import check_finite, round_up, sequence_multiple
 from titanlike.models.loss import IGNORE, num_valid
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh
@@ -61,7 +61,7 @@ def perplexity(
         float(_num_bytes(tokens, tokenizer, mesh, batches.num_tokens)), dtype=total.dtype, device=device
     )
     size = collectives.all_reduce_sum(size, mesh.loss_groups) / mesh.context.size()  # its ranks count the same text
-    loss = (total / count).item()
+    loss = check_finite(total / count).item()
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),

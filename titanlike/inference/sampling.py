@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titanlike.inference.logits import check_finite
 from titanlike.utils.counter_rng import derive_seed
+
+MIN_TEMPERATURE = 1e-30  # a float32
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> list[int]:
         """Returns tokens for logits (B, V)."""
+        check_finite(logits)
         if not self.sampling.temperature:
             return logits.argmax(-1).tolist()
         probs = next_token_probs(logits, self.sampling).cpu()
@@ -42,7 +46,9 @@ class Sampler:
 
 def next_token_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Returns the probabilities (B, V) with which tokens are chosen, for a temperature above 0."""
-    logits = logits.float() / sampling.temperature
+    logits = logits.float()
+    # The difference and the limit avoid infinity divided by infinity at a very low temperature.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, MIN_TEMPERATURE)
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)

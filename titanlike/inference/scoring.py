@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titanlike.data.text.tokenizer import Tokenizer
 from titanlike.distributed import collectives
-from titanlike.inference.logits import parallel_logits
+from titanlike.inference.logits import check_finite, parallel_logits
 from titanlike.parallelisms.mesh import Mesh
 
 MIN_LENGTH = 32  # of a padded batch
@@ -58,7 +58,7 @@ class Scorer:
             values = self._score([requests[index] for index in batch])
             if self.mesh.context.get_local_rank() == 0:  # all ranks of a context-parallel group have the same values
                 scores[batch] = values[: len(batch)].cpu()
-        scores = collectives.all_reduce_sum(scores.to(self.device), self.mesh.loss_groups)
+        scores = check_finite(collectives.all_reduce_sum(scores.to(self.device), self.mesh.loss_groups))
         return [(value, bool(is_greedy)) for value, is_greedy in scores.tolist()]
 
     def _score(self, requests: Sequence[Request]) -> Tensor:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.config.base import shown
+from titanlike.config.base import LIMIT, shown
 from titanlike.config.model_configs import TransformerConfig
 from titanlike.utils.regular_file import read_regular
 
@@ -16,6 +16,57 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Fields of a model config that describe its training or its limits, and not its tensors or what it computes from them.
 NOT_COMPARED = ("name", "size", "dropout", "max_seq_len", "balance_loss")
+
+OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
+# Keys of a config.json, what their values are if they are not null, and a test of it.
+KEY_TYPES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (
+        (
+            *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+            *("vocab_size", "max_position_embeddings", "head_dim", "moe_intermediate_size", "num_experts"),
+            *(
+                "num_local_experts",
+                "num_experts_per_tok",
+                "sliding_window",
+                "n_embd",
+                "n_layer",
+                "n_head",
+                "n_positions",
+            ),
+            "original_max_position_embeddings",
+        ),
+        f"an integer from 1 to {LIMIT:,}",
+        lambda value: type(value) is int and 1 <= value <= LIMIT,
+    ),
+    (
+        ("sliding_window_pattern", "_sliding_window_pattern"),
+        f"an integer from 0 to {LIMIT:,}",
+        lambda value: type(value) is int and 0 <= value <= LIMIT,
+    ),
+    (
+        (
+            *(
+                "rope_theta",
+                "rms_norm_eps",
+                "layer_norm_epsilon",
+                "query_pre_attn_scalar",
+                "rope_local_base_freq",
+                "factor",
+            ),
+            *("final_logit_softcapping", "attn_logit_softcapping"),
+        ),
+        f"a positive number up to {LIMIT:,}",
+        lambda value: type(value) in (int, float) and 0 < value <= LIMIT,
+    ),
+    (
+        ("final_logit_softcapping", "attn_logit_softcapping"),
+        f"a number from 0 to {LIMIT:,}",
+        lambda value: type(value) in (int, float) and 0 <= value <= LIMIT,
+    ),
+    (("tie_word_embeddings", "norm_topk_prob"), "true or false", lambda value: type(value) is bool),
+    (OBJECTS, "an object", lambda value: isinstance(value, dict)),
+    (("layer_types",), "a list", lambda value: isinstance(value, list)),
+)
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -37,14 +88,30 @@ def read_config(folder: Path, config_classes: tuple[type[TransformerConfig], ...
         )
     if values.get("quantization_config"):
         raise UserError(f"{file}: the weights are quantized; use a folder with float32, float16 or bfloat16 weights")
+    _check_types(file, values)
     try:
         return known[found].from_hugging_face(values)
     except UserError:
         raise
     except KeyError as error:
-        raise UserError(f"{file} has no {error}") from None
-    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
-        raise UserError(f"{file}: {shown(str(error))}") from None
+        raise UserError(f"{file} has no {error}; add it, or download the file again") from None
+    except (ValueError, ArithmeticError) as error:
+        raise UserError(f"{file}: {shown(str(error))}; correct it, or choose another model") from None
+    except (TypeError, AttributeError):  # a null where the architecture needs a value
+        raise UserError(f"{file}: a value that this architecture needs is null; download the file again") from None
+
+
+def _check_types(file: Path, values: dict[str, Any]) -> None:
+    """Raises `UserError` for a value of a `config.json`, or of an object in it, that is not of the type that its key has."""
+    for key, value in values.items():
+        if value is None:
+            continue
+        for keys, expected, is_valid in KEY_TYPES:
+            if key in keys and not is_valid(value):
+                text = shown(json.dumps(value))
+                raise UserError(f"{file}: {key} = {text} is not {expected}; correct it, or download the file again")
+        if key in OBJECTS:
+            _check_types(file, value)
 
 
 def config_problems(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from titanlike.checkpoint import store
 from titanlike.checkpoint.files import File, LocalFile
 from titanlike.checkpoint.format import (
+    CHUNK_SIZE,
     Entry,
     Reader,
     ShardRange,
@@ -29,13 +30,14 @@ from titanlike.config.base import shown, validate
 from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Lora, Tokenizer
 from titanlike.distributed import process_group
-from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, read_json, tensor_files
+from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
 from titanlike.interop.hf_plan import hf_plan, parameter_shapes, stored_tensors, whole
 from titanlike.models import lora
 from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.registry import registered_configs
 from titanlike.utils.dtensor import local_tensor
 
+LM_HEAD = "lm_head.weight"
 # Buffers that some versions of transformers saved and that the model computes.
 COMPUTED = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -68,6 +70,7 @@ def open_weights(path: Path, *, step: int = 0, verify_share: tuple[int, int] = (
     """Opens a Hugging Face folder, a run directory (its newest checkpoint, or that of `step`) or a checkpoint.
 
     Of the files of a checkpoint, it verifies the hashes of a share: (0, 1) is all of them, (rank, number of ranks) those of a rank.
+    Of an LM head that a Hugging Face folder has besides the embedding that it is tied to, it compares a share of the rows.
     """
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
@@ -75,7 +78,7 @@ def open_weights(path: Path, *, step: int = 0, verify_share: tuple[int, int] = (
     if is_hf_folder(path):
         if step:
             raise UserError(f"{path} is a Hugging Face folder, which has no steps; omit --step")
-        return HFWeights(path)
+        return HFWeights(path, verify_share)
     return CheckpointWeights(*_find_checkpoint(path, step), verify_share)
 
 
@@ -116,26 +119,35 @@ def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allo
 class HFWeights(Weights):
     """The weights of a Hugging Face folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, verify_share: tuple[int, int] = (0, 1)) -> None:
         self.path = path
         self.config = read_config(path, registered_configs())
         self.tokenizer = Tokenizer(encoding=str(path), special="both" if _adds_bos(path) else "eos")
-        self._plan = hf_plan(self.config)
         self._found: dict[str, tuple[File, Entry]] = {}
         for header in (read_header(LocalFile(file), whole=True) for file in tensor_files(path)):
-            self._found |= {name: (header.file, entry) for name, entry in header.entries.items()}
+            for name, entry in header.entries.items():
+                if name in self._found:
+                    raise UserError(
+                        f"{shown(name)} is in {self._found[name][0]} and in {header.file}; remove one of them"
+                    )
+                self._found[name] = header.file, entry
+        if len(self._found) < self.config.num_layers:  # before a model with this number of layers is built
+            raise UserError(
+                f"{path}: {CONFIG} describes {self.config.num_layers:,} layers, but the folder has {len(self._found):,} tensors"
+            )
+        self._plan = hf_plan(self.config)
         self._check()
+        if self.config.tied_head and LM_HEAD in self._found:
+            self._check_tied_head(*verify_share)
 
     def _check(self) -> None:
         """Raises `UserError` unless the folder has exactly the tensors of the model."""
         # Folders of a base model lack the prefix of the model with a head.
         prefix = next((tensor.name.partition(".")[0] + "." for tensor in self._plan.values()), "")
         if not any(name.startswith(prefix) for name in self._found):
-            self._found = {
-                name if name == "lm_head.weight" else prefix + name: place for name, place in self._found.items()
-            }
+            self._found = {name if name == LM_HEAD else prefix + name: place for name, place in self._found.items()}
         expected = {name: tensor.shape for name, tensor in stored_tensors(self.config).items()}
-        ignored = (*COMPUTED, "lm_head.weight") if self.config.tied_head else COMPUTED
+        ignored = (*COMPUTED, LM_HEAD) if self.config.tied_head else COMPUTED
         surplus = [
             name
             for name in self._found
@@ -152,6 +164,22 @@ class HFWeights(Weights):
                 raise UserError(f"{file}: {name} has shape {entry.shape}, but config.json describes {shape}")
             if entry.dtype not in FLOATS:
                 raise UserError(f"{file}: {name} is {entry.dtype}; use weights in float32, float16 or bfloat16")
+
+    def _check_tied_head(self, rank: int, num_ranks: int) -> None:
+        """Raises `UserError` unless a rank's share of the LM head equals the embedding, which the model uses instead."""
+        embedding = self._plan["tok_embeddings.weight"].name
+        (file, head), (other_file, other) = self._found[LM_HEAD], self._found[embedding]
+        is_equal = head.shape == other.shape and head.dtype in FLOATS
+        rows, columns = other.shape
+        size = -(-CHUNK_SIZE // columns)
+        for start in range(rank * size, rows if is_equal else 0, num_ranks * size):
+            part = [slice(start, min(start + size, rows)), slice(0, columns)]
+            is_equal &= bool((read_part(file, head, part) == read_part(other_file, other, part)).all())
+        if not is_equal:
+            raise UserError(
+                f"{self.path}: {CONFIG} ties the LM head to the embedding, but {LM_HEAD} differs from {embedding}; set "
+                f"tie_word_embeddings = false in {CONFIG}, or remove the tensor that is wrong"
+            )
 
     def dtype(self, name: str) -> torch.dtype:
         tensor = self._plan[name]

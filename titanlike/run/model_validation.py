@@ -2,6 +2,7 @@
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.base import matches
+from titanlike.utils.system import num_gpus
 
 FLEX_MIN_HEAD_DIM = 16  # of FlexAttention's kernels for GPUs
 
@@ -33,7 +34,8 @@ def attention_problems(recipe: PretrainRecipe) -> list[str]:
     masked = bool(what) and recipe.run.allows_cuda  # the CPU's flash kernel supports masks
     flex = masked and kernel == "auto"  # these use FlexAttention
     problems = []
-    if flex and model.head_dim < FLEX_MIN_HEAD_DIM:
+    on_gpu = recipe.run.device == "cuda" or num_gpus() > 0
+    if flex and on_gpu and model.head_dim < FLEX_MIN_HEAD_DIM:
         problems.append(
             f"{what} uses FlexAttention on a GPU, which requires a head dimension of {FLEX_MIN_HEAD_DIM} or "
             f"more, but that of this model is {model.head_dim}; set training.attention = 'math', or use larger heads"

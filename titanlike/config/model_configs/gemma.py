@@ -98,6 +98,8 @@ class GemmaConfig(LlamaFamilyConfig):
         num_layers = values["num_hidden_layers"]
         pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", pattern))
         kinds = values.get("layer_types") or _layer_types(num_layers, pattern)
+        if len(kinds) != num_layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
         return {
             "head_dim": values.get("head_dim", 256),
             "query_scalar": float(values.get("query_pre_attn_scalar", 256)),
@@ -192,7 +194,7 @@ def _layer_types(num_layers: int, pattern: int) -> list[str]:
 
 def _pattern(kinds: list[str], pattern: int) -> int:
     """Returns `sliding_window_pattern` for the types of all blocks: `pattern` if it has them."""
-    for candidate in (pattern, 0, *range(1, len(kinds) + 1)):
+    for candidate in (pattern, 0, kinds.index(GLOBAL) + 1 if GLOBAL in kinds else 0):
         if kinds == _layer_types(len(kinds), candidate):
             return candidate
     raise ValueError(f"layer_types = {kinds!r} has no fixed pattern, which is not supported")

@@ -9,7 +9,6 @@ special tokens in them are enclosed in characters that are in no text. The rende
 encoded as plain text.
 """
 
-import datetime
 import json
 import re
 from pathlib import Path
@@ -18,24 +17,17 @@ from typing import Any
 import jinja2
 import numpy as np
 import numpy.typing as npt
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titanlike.config import UserError
+from titanlike.config.base import shown
 from titanlike.data.packed_dataset import Flags
 from titanlike.data.text.conversations import Conversation, Message
 from titanlike.data.text.documents import BadRecord, replace_surrogates
+from titanlike.data.text.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
 from titanlike.data.text.tokenizer import TokenIDs, Tokenizer, files_of
 from titanlike.utils.regular_file import read_regular
 
-# Noncharacters of Unicode, which no text may contain: they enclose plain text, and the assistant's part.
-PLAIN, PLAIN_END, LABEL, LABEL_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"
 REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
-# Templates write today's date into the conversation. The tokens of a run must not depend on the day of its start.
-DATE = datetime.datetime(2024, 7, 26)
-
 BUILT_IN = """\
 {%- for message in messages -%}
 {{- <start> + message['role'] + '\\n' -}}
@@ -62,10 +54,14 @@ class ChatTemplate:
         starts = {name[:size] for name in names for size in range(1, len(name))}
         self._start_of_special = re.compile(f"(?:{'|'.join(map(re.escape, sorted(starts, key=len, reverse=True)))})$")
         self._marks_labels = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
+        environment = template_environment()
+        self._steps = environment.steps
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{name}, line {error.lineno}: {error.message}") from None
+        except (SyntaxError, RecursionError, ValueError):  # of the Python code that Jinja writes
+            raise UserError(f"{name} is nested too deeply, or has a number that is too long; simplify it") from None
         self._variables = _token_names(tokenizer)
 
     @property
@@ -99,12 +95,15 @@ class ChatTemplate:
         return None
 
     def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
+        self._steps.done = 0
         try:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
             )
+        except BadRecord as error:
+            raise BadRecord(f"{self.name} does not end: {error}; simplify it") from None
         except Exception as error:  # noqa: BLE001  a template can raise anything
-            raise BadRecord(f"{self.name} raises {type(error).__name__}: {error}") from None
+            raise BadRecord(f"{self.name} raises {type(error).__name__}: {shown(str(error))}") from None
 
     def _render_by_prefix(self, messages: list[Message], tools: Any) -> str:
         """Renders and marks the assistant's part: what a message adds to the rendering of those before it, which ends with the
@@ -211,39 +210,6 @@ def _built_in(tokenizer: Tokenizer) -> str:
         template = template.replace(name, json.dumps(value))
     bos = "" if tokenizer.bos is None else f"{{{{- {json.dumps(special[tokenizer.bos])} -}}}}\n"
     return bos + template
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns the environment that templates are written for."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = DATE.strftime
-    return environment
-
-
-class _Generation(Extension):
-    """The block `{% generation %}`, whose content is the assistant's."""
-
-    tags = {"generation"}  # noqa: RUF012  not annotated in the base class
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Any) -> str:
-        """Encloses the content of a block in marks."""
-        return f"{LABEL}{caller()}{LABEL_END}"
 
 
 def _overlaps(ends: npt.NDArray[np.int64], spans: list[list[int]]) -> Flags:

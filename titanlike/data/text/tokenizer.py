@@ -3,7 +3,8 @@
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import tiktoken
 
 from titanlike.config import UserError
+from titanlike.config.base import shown
 from titanlike.config.load import nearest
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text.files import import_optional
@@ -156,10 +158,13 @@ class _HuggingFaceCodec:
 
     def __init__(self, path: Path) -> None:
         tokenizers = import_optional("tokenizers", str(path))
+        self.path = path
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001  the library raises no narrower type
-            raise UserError(f"{path}: not a tokenizer.json that the tokenizers library can read: {error}") from None
+            raise UserError(
+                f"{path}: not a tokenizer.json that the tokenizers library can read: {shown(str(error))}"
+            ) from None
         self.tokenizer.encode_special_tokens = True  # encodes their names in a text as plain text
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -173,19 +178,35 @@ class _HuggingFaceCodec:
 
     def encode(self, text: str) -> TokenIDs:
         # The batch variant does not compute character offsets, which are not needed.
-        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        with self._library_errors():
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
     def encode_with_special(self, text: str) -> tuple[TokenIDs, npt.NDArray[np.int64]]:
         self.tokenizer.encode_special_tokens = False
         try:
-            encoding = self.tokenizer.encode(text, add_special_tokens=False)
+            with self._library_errors():
+                encoding = self.tokenizer.encode(text, add_special_tokens=False)
         finally:
             self.tokenizer.encode_special_tokens = True
         return np.array(encoding.ids, np.uint32), np.array([end for _, end in encoding.offsets], np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+        with self._library_errors():
+            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    @contextmanager
+    def _library_errors(self) -> Iterator[None]:
+        """Raises `UserError` if the library fails on a text, as with a pattern that backtracks more often than its limit."""
+        try:
+            yield
+        except BaseException as error:
+            # A panic of the library is not an Exception, and its class cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(
+                f"{self.path}: the tokenizers library fails on a text: {shown(str(error))}; repair the file, such as its pattern"
+            ) from None
 
 
 def _names_of_special_tokens(config: Path) -> list[str]:
