@@ -116,6 +116,7 @@ CASES |= {
         job("llama3_8b", 8, model=FOUR, lora=dict(rank=16), activation_checkpoint=dict(mode="full"), **LAST),
         0,
     ),
+    "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
     "one GPU, full": (job("llama3_8b", 1, model=FOUR, activation_checkpoint=dict(mode="full"), training=ONE), 0),
 }
 LONG = dict(model=FOUR, training=dict(global_batch_size=8), parallelism=dict(context=4))
@@ -128,6 +129,7 @@ QUICK = (
     "CP x FSDP, 128k, none",
     "FSDP, last micro-batch",
     "LoRA, FSDP, last micro-batch",
+    "LoRA, FSDP, selective",
     "TP x FSDP, selective",
     "PP x FSDP, second rank",
     "MoE, EP x FSDP, selective",
