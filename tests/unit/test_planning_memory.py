@@ -176,6 +176,14 @@ def test_jobs_that_only_compiled_code_can_run_are_not_simulated() -> None:
     assert can_simulate(job("llama3_8b", 8))
 
 
+def test_async_tensor_parallelism_is_simulated_without_a_gpu() -> None:
+    layouts = (dict(tensor=2, async_tensor_parallel=overlapped) for overlapped in (False, True))
+    found = [
+        simulate(job("llama3_8b", 8, model=FOUR, compile=COMPILED, parallelism=parallelism)) for parallelism in layouts
+    ]
+    assert found[1].allocated == found[0].allocated > 2**30
+
+
 def test_a_deep_model_is_extrapolated_from_a_few_blocks() -> None:
     deep = job("llama3_8b", 8, model=dict(num_layers=12), activation_checkpoint=dict(mode="full"))
     with pytest.MonkeyPatch.context() as patch:
