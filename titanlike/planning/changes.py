@@ -136,8 +136,8 @@ def _inferred_shard(job: Job) -> Changes:
 
 
 def combinations(job: Job, hardware: Hardware) -> Iterator[list[dict[str, Any]]]:
-    """Yields groups of combined changes that save memory, from the least intrusive: checkpointing, micro-batch, layout and what FSDP
-    keeps; then the states of the optimizer too; then host memory."""
+    """Yields groups of combined changes that save memory, from the least intrusive: checkpointing, micro-batch, layout and what
+    FSDP keeps; then the states of the optimizer too; then host memory."""
     recipe = job.recipe
     base: dict[str, Any] = {"activation_checkpoint.mode": "full"} | dict(_inferred_shard(job))
     if recipe.training.loss_chunk == 0:
