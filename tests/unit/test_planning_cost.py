@@ -2,14 +2,18 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import planner_validation
 from benchmarks.published import ROWS
+from tests.training import tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.model_configs import (
     Gemma2Config,
@@ -22,6 +26,10 @@ from titanlike.config.model_configs import (
     Qwen3MoeConfig,
 )
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
+from titanlike.models import blocks, build_model
+from titanlike.models.llama import rotary_angles
+from titanlike.models.lora import apply_lora
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.planning.collectives import Collective
 from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
 from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
@@ -166,6 +174,42 @@ def test_lora_computes_no_gradients_of_frozen_weights() -> None:
     assert flops(lora.backward_weight) < flops(full.backward_weight) / 50
     assert flops(full.forward) < flops(lora.forward) < flops(full.forward) * 1.02
     assert predict(job(8, lora=Lora(rank=16))).seconds < predict(job(8)).seconds * 0.8
+
+
+def test_lora_is_recomputed_with_the_other_products() -> None:
+    full = ActivationCheckpoint(mode="full")
+    without, lora = (predict(job(8, lora=Lora(rank=rank), activation_checkpoint=full)).parts for rank in (0, 16))
+    assert lora["recomputation"] == pytest.approx(without["recomputation"], rel=0.4)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("layers", [(), ("wq", "wv"), ("wo", "w1", "w2")], ids=["all", "wq wv", "wo w1 w2"])
+def test_products_of_a_block_with_lora_are_those_that_torch_counts(
+    tmp_path: Path, layers: tuple[str, ...], mode: Literal["full", "selective"]
+) -> None:
+    sections = dict(lora=dict(rank=8, layers=layers), activation_checkpoint=dict(mode=mode), compile=dict(mode="none"))
+    training = dict(compute_dtype="float32", seq_len=64, local_batch_size=2, global_batch_size=2)
+    sizes = LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=192, vocab_size=256)
+    recipe = tiny(tmp_path, "run", model=sizes, training=training, **sections)
+    model = build_model(recipe.model)
+    apply_lora(model, blocks(model), recipe.lora)
+    block = blocks(model)["0"]
+    x, angles = torch.randn(2, 64, 64, requires_grad=True), rotary_angles(sizes, torch.arange(64)[None])
+
+    def counted(compute: Callable[[], Any]) -> tuple[Any, int]:
+        with FlopCounterMode(display=False) as counter:
+            result = compute()
+        return result, sum(count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name))
+
+    out, forward = counted(lambda: block(x, angles))
+    _, backward = counted(lambda: out.sum().backward())
+    apply_activation_checkpoint(blocks(model), mode=mode)
+    out, _ = counted(lambda: block(x, angles))  # counting decomposes operators, in both passes
+    _, with_recomputation = counted(lambda: out.sum().backward())
+    planned = Counts(Job(recipe, 1)).block(frozenset())
+    assert flops(planned.forward) == forward
+    assert flops(planned.backward_input, planned.backward_weight) == backward
+    assert flops(planned.recomputation) == with_recomputation - backward
 
 
 def test_twice_the_tokens_take_twice_the_time_in_matmuls() -> None:

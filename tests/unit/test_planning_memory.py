@@ -116,6 +116,7 @@ CASES |= {
         job("llama3_8b", 8, model=FOUR, lora=dict(rank=16), activation_checkpoint=dict(mode="full"), **LAST),
         0,
     ),
+    "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
     "one GPU, full": (job("llama3_8b", 1, model=FOUR, activation_checkpoint=dict(mode="full"), training=ONE), 0),
 }
 LONG = dict(model=FOUR, training=dict(global_batch_size=8), parallelism=dict(context=4))
@@ -128,6 +129,7 @@ QUICK = (
     "CP x FSDP, 128k, none",
     "FSDP, last micro-batch",
     "LoRA, FSDP, last micro-batch",
+    "LoRA, FSDP, selective",
     "TP x FSDP, selective",
     "PP x FSDP, second rank",
     "MoE, EP x FSDP, selective",
@@ -172,6 +174,14 @@ def test_jobs_that_only_compiled_code_can_run_are_not_simulated() -> None:
     }
     assert found == {"none": True, "selective": False}
     assert can_simulate(job("llama3_8b", 8))
+
+
+def test_async_tensor_parallelism_is_simulated_without_a_gpu() -> None:
+    layouts = (dict(tensor=2, async_tensor_parallel=overlapped) for overlapped in (False, True))
+    found = [
+        simulate(job("llama3_8b", 8, model=FOUR, compile=COMPILED, parallelism=parallelism)) for parallelism in layouts
+    ]
+    assert found[1].allocated == found[0].allocated > 2**30
 
 
 def test_a_deep_model_is_extrapolated_from_a_few_blocks() -> None:

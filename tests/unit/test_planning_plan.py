@@ -9,7 +9,7 @@ import pytest
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.planning.advice import advice, checkpointing_modes, limits
-from titanlike.planning.changes import apply, single_changes, text_of
+from titanlike.planning.changes import apply, changes_rounding, single_changes, text_of
 from titanlike.planning.confirmation import confirm
 from titanlike.planning.hardware import Hardware, load_hardware
 from titanlike.planning.job import Job
@@ -78,19 +78,40 @@ def test_advice_for_a_layout_that_fits_is_really_faster() -> None:
     assert all(mode.tokens_per_second <= again.tokens_per_second for mode in modes.values() if mode and mode.fits)
 
 
-def test_advice_is_the_best_of_all_single_changes() -> None:
-    plan = plan_of("llama3_70b", 128, parallelism__pipeline="2")
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "sections"), [("llama3_70b", 128, dict(parallelism__pipeline="2")), ("llama3_8b", 64, {})]
+)
+def test_advice_is_the_best_of_all_single_changes(name: str, num_gpus: int, sections: dict[str, str]) -> None:
+    plan = plan_of(name, num_gpus, **sections)
     assert plan.fits
     speeds = {}
+    keeping = set()
     for changes in single_changes(plan.job, H100):
         with suppress(UserError):
             changed = apply(plan.job.recipe, changes)
-            check_recipe(changed, 128)
-            found = make_plan(Job(changed, 128), H100)
+            check_recipe(changed, num_gpus)
+            found = make_plan(Job(changed, num_gpus), H100)
             if found.fits:
                 speeds[text_of(changes)] = found.tokens_per_second
+                keeping |= set() if changes_rounding(changes) else {text_of(changes)}
     assert len(speeds) > 10
-    assert text_of(advice(plan, check_recipe).changes) == max(speeds, key=lambda text: speeds[text])
+    text = advice(plan, check_recipe).text
+    # First the best one that keeps the rounding of the result, then the best one.
+    assert text.startswith(max(keeping, key=lambda text: speeds[text]))
+    first, _, second = text.partition(" Or ")
+    assert second.startswith(max(speeds, key=lambda text: speeds[text]))
+    assert "rounding" not in first and second.endswith("; the rounding of the result changes.")
+
+
+def test_advice_changes_what_fsdp_keeps() -> None:
+    sections = dict(parallelism__reshard_after_forward="never", parallelism__gradient_sync="last_microbatch")
+    batch = dict(training__local_batch_size="1", training__global_batch_size="32")
+    plan = plan_of("llama3_70b", 32, parallelism__tensor="2", **sections, **batch)
+    assert not plan.fits
+    found = advice(plan, check_recipe)
+    assert found.plan is not None and found.plan.fits and found.plan.job.num_gpus == 32
+    assert found.changes["parallelism.reshard_after_forward"] == "auto"
+    assert found.changes["parallelism.gradient_sync"] == "each_microbatch"
 
 
 @pytest.mark.parametrize(("name", "num_gpus", "keeps_rounding"), [("llama3_8b", 8, True), ("llama3_70b", 32, True)])

@@ -62,8 +62,7 @@ def block_activations(job: Job) -> BlockActivations:
     # The inputs of attention and feed-forward, and what they compute.
     kept = 2 * norm_input + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
     kept += 2 * norm_input if model.post_norms else 0.0
-    # Every second matmul, in the order of the forward pass: wq, wv, w1 and, if there are two inner matrices, w2.
-    selective = stream + queries + keys + ffn + attention
+    selective = stream + attention + _every_second_product(job)
     recomputed = 0.0
     if layout.context > 1:
         # Keeps the collectives' results, and puts them in order again: both are there in the backward pass.
@@ -71,9 +70,6 @@ def block_activations(job: Job) -> BlockActivations:
         recomputed = 2 * keys * layout.context if mode == "selective" else 0.0
     if tensor > 1:
         selective += gathered + (stream if compiled else 2 * stream)
-    # Compiled code does not keep the output of w2 unless a post-norm reads it: otherwise no gradient depends on it.
-    if is_gated and (model.post_norms or not compiled):
-        selective += hidden
     forward = 4 * ffn if mode != "none" else 4 * stream
     backward, early = (3 if compiled else 2) * ffn, 0.0
     if isinstance(model, MoeConfig):
@@ -94,3 +90,19 @@ def block_activations(job: Job) -> BlockActivations:
         "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
     }[mode]
     return BlockActivations(saved, kept + recomputed, stream, forward, backward, stream, early)
+
+
+def _every_second_product(job: Job) -> float:
+    """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
+    router and its experts have four."""
+    model, lora, tensor = job.recipe.model, job.recipe.lora, job.layout.tensor
+    matrices = model.block_matrices()
+    widths: list[float] = []
+    for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices)):
+        width = matrices[name][0] / (1 if name in model.rowwise_matrices else tensor)
+        widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
+    kept = widths[::2]
+    # Compiled code does not keep the last one unless a post-norm reads it: otherwise no gradient depends on it.
+    if len(widths) % 2 and job.recipe.compile.mode != "none" and not model.post_norms:
+        kept.pop()
+    return DTYPE_BYTES[job.recipe.training.compute_dtype] * sum(kept)

@@ -108,18 +108,26 @@ def advice(plan: Plan, check: Check) -> Advice:
 
 
 def _faster(plan: Plan, check: Check) -> Advice:
-    best = _fastest(plan, candidates.single_changes(plan.job, plan.hardware), check)
-    if best is None or best[1].tokens_per_second < plan.tokens_per_second * (1 + MIN_GAIN):
+    """Names the fastest change that keeps the rounding of the result, and then a faster one that does not."""
+    group = list(candidates.single_changes(plan.job, plan.hardware))
+    found: list[tuple[Changes, Plan]] = []
+    for rounds in (False, True):
+        fastest = _fastest(plan, [each for each in group if candidates.changes_rounding(each) == rounds], check)
+        speed = found[0][1].tokens_per_second if found else plan.tokens_per_second
+        if fastest and fastest[1].tokens_per_second >= speed * (1 + MIN_GAIN):
+            found.append(fastest)
+    if not found:
         return Advice(
             f"No single change makes it more than {MIN_GAIN:.0%} faster; --search compares all layouts.", {}, None
         )
-    changes, found = best
-    return Advice(
-        f"{_with_verb(changes, 'help')} most: {found.tokens_per_second / plan.tokens_per_second - 1:+.0%} tokens/s "
-        f"({found.tokens_per_second_per_gpu:,.0f} per GPU) at {found.reserved / GIB:,.1f} GiB{_note(changes)}.",
-        changes,
-        found,
-    )
+    sentences = []
+    for changes, faster in found:
+        text = "Or " + candidates.text_of(changes) if sentences else f"{_with_verb(changes, 'help')} most"
+        sentences.append(
+            f"{text}: {faster.tokens_per_second / plan.tokens_per_second - 1:+.0%} tokens/s "
+            f"({faster.tokens_per_second_per_gpu:,.0f} per GPU) at {faster.reserved / GIB:,.1f} GiB{_note(changes)}."
+        )
+    return Advice(" ".join(sentences), *found[0])
 
 
 def _fitting(plan: Plan, check: Check) -> Advice:

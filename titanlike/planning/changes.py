@@ -136,14 +136,18 @@ def _inferred_shard(job: Job) -> Changes:
 
 
 def combinations(job: Job, hardware: Hardware) -> Iterator[list[dict[str, Any]]]:
-    """Yields groups of combined changes that save memory, from the least intrusive: checkpointing, micro-batch and layout; then the
-    states of the optimizer too; then host memory."""
+    """Yields groups of combined changes that save memory, from the least intrusive: checkpointing, micro-batch, layout and what
+    FSDP keeps; then the states of the optimizer too; then host memory."""
     recipe = job.recipe
     base: dict[str, Any] = {"activation_checkpoint.mode": "full"} | dict(_inferred_shard(job))
     if recipe.training.loss_chunk == 0:
         base["training.loss_chunk"] = 1024
     if job.layout.replicate > 1:
         base["parallelism.replicate"] = 1
+    if job.layout.reshard_after_forward == "never":
+        base["parallelism.reshard_after_forward"] = "auto"
+    if job.layout.gradient_sync == "last_microbatch":
+        base["parallelism.gradient_sync"] = "each_microbatch"
     sizes = product({1, job.sequences}, divisors(hardware.gpus_per_node), (1, 2, 4, 8, 16), (1, 2, 4, 8))
     group = [
         {

@@ -73,6 +73,7 @@ class Counts:
         # In the order of the forward pass: of attention and of the feed-forward layer, the rowwise matrix comes last.
         names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices))
         forward, inputs, weights = [], [], []
+        num_attention = 0  # products of attention, before those of the experts
         for name in names:
             outputs, width = matrices[name]
             outputs, width = (
@@ -90,10 +91,10 @@ class Counts:
                 forward += low
                 inputs += low
                 weights += [Matmul(rank, width, tokens), Matmul(outputs, rank, tokens)]
-        num_attention = sum(name.startswith("attention") for name in names)
+            if name.startswith("attention"):
+                num_attention = len(forward)
         routed = routed_matmuls(self.job)
-        in_order = [*forward[:num_attention], *routed, *forward[num_attention : len(names)]]
-        forward += routed
+        forward[num_attention:num_attention] = routed
         inputs += [Matmul(each.m, each.k, each.n, count=each.count) for each in routed]
         if recipe.lora.rank == 0:
             weights += [Matmul(each.n, each.k, each.m, count=each.count) for each in routed]
@@ -107,7 +108,7 @@ class Counts:
             if self.job.layout.expert > 1:
                 launches = [number + 20 for number in launches]
         full = Work(tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0])
-        recomputed = self._recomputed(in_order, full)
+        recomputed = self._recomputed(forward, full)
         # The outputs of rowwise and the inputs of other matmuls are summed or kept by the elementwise kernels.
         return Passes(
             full,

@@ -51,6 +51,11 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
     if job.recipe.compile.mode != "none":
         eager = Job(replace(job.recipe, compile=replace(job.recipe.compile, mode="none")), job.num_gpus)
         return _as_compiled(simulate(eager, rank, device), eager, job)
+    if (
+        job.recipe.parallelism.async_tensor_parallel
+    ):  # needs symmetric memory of GPUs; only compiled code overlaps anything
+        section = replace(job.recipe.parallelism, async_tensor_parallel=False)
+        return simulate(Job(replace(job.recipe, parallelism=section), job.num_gpus), rank, device)
     if job.layout.cpu_offload:
         section = replace(job.recipe.parallelism, cpu_offload=False)
         found = simulate(Job(replace(job.recipe, parallelism=section), job.num_gpus), rank, device)
