@@ -1,6 +1,7 @@
 """`titanlike compare`: reading, repeated steps, down-sampling, differences, tables, files and mistakes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -247,11 +248,15 @@ def test_mistakes_are_refused_in_one_sentence(
     run = make(tmp_path / "runs/first", record(1))
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("")
+    for name in ("pipe", "pipe.jsonl"):
+        os.mkfifo(tmp_path / name)
     monkeypatch.chdir(tmp_path / "empty")
     for arguments, message in (
         (["../runs/frist"], "../runs/frist does not exist; did you mean ../runs/first?"),
         (["../empty"], "../empty is not the directory of a run, and contains none: it has no metrics.jsonl"),
         (["../notes.txt"], "../notes.txt is not a run: give the directory of a run"),
+        (["../pipe"], "../pipe is not a run: give the directory of a run"),
+        (["../pipe.jsonl"], "../pipe.jsonl is not a run: give the directory of a run"),
         ([], "give the runs to compare: titanlike compare RUN RUN; there is no directory runs/ here"),
         ([run, "--html", "page.htm"], "--html page.htm: give the name of a .html file"),
         ([run, "--html", "missing/a.html"], "directory missing does not exist"),
@@ -266,6 +271,23 @@ def test_mistakes_are_refused_in_one_sentence(
     with pytest.raises(SystemExit):
         compare(monkeypatch, run, "--png", "a.png")
     assert 'error: --png requires matplotlib; run: pip install "titanlike[plot]"' in capsys.readouterr().err
+
+
+def test_names_cannot_control_a_terminal_or_be_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["a\x1b[2J", "b\n", "c\x9b", os.fsdecode(b"d\xff")]
+    for number, name in enumerate(names):
+        recipe = f'[training]\nsteps = 3\n"\\u001b[3J" = {number}\n"\\u009b" = "\\u009b{number}"\n'
+        make(tmp_path / "runs" / name, record(1), recipe, host=f"\ud800\x1b{number}", torch=f"\udcff{number}")
+    (tmp_path / "runs" / names[3] / "environment.json").write_text("[")
+    for option in ("--json", f"--html={tmp_path / 'page.html'}"):
+        compare(monkeypatch, tmp_path / "runs", option)
+        output = capsys.readouterr().out
+        assert all(line.isprintable() for line in output.split("\n")), ascii(output)
+    for name in (r"a\x1b[2J", r"b\n", r"c\x9b", r"d\udcff"):
+        assert name in output
+        assert json.dumps(name) in (tmp_path / "page.html").read_text()
 
 
 def test_damaged_recipes_are_named_and_the_run_is_compared(

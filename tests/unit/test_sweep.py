@@ -294,6 +294,55 @@ def test_a_sweep_whose_trials_all_fail_ends(tmp_path: Path, fast: None, monkeypa
         run_fake(plan)
 
 
+def test_the_command_fails_if_all_trials_failed(
+    tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(plan: SweepPlan, number: int, settings: Mapping[str, str], variables: Mapping[str, str]) -> FakeRun:
+        return FakeRun(plan.run_path(number), Trial(number, settings, "running", None, {}, ""))
+
+    monkeypatch.setattr(scheduler, "start_run", start)
+    file = sweep_file(tmp_path, trials=2)
+    message = f"error: all 2 trials failed, the last one because: out of memory (exit code 1); correct this, delete {tmp_path}"
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRun, "poll", lambda self: 1)
+        for _ in range(2):  # it is complete the second time
+            assert command(monkeypatch, str(file)) == 2
+            output = capsys.readouterr()
+            assert output.err.startswith(message) and "trial 1 failed: out of memory" in output.out
+    assert command(monkeypatch, str(file), "--table") == 0
+    assert command(monkeypatch, str(file), "--trials=3") == 0  # one has succeeded
+
+
+def test_damaged_files_of_a_sweep_are_named(tmp_path: Path, fast: None) -> None:
+    plan = load_sweep(sweep_file(tmp_path, trials=2), {})
+    run_fake(plan)
+    for text in ("", "{", "[]", "{}", '{"trials": 3}', "[" * 100_000):
+        (plan.path / "sweep.json").write_text(text)
+        with pytest.raises(UserError, match=r"sweep.json is damaged; start the sweep again"):
+            read_results(plan.path)
+    run_fake(plan)
+    assert len(read_results(plan.path)["trials"]) == 2
+    content = (plan.path / JOURNAL).read_bytes()
+    lines = content.splitlines(keepends=True)
+    for damage in (b"\0\0\0\n", b"\n", b"{}\n", b"[1]\n", lines[3][:20] + b"\xff\n"):
+        (plan.path / JOURNAL).write_bytes(b"".join([*lines[:3], damage, *lines[4:]]))
+        with pytest.raises(UserError, match=r"optuna.journal: line 4 is damaged; restore the file, or delete "):
+            Study(plan)
+
+
+@pytest.mark.parametrize(
+    ("search", "keys", "message"),
+    [
+        ('[search."tokenizer.eos"]\nvalues = ["a\\nb"]', {}, r"search.tokenizer.eos.values = 'a\nb'"),
+        ('[search."a\\u001bb"]\nvalues = [1]', {}, r"search.a\x1bb = 'a\x1bb'"),
+        (SEARCH, {"metric": "evaluation/\u202e"}, r"metric = 'evaluation/\u202e'"),
+        (f'resources.options = ["--image=a\\u009b"]\n{SEARCH}', {}, r"resources.options = '--image=a\x9b'"),
+    ],
+)
+def test_control_characters_are_refused(tmp_path: Path, search: str, keys: dict[str, object], message: str) -> None:
+    assert problem(tmp_path, search, **keys) == f"{message} contains control characters; remove them"
+
+
 def test_a_signal_stops_the_trials_and_they_resume(tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = load_sweep(sweep_file(tmp_path), {})
     original = FakeRun.poll
@@ -359,23 +408,25 @@ sys.stdin.read()
     assert f"waiting for process {holder.pid}" in capsys.readouterr().out
 
 
-def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def command(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["titanlike", "sweep", *arguments])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        assert isinstance(exit_info.value.code, int)
-        return exit_info.value.code
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs the command in this process. Returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["titanlike", "sweep", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
 
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = sweep_file(tmp_path)
-    assert command(str(file), "--dry-run", "--trials=5") == 0
+    assert command(monkeypatch, str(file), "--dry-run", "--trials=5") == 0
     output = capsys.readouterr().out
     assert "5 trials, 1 at a time, minimize validation_loss" in output
     assert "optimizer.lr: 0.001 to 0.1, logarithmic" in output and "--run.name=tiny-000" in output
     assert not (tmp_path / "runs").exists()
-    assert command(str(file), "--trals=5") == 2
+    assert command(monkeypatch, str(file), "--trals=5") == 2
     assert capsys.readouterr().err == "error: command line: trals = 5: unknown key; did you mean trials?\n"
-    assert command(str(tmp_path)) == 2
+    assert command(monkeypatch, str(tmp_path)) == 2
     assert "is not the directory of a sweep" in capsys.readouterr().err
 
 

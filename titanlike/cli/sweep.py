@@ -77,7 +77,13 @@ def _run(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     except Interrupted as stopped:
         print(f"stopped by {stopped}; to resume the sweep: {repeat}")
         return stopped.code
-    print(f"\n{table(read_results(plan.path))}\n\nresults {plan.path / 'sweep.json'}")
+    results = read_results(plan.path)
+    print(f"\n{table(results)}\n\nresults {plan.path / 'sweep.json'}")
+    if all(trial["state"] == "failed" for trial in results["trials"]):
+        raise UserError(
+            f"all {len(results['trials'])} trials failed, the last one because: {results['trials'][-1]['reason']}; correct this, "
+            f"delete {plan.path} and start the sweep again"
+        )
     best = plan.path / "best.toml"
     if best.exists():
         print(f"best    {best}; to train it: ./run_train.sh {shlex.quote(str(best))}")

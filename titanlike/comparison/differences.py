@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlike.comparison.runs import Run
+from titanlike.config.base import printable
 
 IGNORED = {("run", "name")}  # of every run its own
 ENVIRONMENT = (
@@ -48,7 +49,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
         source = [run.environment if section == "environment" else run.recipe for run in runs]
         known = {value for value, values_of_run in zip(values, source, strict=True) if values_of_run}
         if len(known) > 1:
-            found.append(Difference(section, key, tuple(values)))
+            found.append(Difference(printable(section), printable(key), tuple(values)))
     return found
 
 
@@ -65,4 +66,4 @@ def _flat(run: Run) -> dict[tuple[str, str], str]:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return printable(json.dumps(value, ensure_ascii=False, default=str))

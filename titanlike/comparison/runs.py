@@ -13,7 +13,7 @@ import tomli
 from titanlike.comparison.reader import SKIPPED, TRAINING, VALIDATION, MetricsReader
 from titanlike.comparison.series import Columns, Series, XAxis, curves, without_repeated_steps
 from titanlike.config import UserError
-from titanlike.config.base import shown
+from titanlike.config.base import printable, shown
 from titanlike.config.load import nearest
 from titanlike.utils.file_lock import is_locked
 from titanlike.utils.regular_file import read_regular
@@ -69,7 +69,7 @@ def find(arguments: Sequence[Path]) -> list[Path]:
             near = nearest(path.name, choices)
             hint = f"did you mean {path.parent / near}?" if near else "give the directory of a run, such as runs/NAME"
             raise UserError(f"{shown(str(path))} does not exist; {hint}")
-        if path.is_file() and path.suffix != ".jsonl":
+        if not path.is_dir() and not (path.is_file() and path.suffix == ".jsonl"):
             raise UserError(f"{shown(str(path))} is not a run: give the directory of a run, or its {METRICS}")
         if path.is_file() or is_run(path):
             found.append(path)
@@ -100,7 +100,7 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
         names = ["/".join(part[-count:]) for part, count in zip(parts, counts, strict=True)]
         repeated = [i for i, name in enumerate(names) if names.count(name) > 1 and counts[i] < len(parts[i])]
         if not repeated:
-            return names
+            return [printable(name) for name in names]  # they go to a terminal and into a page
         for i in repeated:
             counts[i] += 1
 
@@ -188,5 +188,5 @@ def _read_values(path: Path) -> tuple[dict[str, Any], str]:
     except (FileNotFoundError, NotADirectoryError):
         return {}, ""
     except (OSError, ValueError, RecursionError) as error:
-        return {}, f"{path} cannot be read: {error}"
+        return {}, printable(f"{path} cannot be read: {error}")
     return (values, "") if isinstance(values, dict) else ({}, f"{path} cannot be read: it is not a table")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.base import FilePath, Name, NonNegative, Positive, section, shown
+from titanlike.config.base import FilePath, Name, NonNegative, Positive, has_control_characters, section, shown
 from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show_value
 from titanlike.config.schema import describe
 from titanlike.run.preflight import check_machine, check_recipe
@@ -137,6 +137,9 @@ class SweepPlan:
 def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
     """Loads a sweep file and checks every key and every extreme of its search space. Raises `UserError`."""
     sweep = load(Sweep, file, overrides)
+    for key, text in _texts("", asdict(sweep)):
+        if has_control_characters(text):  # it becomes part of commands and of best.toml
+            raise UserError(f"{file}: {shown(key)} = '{shown(text)}' contains control characters; remove them")
     if not sweep.recipe:
         raise UserError(f'{file}: recipe is missing; name the recipe of the trials, as in recipe = "debug.toml"')
     recipe = file.parent / sweep.recipe
@@ -234,6 +237,20 @@ def _dimension(file: Path, key: str, table: Any) -> Dimension:
     numbers = (low, high, *([] if step is None else [step]))
     is_integer = all(isinstance(number, int) for number in numbers) and not types.get(key, "").startswith("number")
     return Dimension(key, low=low, high=high, log=bool(log), step=step, is_integer=is_integer)
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yields each text in a section, keys of tables too, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            inner_key = f"{key}.{name}".removeprefix(".")
+            yield inner_key, name
+            yield from _texts(inner_key, inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(key, inner)
 
 
 def _metric_problems(file: Path, sweep: Sweep, recipe: PretrainRecipe) -> Iterator[str]:

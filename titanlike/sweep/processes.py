@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlike.config import UserError
+from titanlike.config.base import printable
 from titanlike.distributed import environment
 from titanlike.run.start import REPOSITORY
 from titanlike.sweep.config import Resources, SweepPlan
@@ -82,9 +83,8 @@ class RunProcess:
 
     def error(self) -> str:
         """Returns the last error of the run's output, or its last line."""
-        lines = [
-            line for line in self.log.read_bytes()[self._start :].decode(errors="replace").splitlines() if line.strip()
-        ]
+        text = self.log.read_bytes()[self._start :].decode(errors="replace")
+        lines = [printable(line) for line in text.splitlines() if line.strip()]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         code = self.poll()
         end = f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.config.base import printable
 from titanlike.config.load import parse_value
 from titanlike.sweep.config import Sweep, SweepPlan, as_text, recipe_text
 from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.utils.regular_file import read_regular
 
 RESULTS = "sweep.json"
 BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 420, 28, 260  # pixels
@@ -64,7 +66,7 @@ def table(results: Mapping[str, Any]) -> str:
     if results["importance"]:
         shares = ", ".join(f"{key} {share:.0%}" for key, share in results["importance"].items())
         lines += ["", f"importance: {shares}"]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))  # it may be the file of another user
 
 
 def trial_line(trial: Trial, trials: Sequence[Trial], sweep: Sweep) -> str:
@@ -109,9 +111,15 @@ def write_results(plan: SweepPlan, trials: Sequence[Trial], importance: Mapping[
 def read_results(path: Path) -> dict[str, Any]:
     """Returns the content of a sweep's `sweep.json`."""
     try:
-        return json.loads((path / RESULTS).read_text())
-    except (OSError, ValueError):
+        results = json.loads(read_regular(path / RESULTS))
+        table(results)
+    except OSError:
         raise UserError(f"{path} is not the directory of a sweep: it has no {RESULTS}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(
+            f"{path / RESULTS} is damaged; start the sweep again, which writes it from its journal"
+        ) from None
+    return results
 
 
 def best_recipe(plan: SweepPlan, trial: Trial) -> str:

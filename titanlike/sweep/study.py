@@ -4,6 +4,7 @@ Suggestions and pruning are functions of the seed, the number of the trial and t
 of this process. The storage is a journal in the sweep's directory, which Optuna's dashboard reads as well.
 """
 
+import json
 import logging
 import math
 import statistics
@@ -170,10 +171,24 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
     return FloatDistribution(float(dimension.low), float(dimension.high), log=dimension.log, step=dimension.step)
 
 
+def _is_operation(line: bytes) -> bool:
+    """Whether a line of the journal is an operation of Optuna."""
+    try:
+        return {"op_code", "worker_id"} <= json.loads(line).keys()
+    except (ValueError, AttributeError, RecursionError):
+        return False
+
+
 def _open_journal(path: Path) -> JournalFileBackend:
-    """Opens the journal after a process may have been killed while it wrote to it."""
+    """Opens the journal after a process may have been killed while it wrote to it. Raises `UserError` if it is damaged."""
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
+        content = content[: content.rfind(b"\n") + 1]
+        path.write_bytes(content)
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        if not _is_operation(line):
+            raise UserError(
+                f"{path}: line {number} is damaged; restore the file, or delete {path.parent} and start the sweep again"
+            )
     return JournalFileBackend(str(path))
