@@ -18,6 +18,7 @@ from titanlike.config.layout import DIMENSIONS, LAYOUT_KEYS
 from titanlike.config.load import nearest
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
+from titanlike.data.batch_record import first_difference, read_batches
 from titanlike.distributed import environment
 from titanlike.run.small_recipe import fitting_batch, float8_off, shrink
 from titanlike.run.start import REPOSITORY
@@ -125,16 +126,32 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
     alone |= {"parallelism.pipeline_split": [], "parallelism.pipeline_stages": 0}
     alone |= {"training.local_batch_size": smaller["training.global_batch_size"]}
     with tempfile.TemporaryDirectory() as folder:
-        results = []
+        results, batches = [], []
         for name, number, changes in (("one", 1, smaller | alone), ("layout", processes, smaller)):
-            done = _run([*arguments, *_as_options(changes | {"run.dir": folder, "run.name": name})], number)
+            record = Path(folder, f"batches-{name}")
+            record.mkdir()
+            done = _run([*arguments, *_as_options(changes | {"run.dir": folder, "run.name": name})], number, record)
             if done.returncode:
                 print(done.stderr.strip()[-4000:], file=sys.stderr)
                 print(f"NOT equal: {'one process' if number == 1 else title} ended with exit code {done.returncode}")
                 sys.exit(1)
             results.append(Result.of(Path(folder, name)))
+            batches.append(read_batches(record))
+        if difference := first_difference(*batches):
+            print(_batches_differ(title, *difference))
+            sys.exit(1)
     note = " (float8 off: its rounding hides the effect of layouts)" if float8_off(values) else ""
     sys.exit(_report(results[0], results[1], title, note, tolerances))
+
+
+def _batches_differ(title: str, where: str, size: int, missing: int) -> str:
+    return (
+        f"NOT equal: the batches differ, first that of {where}: one process does not read {missing} of the {size} sequences that "
+        f"{title} reads. Losses and weights are therefore not compared.\n"
+        "The usual cause is a dataset whose order depends on the number of data-parallel ranks, because each rank shuffles a share "
+        "of its own. Compare a layout with one data-parallel rank, such as tensor=2, or read rows by their index in the global "
+        "batch (BatchSource in docs/data.md)."
+    )
 
 
 def _report(one: Result, other: Result, title: str, note: str, tolerances: dict[str, float]) -> int:
@@ -204,11 +221,14 @@ def _parse(layout: str) -> dict[str, str]:
     return chosen
 
 
-def _run(words: Sequence[str], processes: int) -> subprocess.CompletedProcess[str]:
+def _run(words: Sequence[str], processes: int, record: Path | None = None) -> subprocess.CompletedProcess[str]:
     launch = Path(__file__).parent / "cli" / "launch.py"
     return subprocess.run(
         [sys.executable, str(launch), *words],
-        env=environment.child_environment({"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}),
+        env=environment.child_environment(
+            {"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}
+            | ({environment.BATCH_RECORD: str(record)} if record else {})
+        ),
         capture_output=True,
         text=True,
         check=False,

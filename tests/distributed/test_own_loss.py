@@ -162,9 +162,9 @@ def test_a_loss_that_is_a_module_or_an_attribute_of_the_head(alone: None) -> Non
     with torch.device("meta"):
         model: Any = build_model(LLAMA)
     model.output.loss = smoothed
-    given = parallelized(nn.CrossEntropyLoss(torch.ones(320), label_smoothing=SMOOTHING, reduction="sum"))
+    as_argument = parallelized(nn.CrossEntropyLoss(torch.ones(320), label_smoothing=SMOOTHING, reduction="sum"))
     hidden, labels = torch.randn(1, 8, 64), torch.arange(8)[None]
-    for head in (given.get_submodule("output"), parallelized(model=model).get_submodule("output")):
+    for head in (as_argument.get_submodule("output"), parallelized(model=model).get_submodule("output")):
         assert list(head.state_dict()) == ["weight"]
         nn.init.normal_(head.to_empty(device="cpu").get_parameter("weight"))
         torch.testing.assert_close(head(hidden, labels), smoothed(head(hidden)[0], labels[0]))

@@ -4,14 +4,18 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.launching import ROOT, SMALL, losses, records, run
 from tests.recipes.test_copy import edited
+from tests.recipes.test_verify import verify
 
 
-def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path) -> None:
+def write_program(folder: Path) -> str:
+    """Writes the example, and a copy of the program and a recipe that use it. Returns the example."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     [example] = [block for block in blocks if "StatefulDataLoader" in block]
-    (tmp_path / "my_data.py").write_text(example)
+    (folder / "my_data.py").write_text(example)
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
         ("import torch\nfrom torch", "from my_data import open_sources\nimport torch\nfrom torch"),
@@ -20,9 +24,14 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
             "        vocab_size=recipe.model.vocab_size,\n        open_sources=open_sources,\n    )\n    evaluator",
         ),
     )
-    (tmp_path / "mine.py").write_text(program)
+    (folder / "mine.py").write_text(program)
     debug = (ROOT / "train_configs/debug.toml").read_text()
-    (tmp_path / "mine.toml").write_text(edited(debug, ('recipe = "pretrain"', 'recipe = "mine"')))
+    (folder / "mine.toml").write_text(edited(debug, ('recipe = "pretrain"', 'recipe = "mine"')))
+    return example
+
+
+def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path) -> None:
+    example = write_program(tmp_path)
     options = SMALL | {
         "run.name": "run",
         "checkpoint.interval": "3",
@@ -50,3 +59,19 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
     refused = run(tmp_path, "mine.toml", **options)
     assert refused.returncode == 2
     assert "trained on other data (fingerprint training of my dataset, version 1, now training of my" in refused.stderr
+
+
+@pytest.mark.slow
+def test_verify_reports_that_its_batches_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    write_program(tmp_path)
+    done = verify(tmp_path, "mine.toml", "--layout", "shard=2", "--steps", "2")
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"\nNOT equal: the batches differ, first that of step 1: one process does not read \d of the 4 sequences that shard 2",
+        done.stdout,
+    )
+    assert "norm: one" not in done.stdout
+    # Tensor-parallel ranks share a batch.
+    done = verify(tmp_path, "mine.toml", "--layout", "tensor=2", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\nequal within tolerance\n")

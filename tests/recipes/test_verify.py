@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.launching import ROOT, python
 from tests.recipes.test_copy import edited
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
+from titanlike.config.sections import Data, Tokenizer
+from titanlike.data.batch_record import first_difference, read_batches
+from titanlike.data.loader import BatchLoader
+from titanlike.data.packed_dataset import SequenceBatch
+from titanlike.data.sources import open_sources
+from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.run.preflight import check_recipe
 from titanlike.run.small_recipe import fitting_batch, shrink
 from titanlike.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
@@ -295,8 +302,6 @@ def test_an_invalid_tolerance_is_reported(text: str) -> None:
 
 
 def test_nan_is_never_equal() -> None:
-    import torch
-
     def made(loss: float, validation: float = 1.0) -> Result:
         return Result([1.0, loss], [1.0, 1.0], [validation], {"model": {"w": torch.ones(2)}})
 
@@ -306,3 +311,40 @@ def test_nan_is_never_equal() -> None:
     spoiled = made(1.0)
     spoiled.state["model"]["w"] = torch.tensor([1.0, float("nan")])
     assert differences(spoiled, made(1.0))["weights"] == (float("inf"), "w")
+
+
+def test_batches_are_compared_in_any_order_of_their_sequences(tmp_path: Path) -> None:
+    class ByRank:
+        """Reads rows by their index in the share of a rank, but those of step 1."""
+
+        def __init__(self, source: Any) -> None:
+            self.source, self.seq_len = source, source.seq_len
+
+        def read(self, step: int, rows: range) -> SequenceBatch:
+            batch: SequenceBatch = self.source.read(step, rows if step == 1 else range(len(rows)))
+            return batch
+
+        def position(self) -> None:
+            return None
+
+    def recorded(name: str, num_data_ranks: int, *, reads: Any = lambda source: source, copies: int = 1) -> Any:
+        folder = tmp_path / name
+        folder.mkdir()
+        for rank in range(num_data_ranks * copies):
+            source = open_sources(
+                Data(source="synthetic"), build_tokenizer(Tokenizer()), seq_len=8, global_batch_size=4, seed=0, validate=False
+            ).training  # fmt: skip
+            loader = BatchLoader(
+                reads(source), global_batch_size=4, local_batch_size=1, data_rank=rank // copies, num_data_ranks=num_data_ranks,
+                seed=0, device=torch.device("cpu"), record=folder / f"training.{rank}",
+            )  # fmt: skip
+            for step in (1, 2):
+                loader.build(step)
+        return read_batches(folder)
+
+    one = recorded("one", 1)
+    assert sum(one["training", 2].values()) == 4
+    assert first_difference(one, recorded("shard", 2)) is None
+    assert first_difference(one, recorded("tensor-shard", 2, copies=2)) is None
+    assert first_difference(one, recorded("by-rank", 2, reads=ByRank)) == ("step 2", 4, 2)
+    assert first_difference(one, {("training", 1): one["training", 1]}) == ("step 2", 0, 0)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from typing_extensions import get_protocol_members
 
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Training
+from titanlike.data.batch_record import record_file
 from titanlike.data.loader import BatchLoader
 from titanlike.data.packed_dataset import BatchSource
 from titanlike.data.sources import Sources, open_sources
 from titanlike.data.text.tokenizer import Tokenizer
-from titanlike.distributed import process_group
+from titanlike.distributed import environment, process_group
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def build_dataloaders(
     _check_sources(sources, training.seq_len, validate)
     fingerprint = process_group.assert_equal_across_ranks("the data", sources.training.fingerprint)
 
-    def loader(source: BatchSource, **others: Any) -> BatchLoader:
+    record = environment.batch_record_folder()
+
+    def loader(source: BatchSource, kind: str, **others: Any) -> BatchLoader:
         return BatchLoader(
             source,
             global_batch_size=training.global_batch_size,
@@ -81,11 +85,12 @@ def build_dataloaders(
             device=device,
             document_separator=tokenizer.separator if section.document_masks else None,
             vocab_size=vocab_size,
+            record=record_file(Path(record), kind) if record else None,
             **others,
         )
 
-    validation = loader(sources.validation) if sources.validation else None
-    return DataLoaders(loader(sources.training, dropout_bits=dropout, **ramp), validation, fingerprint)
+    validation = loader(sources.validation, "validation") if sources.validation else None
+    return DataLoaders(loader(sources.training, "training", dropout_bits=dropout, **ramp), validation, fingerprint)
 
 
 def _check_sources(sources: Sources, seq_len: int, validate: bool) -> None:

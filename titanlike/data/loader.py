@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
+from titanlike.data.batch_record import record_batch
 from titanlike.data.packed_dataset import (
     BatchSource,
     Position,
@@ -54,10 +56,11 @@ class BatchLoader:
         document_separator: Separator | None = None,
         dropout_bits: bool = False,
         vocab_size: int | None = None,
+        record: Path | None = None,
     ) -> None:
         """`position_ids` selects the positions of each sequence that this rank holds (default: all). With
         `document_separator`, positions count from 0 in each document and `document_ids` are added for the attention mask. With
-        `vocab_size`, other tokens are refused."""
+        `vocab_size`, other tokens are refused. `record` is a file for the hashes of the sequences."""
         self.source = source
         self.local_batch_size = min(local_batch_size, global_batch_size // num_data_ranks)
         self.batch_sizes = BatchSizes(global_batch_size, batch_ramp)
@@ -71,6 +74,7 @@ class BatchLoader:
         self.document_separator = document_separator
         self.dropout_bits = dropout_bits
         self.vocab_size = vocab_size
+        self.record = record
         self._position: Position | None = None  # of the source, after the last batch that was taken
         self._prefetcher: Prefetcher[_Item | BaseException] | None = None
 
@@ -119,7 +123,10 @@ class BatchLoader:
         num_rows = self.batch_sizes.of(step) // self.num_data_ranks
         batch = self.source.read(step, range(self.data_rank * num_rows, (self.data_rank + 1) * num_rows))
         self._check(step, batch.tokens, num_rows)
-        tensors = {name: torch.from_numpy(values) for name, values in self._arrays(batch).items()}
+        arrays = self._arrays(batch)
+        if self.record is not None:
+            record_batch(self.record, step, self.data_rank, arrays)
+        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         if not self.holds_all_positions:
             tensors = {name: tensor[:, self.position_ids] for name, tensor in tensors.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -22,6 +22,7 @@ DEFAULT_PORT = 29500
 MAX_PROCESSES = 10**6  # of a job: more is a mistake
 LAUNCHER_PID = "TITANLIKE_LAUNCHER_PID"  # set by the launcher
 LAUNCH_ID = "TITANLIKE_LAUNCH_ID"  # set by the launcher, the same for all processes and restarts
+BATCH_RECORD = "TITANLIKE_BATCH_RECORD"  # set by `titanlike verify`: the folder of `data/batch_record.py`
 EXIT_RANK_MISSING = 3  # exit code after a hang that the watchdog has reported
 MAX_LINE = 1200  # characters of an error
 ERROR_DELAY = 3.0  # seconds; torchrun polls its processes ten times a second
@@ -221,6 +222,11 @@ def first_host(node_list: str) -> str:
     if match is None:
         raise UserError(f"SLURM_JOB_NODELIST={shown(node_list)} cannot be parsed; set MASTER_ADDR to the first host")
     return match.group(1) + (match.group(2) or "")
+
+
+def batch_record_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the folder in which this process records its batches. None: it does not."""
+    return environ.get(BATCH_RECORD)
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -154,8 +154,8 @@ def check_token_loss(token_loss: TokenLoss, vocab_size: int, device: torch.devic
     loss = token_loss(logits, labels)
     if loss.shape != () or not loss.requires_grad:
         raise UserError(
-            f"the loss returns a tensor of shape {tuple(loss.shape)} {'with' if loss.requires_grad else 'without'} a gradient; return "
-            "the sum of the losses of the tokens, a scalar that autograd can differentiate, for example with reduction='sum'"
+            f"the loss returns a tensor of shape {tuple(loss.shape)} {'with' if loss.requires_grad else 'without'} a gradient; "
+            "return the sum of the losses of the tokens, a scalar that autograd can differentiate, for example with reduction='sum'"
         )
     each = [token_loss(logits[row : row + 1], labels[row : row + 1]).item() for row in range(2)]
     if not abs(loss.item() - sum(each)) <= 1e-3 * sum(map(abs, each)):
