@@ -33,7 +33,7 @@ from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Parallelism
 from titanlike.models import build_model
-from titanlike.models.experts import MixtureOfExperts, Router
+from titanlike.models.experts import MixtureOfExperts, Router, routers
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.fsdp import apply_fsdp
@@ -310,13 +310,15 @@ def test_float8_converts_attention_only(ranks: Ranks, tmp_path: Path, layout: st
     assert_same(several, one, loss=1e-4, norm=1e-3, weights=1.0)
 
 
-def _standalone(layout: dict[str, int]) -> dict[str, Tensor]:
+def _standalone(layout: dict[str, int], all_on_first: bool = False) -> dict[str, Tensor]:
     """Returns the gradients of an ordinary mean loss of a module that is not a registered model, on this rank's half of a batch."""
     torch.manual_seed(0)
     config = replace(MIXTRAL, balance_loss=0.0, balance_bias_rate=0.0)
     model = nn.Sequential(nn.Linear(16, config.dim), *(MixtureOfExperts(config) for _ in range(2)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
+    for router in routers(model) if all_on_first else ():
+        router.expert_bias = nn.Parameter(torch.tensor([9.0, 8.0, 0.0, 0.0]), requires_grad=False)
     batch = torch.randn(4, 8, 16)
     if layout:
         mesh = mesh_of("cpu", **layout)
@@ -331,11 +333,19 @@ def _standalone(layout: dict[str, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(shard=2, expert=2), dict(shard=4, expert=2), dict(replicate=2, shard=2, expert=2)], ids=str
+    ("layout", "all_on_first"),
+    [
+        (dict(shard=2, expert=2), False),
+        (dict(shard=4, expert=2), False),
+        (dict(replicate=2, shard=2, expert=2), False),
+        (dict(shard=2, expert=2), True),  # the second rank computes no token
+    ],
+    ids=str,
 )
-def test_experts_of_any_module_with_a_mean_loss(ranks: Ranks, layout: dict[str, int]) -> None:
-    expected = ranks(1).run(_standalone, {})[0]
-    for found in ranks(layout["shard"] * layout.get("replicate", 1)).run(_standalone, layout):
+def test_experts_of_any_module_with_a_mean_loss(ranks: Ranks, layout: dict[str, int], all_on_first: bool) -> None:
+    expected = ranks(1).run(_standalone, {}, all_on_first)[0]
+    assert all_on_first != bool(expected["1.experts.w1"][2:].any())
+    for found in ranks(layout["shard"] * layout.get("replicate", 1)).run(_standalone, layout, all_on_first):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert (found[name] - value).abs().max() <= 1e-4 * value.abs().max(), name

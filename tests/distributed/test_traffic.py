@@ -205,6 +205,7 @@ OTHERS |= {
     "MoE, TP": (TP, QWEN3_MOE, {}),
     "MoE, CP x TP, full checkpointing": (CP | TP, MIXTRAL, FULL),
     "MoE, EP": (FSDP | EP, QWEN3_MOE, {}),
+    "MoE, EP, full checkpointing": (FSDP | EP, QWEN3_MOE, FULL),
     "MoE, EP x FSDP": (FSDP4 | EP, MIXTRAL, {}),
     "MoE, EP x TP": (FSDP | TP | EP, MIXTRAL, {}),
     "*MoE, FSDP, fewer experts than ranks": (FSDP4, replace(QWEN3_MOE, num_experts=3), {}),

@@ -1,11 +1,13 @@
 """Router, experts and grouped matmul against plain loops, and the two ways of balancing the load of the experts."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from titanlike.config.model_configs import MixtralConfig, MoeConfig
 from titanlike.models import blocks, build_model
@@ -14,8 +16,10 @@ from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.llama import build_feed_forward
 from titanlike.models.loss import IGNORE
 from titanlike.optim.balance import BalanceBias
-from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanlike.parallelisms.activation_checkpoint import _selective_contexts, apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
+from titanlike.parallelisms.recomputation import keep_for_recomputation, keeping_contexts
+from titanlike.utils import compat
 
 # With normalized and scaled softmax scores; with sigmoid scores as in DeepSeek-V3, and with scores as they are.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -229,6 +233,55 @@ def test_grouped_matmul_equals_a_loop_over_groups(counts: list[int]) -> None:
     torch.testing.assert_close(grouped_matmul(x, weight, ends), torch.cat(expected))
     assert torch.autograd.gradcheck(lambda x, weight: grouped_matmul(x, weight, ends), (x, weight))
     torch.library.opcheck(torch.ops.titanlike.grouped_matmul.default, (x, weight, ends))
+
+
+def test_no_kernel_is_called_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an expert-parallel rank none of whose experts has tokens."""
+    monkeypatch.setattr("titanlike.models.grouped_matmul._has_kernel", lambda left, right: True)
+    monkeypatch.setattr("titanlike.utils.compat.grouped_mm", None)
+    x, weight = torch.empty(0, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    out = grouped_matmul(x, weight, torch.zeros(3, dtype=torch.int32))
+    out.sum().backward()
+    assert out.shape == (0, 5) and x.grad is not None and x.grad.shape == (0, 4)
+    assert weight.grad is not None and weight.grad.shape == (3, 5, 4) and not weight.grad.any()
+
+
+def test_a_value_is_kept_for_each_recomputation() -> None:
+    """Of each call, in any order of the backward passes, and twice if the graph is retained."""
+    computed: list[int] = []
+
+    def compute() -> int:
+        computed.append(len(computed))
+        return computed[-1]
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = (x @ x) * (keep_for_recomputation(compute) + 1)
+        return x.sin()
+
+    def results(call: Any) -> list[Tensor]:
+        inputs = [torch.eye(2).requires_grad_() for _ in range(3)]
+        outs = [call(x).sum() for x in inputs]
+        return [torch.autograd.grad(outs[i], inputs[i], retain_graph=True)[0] for i in (1, 0, 1, 2)]
+
+    expected = results(forward)
+    computed.clear()
+    found = results(partial(checkpoint, forward, use_reentrant=False, context_fn=keeping_contexts))
+    torch.testing.assert_close(found, expected)
+    assert computed == [0, 1, 2, 3, 4, 5] and not torch.equal(found[0], found[1])
+
+
+def test_selective_checkpointing_saves_copies_to_the_host() -> None:
+    """The recomputation returns what the forward pass has read, without a synchronization."""
+    with compat.fake_tensors():
+        counts = torch.zeros(4, dtype=torch.int64, device="cuda")
+        forward, recompute = _selective_contexts()
+        with forward:
+            on_host, other = counts.cpu(), counts.float()
+        with recompute:
+            again, other_again = counts.cpu(), counts.float()
+    storages = [x.untyped_storage()._cdata for x in (on_host, again, other, other_again)]
+    assert on_host.device.type == "cpu" and storages[0] == storages[1] and storages[2] != storages[3]
 
 
 def test_the_gradient_of_a_group_without_rows_is_zero() -> None:

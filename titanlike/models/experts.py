@@ -63,7 +63,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled() and config.balance_loss:
             probs = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
             counts = torch.stack((load.float(), probs.sum(1)), 1)  # (B, 2, E); a float32 counts to 16 million exactly
-        elif torch.is_grad_enabled() and bias is not None:
+        elif torch.is_grad_enabled() and config.balance_bias_rate:
             counts = load.float()[:, None]  # (B, 1, E)
         weights = scores.gather(-1, indices)
         if config.normalize_router:

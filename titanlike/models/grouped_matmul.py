@@ -21,13 +21,15 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Returns (M, N): the rows of x (M, K), each multiplied by the matrix (N, K) of its group in `weight` (E, N, K).
 
     Args:
-        ends: the index after the last row of each group (E,), in int32. The groups cover all rows.
+        ends: the index after the last row of each group (E,), in int32. The groups cover all rows. There may be no rows.
     """
     return _grouped_matmul(x, weight, ends)
 
 
 @torch.library.custom_op("titanlike::grouped_matmul", mutates_args=())
 def _grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if x.shape[0] == 0:  # torch's kernels are not tested with it
+        return x.new_empty(0, weight.shape[1])
     if _has_kernel(x, weight):
         return compat.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     out = x.new_empty(x.shape[0], weight.shape[1])
@@ -38,6 +40,8 @@ def _grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("titanlike::grouped_matmul_weight_gradient", mutates_args=())
 def _weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(ends.shape[0], gradient.shape[1], x.shape[1])
     if _has_kernel(gradient, x):
         return compat.grouped_mm(gradient.t(), x, offs=ends)
     out = x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])

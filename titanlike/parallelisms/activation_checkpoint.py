@@ -3,9 +3,16 @@
 from functools import partial
 from typing import Any, Literal
 
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
+from titanlike.parallelisms.recomputation import KEEPS, keeping_contexts
 from titanlike.utils import compat
 
 # The most expensive operators. Selective mode saves the output of every attention kernel and collective, by prefix of its name,
@@ -46,14 +53,17 @@ def apply_activation_checkpoint(
         if mode == "selective":
             block.forward = partial(recompute, block.forward, context_fn=_selective_contexts)
         elif mode == "full" or (mode == "every_n" and index % every_n == 0):
-            block.forward = partial(recompute, block.forward)
+            keeps = any(hasattr(module, KEEPS) for module in block.modules())
+            block.forward = partial(recompute, block.forward, context_fn=keeping_contexts if keeps else noop_context_fn)
 
 
 def _selective_contexts() -> Any:
     num_matmuls = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if str(operator).startswith(SAVED):
+        # A copy to the host, such as of the numbers of tokens that expert-parallel ranks exchange, would synchronize again.
+        is_read = str(operator) == "aten._to_copy.default" and kwargs.get("device") == torch.device("cpu")
+        if is_read or str(operator).startswith(SAVED):
             return CheckpointPolicy.MUST_SAVE
         if str(operator) in MATMULS:
             phase = "recompute" if context.is_recompute else "forward"

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_to_all
-from titanlike.models.experts import Experts, MixtureOfExperts, permute_rows
+from titanlike.models.experts import Experts, MixtureOfExperts, inverse_of, permute_rows
 from titanlike.parallelisms.param_override import override_params
+from titanlike.parallelisms.recomputation import KEEPS, keep_for_recomputation
 from titanlike.utils import compat
 from titanlike.utils.dtensor import is_dtensor
 
@@ -45,6 +46,7 @@ def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         if not hasattr(experts, "refresh_local_params"):  # tensor parallelism has added it
             experts.__class__ = cached_class(type(experts), tuple(experts._parameters))
         experts.compute = partial(_compute, experts.compute, group=group)
+        setattr(experts, KEEPS, True)
         # The experts are an FSDP unit of their own, whose parameters are gathered right before this.
         experts.register_forward_pre_hook(_refresh_local_params)
         layer.call_experts = compat.disable_compilation(layer.call_experts)  # type: ignore[method-assign]
@@ -97,13 +99,15 @@ def _refresh_local_params(experts: Any, *hook_args: object) -> None:
 
 def _compute(compute: Any, rows: Tensor, counts: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Returns the results (M, D) of all experts for local rows (M, D) that are sorted by expert, of which each has a count (E,)."""
-    received_counts, received, sent = exchange_counts(counts.view(group.size(), -1), group)
+    received_counts, received, sent = keep_for_recomputation(
+        lambda: exchange_counts(counts.view(group.size(), -1), group)
+    )
     rows = all_to_all(rows, received, sent, group)  # sorted by the rank that sent them, and then by expert
     num_local = received_counts.shape[1]
     experts = torch.arange(num_local, device=rows.device).repeat(group.size())
     experts = experts.repeat_interleave(received_counts.flatten(), output_size=rows.shape[0])
     order = experts.argsort(stable=True)
-    inverse = order.argsort()
+    inverse = inverse_of(order)
     results = permute_rows(compute(permute_rows(rows, order, inverse), received_counts.sum(0)), inverse, order)
     return all_to_all(results, sent, received, group)
 
@@ -113,5 +117,5 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, l
     those to each rank, for the counts that it sends (R, E / R). Synchronizes a GPU with the host."""
     ones = [1] * group.size()
     received = compat.wait_tensor(compat.all_to_all(counts, ones, ones, group))
-    from_ranks, to_ranks = torch.stack((received.sum(1), counts.sum(1))).tolist()
+    from_ranks, to_ranks = torch.stack((received.sum(1), counts.sum(1))).cpu().tolist()
     return received, from_ranks, to_ranks

@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
+FLOAT32, INT64 = 4, 8  # bytes of an element
+
 
 @dataclass(frozen=True)
 class Collective:

@@ -1,12 +1,15 @@
-"""What the router and the experts of a block compute and keep, from formulas. Does not import torch.
+"""What the router and the experts of a block compute, keep and send, from formulas. Does not import torch.
 
 Counted from `models/experts.py` and `parallelisms/expert.py`. All experts are assumed to compute the same number of tokens.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlike.config.model_configs import MoeConfig, TransformerConfig
+from titanlike.planning.collectives import FLOAT32, INT64, Totals
 from titanlike.planning.job import Job
+from titanlike.planning.parameters import Stage
 from titanlike.planning.work import SIZE, Matmul
 
 
@@ -30,8 +33,7 @@ def routed_activations(job: Job, model: MoeConfig) -> RoutedActivations:
     rows = element * number * model.dim  # a copy of each token for each of its experts
     ffn = element * number * model.ffn_dim / layout.tensor
     # Scores in float32, indices and permutations in int64, and the weights of a token's experts.
-    router = 4 * model.num_experts * (2 if model.balance_loss else 1)
-    router += number * (8 + 4 + element + 8 * (4 if exchanged else 2))
+    router = 4 * model.num_experts + number * (8 + 4 + element + 8 * (4 if exchanged else 2))
     # The inputs of w1 and w3, their products, SiLU and the product with it, and the results, which the router's gradients read.
     kept = 2 * rows + (3 if compiled else 4) * ffn + router
     # The router and w3, and what all-to-alls return.
@@ -81,9 +83,48 @@ def routing_bytes(job: Job) -> tuple[float, float]:
     scores = tokens * model.num_experts  # in float32
     router = (10 if router_compiled else 18 + 2 * model.experts_per_token) * scores
     if model.balance_loss:
-        router += (8 if router_compiled else 24) * scores
-    sorts = (4 if exchanged else 2) * 256 * num_rows  # eight passes over keys and indices of 8 bytes
+        router += (4 if router_compiled or model.router_score == "softmax" else 16) * scores
+    # Eight passes over keys and indices of 8 bytes, and the inverse of the permutation.
+    sorts = (2 if exchanged else 1) * (256 + 24) * num_rows
     return forward * element / 2 + router + sorts, backward * element / 2 + 20.0 * scores
+
+
+def exchanged_tokens(job: Job, recomputed: bool, needs_grad: bool, totals: Totals) -> None:
+    """Adds the collectives of a block with expert parallelism: an all-to-all sends each token to the ranks of its experts, after
+    their counts, and another one returns the results. The backward pass does the reverse."""
+    model, layout, num = job.recipe.model, job.layout, job.num_microbatches
+    if not isinstance(model, MoeConfig) or layout.expert == 1:
+        return
+    forward = num * (1 + recomputed)
+    totals.add("all-to-all", "expert", "expert counts", num, model.num_experts * INT64)  # kept for the recomputation
+    size = job.tokens * model.experts_per_token * model.dim * SIZE[job.recipe.training.compute_dtype]
+    totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)
+
+
+def has_balance_loss(model: TransformerConfig) -> bool:
+    """Whether pipeline stages pass on, and the last one reads, what routers have counted."""
+    return isinstance(model, MoeConfig) and model.balance_loss > 0
+
+
+def counts_bytes(job: Job) -> int:
+    """Returns the bytes of what routers count for the auxiliary loss in a micro-batch."""
+    model = job.recipe.model
+    return job.sequences * 2 * model.num_experts * FLOAT32 if isinstance(model, MoeConfig) else 0
+
+
+def balancing(job: Job, stages: Mapping[int, Stage], axes: Sequence[str], totals: Totals) -> None:
+    """Adds the sums of the counts. With context parallelism, the auxiliary loss reads those and the number of labels of the full
+    sequence. The biases of a rank's routers are stepped by the sums over the ranks that hold them, on these axes."""
+    model = job.recipe.model
+    if not isinstance(model, MoeConfig):
+        return
+    if model.balance_loss and job.layout.context > 1 and len(job.split) - 1 in stages:
+        size = job.sequences * (model.num_experts + 1) * FLOAT32
+        totals.add("all-reduce", "context", "expert counts", job.num_microbatches, size)
+    if model.balance_bias_rate and job.recipe.lora.rank == 0:
+        size = sum(len(stage.blocks) for stage in stages.values()) * model.num_experts * INT64
+        for axis in axes:
+            totals.add("all-reduce", axis, "expert counts", 1, size)
 
 
 def ends_with_experts(model: TransformerConfig) -> bool:

@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from titanlike.config.model_configs import MoeConfig
-from titanlike.planning.collectives import Collective, Totals
+from titanlike.planning.collectives import FLOAT32, INT64, Collective, Totals
+from titanlike.planning.experts import balancing, counts_bytes, exchanged_tokens, has_balance_loss
 from titanlike.planning.gathers import num_gathers
 from titanlike.planning.job import Job
 from titanlike.planning.muon import element_size, rounds
 from titanlike.planning.parameters import Parameter, Stage, fsdp_units, stage_of
 
 SIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element
-FLOAT32, INT64 = 4, 8
 CHATS = ("chat", "synthetic_chat")  # sources whose conversations are documents
 
 
@@ -36,7 +35,6 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
         if job.layout.context > 1 and (job.recipe.data.document_masks or job.recipe.data.source in CHATS):
             gathered = job.tokens * job.layout.context * INT64
             totals.add("all-gather", "context", "document ids", job.num_microbatches, gathered)
-        _balance(job, number, totals)
         _weight_maxima(job, stage, totals)
         if job.recipe.float8.scaling == "tensorwise" and any(parameter.float8 for parameter in stage.last):
             _add_maxima(job, 2, totals)  # of the input and the gradient of the LM head
@@ -45,7 +43,7 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
             _tensor(job, block, totals)
         if job.layout.context > 1:
             _context(job, block, totals)
-        _experts(job, block, totals)
+        exchanged_tokens(job, block.recomputed, block.needs_grad or block.adapts_attention, totals)
         _activation_maxima(job, block, totals)
     if job.layout.pipeline > 1:
         _pipeline(job, stages, totals)
@@ -99,6 +97,11 @@ class Block:
     needs_grad: bool  # with LoRA, the blocks before the first one that has its matrices have no backward pass
     float8: frozenset[str]  # linear layers that multiply in float8
     adapted: frozenset[str]  # linear layers with LoRA's matrices
+
+    @property
+    def adapts_attention(self) -> bool:
+        """Whether the input of the feed-forward layer has a gradient for LoRA's sake."""
+        return any(name.startswith("attention") for name in self.adapted)
 
 
 @dataclass(frozen=True)
@@ -209,28 +212,6 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
             totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
 
 
-def _experts(job: Job, block: Block, totals: Totals) -> None:
-    """An all-to-all sends each token to the ranks of its experts, after their counts, and another one returns the results. The
-    backward pass does the reverse."""
-    model, layout, num = job.recipe.model, job.layout, job.num_microbatches
-    if not isinstance(model, MoeConfig):
-        return
-    forward = num * (1 + block.recomputed)
-    needs_grad = block.needs_grad or any(name.startswith("attention") for name in block.adapted)
-    if layout.expert > 1:
-        totals.add("all-to-all", "expert", "expert counts", forward, model.num_experts * INT64)
-        size = job.tokens * model.experts_per_token * model.dim * SIZE[job.recipe.training.compute_dtype]
-        totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)
-
-
-def _balance(job: Job, number: int, totals: Totals) -> None:
-    """With context parallelism, the auxiliary loss reads the counts and the number of labels of the full sequence."""
-    model, layout = job.recipe.model, job.layout
-    if isinstance(model, MoeConfig) and model.balance_loss and layout.context > 1 and number == len(job.split) - 1:
-        size = job.sequences * (model.num_experts + 1) * FLOAT32
-        totals.add("all-reduce", "context", "expert counts", job.num_microbatches, size)
-
-
 def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
     """Those of all sharded weights of a stage are reduced together, once per step."""
     float8, layout = job.recipe.float8, job.layout
@@ -276,12 +257,9 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     for number in stages:
         neighbours = {number - 1, number + 1} & set(range(last + 1)) - stages.keys()
         calls = job.num_microbatches * len(neighbours)
-        totals.add("send", "pipeline", "activations", calls, size)
-        totals.add("receive", "pipeline", "activations", calls, size)
-        if isinstance(model, MoeConfig) and model.balance_loss:
-            counts = job.sequences * 2 * model.num_experts * FLOAT32
-            totals.add("send", "pipeline", "expert counts", calls, counts)
-            totals.add("receive", "pipeline", "expert counts", calls, counts)
+        for kind in ("send", "receive"):
+            totals.add(kind, "pipeline", "activations", calls, size)
+            totals.add(kind, "pipeline", "expert counts", calls * has_balance_loss(model), counts_bytes(job))
     if model.tied_head and job.recipe.lora.rank == 0 and len({0, last} & stages.keys()) == 1:
         rows = -(-model.vocab_size // job.layout.tensor // job.num_shards)
         size = rows * model.dim * SIZE[training.master_dtype]
@@ -303,11 +281,7 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
             totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
     if layout.pipeline > 1:
         totals.add("all-reduce", "pipeline", "scalars", 2, FLOAT32)
-    model = job.recipe.model
-    if isinstance(model, MoeConfig) and model.balance_bias_rate and job.recipe.lora.rank == 0:
-        size = sum(len(stage.blocks) for stage in stages.values()) * model.num_experts * INT64
-        for axis in [*batch, *["tensor"] * (layout.tensor > 1)]:
-            totals.add("all-reduce", axis, "expert counts", 1, size)
+    balancing(job, stages, [*batch, *["tensor"] * (layout.tensor > 1)], totals)
 
 
 def _axes(job: Job, parameter: Parameter) -> tuple[str, ...]:

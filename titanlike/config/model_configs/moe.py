@@ -59,8 +59,8 @@ class MoeConfig(LlamaFamilyConfig):
     router_scale: PositiveFloat = 1.0
     """Multiplies the scores of a token's experts, after the normalization. DeepSeek-V3 has 2.5."""
     balance_loss: NonNegativeFloat = 0.0
-    """Coefficient of the auxiliary loss that balances the load of the experts within each sequence. It has a gradient only: the
-    reported loss does not contain it. 0 disables it."""
+    """Coefficient of the auxiliary loss that balances the load of the experts over the tokens of each sequence in all blocks:
+    `router_aux_loss_coef` of transformers. It has a gradient only: the reported loss does not contain it. 0 disables it."""
     balance_bias_rate: NonNegativeFloat = 0.0
     """Step size of a bias of each expert that is added to its score for the selection only, and that decreases where an expert had
     more tokens than the average in a training step, and increases where it had less. DeepSeek-V3 has 0.001. 0: no bias."""
