@@ -155,8 +155,10 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
 
             # Forward, backward, update.
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
-            loss, local_loss = forward_backward(model, microbatches, mesh, parallelism.gradient_sync)
-            shutdown.begin_sync(checkpoints.has_failed)  # overlaps with what follows
+            # All tokens have the same weight, whatever their rank and micro-batch: divide each sum by the global count.
+            counts = [num_valid(batch.labels) for batch in microbatches]
+            num_tokens = shutdown.all_reduce_sum(torch.stack(counts).sum(), mesh.loss_groups, mesh.model_groups)
+            loss, local_loss = forward_backward(model, microbatches, num_tokens, mesh, parallelism.gradient_sync)
             norms = gradient_norms(model, mesh.pipeline)
             with monitor.parameter_statistics(step, model):
                 if guard.should_step(step, loss, local_loss, norms):
@@ -166,7 +168,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
             monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
 
             # Validate, evaluate, save, stop.
-            stop_signal = shutdown.result()  # the same on all ranks; 0: continue
+            stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue
             if data.validation and not stop_signal and is_due(step, recipe.validation.interval, training.steps):
                 with monitor.exclude_from_throughput("validating"), watchdog.pause():
                     monitor.validation(step, validate(model, data.validation, recipe.validation.batches, mesh))
@@ -180,6 +182,8 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
                     metadata = replace(metadata, position=data.training.position(), skipped=guard.skipped)
                     checkpoints.save(model, optimizer, metadata, wait=stop_signal > 0)
             monitor.record_saves(checkpoints.poll())
+            if checkpoints.has_failed:  # perhaps not yet on the other ranks
+                shutdown.request(1)
             if stop_signal:
                 monitor.print(run.shutdown_message(stop_signal))
                 break
@@ -200,11 +204,11 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     monitor.print(completion_message(run, device, monitor.measured()))
 
 
-def forward_backward(model: nn.Module, microbatches: list[Batch], mesh: Mesh, sync: str) -> tuple[Tensor, Tensor]:
-    """Computes the gradients of the mean loss over the global batch. Returns that loss, and this rank's share of it."""
-    # All tokens have the same weight, whatever their rank and micro-batch: divide each sum by the global count.
-    counts = [num_valid(batch.labels) for batch in microbatches]
-    num_tokens = collectives.all_reduce_sum(torch.stack(counts).sum(), mesh.loss_groups)
+def forward_backward(
+    model: nn.Module, microbatches: list[Batch], num_tokens: Tensor, mesh: Mesh, sync: str
+) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of the mean loss over the `num_tokens` of the global batch. Returns that loss, and this rank's share
+    of it."""
     if isinstance(model, Pipeline):
         local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:

@@ -92,7 +92,9 @@ def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
                 marker, begin = torch.empty(MARKER, dtype=torch.uint8), tracker.now
                 begins.append(begin)
                 del marker
-            pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
+            num_tokens = torch.tensor(tokens.numel() * job.num_microbatches)
+            microbatches = [batch] * job.num_microbatches
+            pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism.gradient_sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()

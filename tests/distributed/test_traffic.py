@@ -20,6 +20,7 @@ from tests.training import GEMMA2, GEMMA3, MIXTRAL, MODELS, QWEN2, QWEN3, QWEN3_
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.loader import Batch
+from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
@@ -53,7 +54,9 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
     for context in (nullcontext(), counter):
         with context:
             balance_experts(model)
-            pretrain.forward_backward(model, [batch] * job.num_microbatches, mesh, recipe.parallelism.gradient_sync)
+            num_tokens = GracefulShutdown().all_reduce_sum(tokens.count_nonzero(), mesh.loss_groups, mesh.model_groups)
+            microbatches = [batch] * job.num_microbatches
+            pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism.gradient_sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()

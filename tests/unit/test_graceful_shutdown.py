@@ -2,11 +2,15 @@
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.pool import Pool
+from tests.training import Traffic, mesh_of
 from titanlike.distributed.graceful_shutdown import SIGNALS, GracefulShutdown
 
 Ranks = Callable[[int], Pool]
@@ -16,12 +20,10 @@ Ranks = Callable[[int], Pool]
 def test_signal_requests_a_shutdown(alone: None, number: int) -> None:
     before = signal.getsignal(number)
     with GracefulShutdown() as shutdown:
-        shutdown.begin_sync()
+        assert shutdown.all_reduce_sum(torch.tensor(7), [], []) == 7
         assert shutdown.result() == 0
         os.kill(os.getpid(), number)
         assert shutdown.result() == shutdown.agreed_signal == number  # a single process stops at this step
-        shutdown.begin_sync()
-        assert shutdown.result() == number
     assert signal.getsignal(number) == before
 
 
@@ -33,26 +35,46 @@ def test_second_ctrl_c_raises_keyboard_interrupt(alone: None, capfd: pytest.Capt
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_shutdown_without_a_signal(alone: None) -> None:
+def test_shutdown_for_another_reason(alone: None) -> None:
     with GracefulShutdown() as shutdown:
-        shutdown.begin_sync(other_reason=True)
+        shutdown.request(1)
         assert shutdown.result() == 1
 
 
-def _results_of_three_steps(signaled_rank: int) -> list[int]:
-    """Sends a signal to one rank in the second step."""
-    import torch.distributed as dist
-
-    results = []
+def _results_of_three_steps(sizes: dict[str, int], signaled_rank: int) -> tuple[list[int], list[int], Counter[str]]:
+    """Sends a signal to one rank in the second step. Returns the sums, the results and the calls of collectives."""
+    mesh = mesh_of("cpu", **sizes)
+    sums, results, counter = [], [], Traffic(mesh)
     with GracefulShutdown() as shutdown:
         for step in range(3):
             if step == 1 and dist.get_rank() == signaled_rank:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            shutdown.begin_sync()
+            count = torch.tensor(10**mesh.data_rank + 2**53)
+            with counter:
+                total = shutdown.all_reduce_sum(count, mesh.loss_groups, mesh.model_groups)
+            sums.append(int(total))
             results.append(shutdown.result())
-    return results
+    return sums, results, Counter({axis: calls for (_, axis), (calls, _) in counter.total.items()})
 
 
-@pytest.mark.parametrize("signaled_rank", [0, 1])
-def test_all_ranks_stop_at_the_same_step(ranks: Ranks, signaled_rank: int) -> None:
-    assert ranks(2).run(_results_of_three_steps, signaled_rank) == [[0, signal.SIGUSR1, signal.SIGUSR1]] * 2
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        (dict(shard=2, tensor=2), {"shard", "tensor"}),
+        (dict(replicate=2, pipeline=2), {"replicate", "pipeline"}),
+        (dict(pipeline=2, tensor=2), {"pipeline", "tensor"}),
+        (dict(shard=4), {"shard"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("signaled_rank", [1, 2])
+def test_all_ranks_stop_at_the_same_step(
+    ranks: Ranks, sizes: dict[str, int], axes: set[str], signaled_rank: int
+) -> None:
+    """One collective for each axis, the count's where it has one."""
+    num_data_ranks = sizes.get("shard", 1) * sizes.get("replicate", 1)
+    total = sum(10**data_rank + 2**53 for data_rank in range(num_data_ranks))  # has no floating-point representation
+    for sums, results, calls in ranks(4).run(_results_of_three_steps, sizes, signaled_rank):
+        assert sums == [total] * 3
+        assert results == [0, signal.SIGUSR1, signal.SIGUSR1]
+        assert calls == dict.fromkeys(axes, 3)

@@ -2,13 +2,16 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from titanlike.distributed import process_group
+from titanlike.distributed import collectives, process_group
+from titanlike.utils.async_d2h import AsyncD2H
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -20,27 +23,30 @@ class GracefulShutdown:
         self.requested_signal = 0  # received by this rank
         self.agreed_signal = 0  # the same on all ranks
         self._interrupted = False
-        self._work: Any = None
-        self._reduced_signal = torch.tensor(0)
+        self._num_requests: AsyncD2H | None = None
         self._previous_handlers: dict[int, Any] = {}
 
-    def begin_sync(self, other_reason: bool = False) -> None:
-        """Starts an asynchronous all-reduce of the requests. `other_reason` requests a shutdown without a signal."""
-        self._reduced_signal = torch.tensor(self.requested_signal or int(other_reason))
-        if process_group.world_size() > 1:
-            self._work = dist.all_reduce(self._reduced_signal, op=dist.ReduceOp.MAX, async_op=True)
+    def all_reduce_sum(
+        self, count: Tensor, groups: Sequence[dist.ProcessGroup], others: Sequence[dist.ProcessGroup]
+    ) -> Tensor:
+        """Sums an integer over each group in turn, and in the same collectives the requests, these also over `others`: a sum over
+        both is one over all ranks. Does not synchronize a GPU with the host."""
+        values = torch.stack([count, torch.full_like(count, self.requested_signal > 0)])
+        collectives.all_reduce_sum(values, groups)
+        collectives.all_reduce_sum(values[1:], others)
+        self._num_requests = AsyncD2H(values[1:])
+        return values[0]
 
     def result(self) -> int:
-        """Returns the signal number that a rank received, 1 for another reason, or 0. The same on all ranks."""
-        if self._work is not None:
-            self._work.wait()
-        elif self.requested_signal:
-            self._reduced_signal.fill_(self.requested_signal)  # a single process can stop at once
-        self.agreed_signal = int(self._reduced_signal.numpy())  # on the host: no synchronization with a device
+        """Returns the signal that a rank had received before the last sum, or 0. The same on all ranks."""
+        if process_group.world_size() == 1:
+            self.agreed_signal = self.requested_signal  # a single process can stop at once
+        elif self._num_requests and self._num_requests.read()[0] > 0:
+            self.agreed_signal = max(process_group.all_gather_object(self.requested_signal))
         return self.agreed_signal
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Requests a shutdown as if this rank had received the signal."""
+        """Requests a shutdown as if this rank had received the signal. Any other number is another reason."""
         self.requested_signal = max(self.requested_signal, number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -49,7 +55,7 @@ class GracefulShutdown:
                 raise KeyboardInterrupt
             self._interrupted = True
             if process_group.is_main():  # not print: the signal may have interrupted one
-                os.write(2, b"\nstopping after this step; press Ctrl-C again to exit at once\n")
+                os.write(2, b"\nstopping after this step or the next; press Ctrl-C again to exit at once\n")
         self.request(number)
 
     def __enter__(self) -> "GracefulShutdown":

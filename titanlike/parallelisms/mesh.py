@@ -40,6 +40,12 @@ class Mesh:
         return [self.fsdp.get_group(dimension) for dimension in range(self.fsdp.ndim)]
 
     @property
+    def model_groups(self) -> list[dist.ProcessGroup]:
+        """Returns the groups of ranks with the same tokens and different parts of the model. A sum over these and `loss_groups` is
+        one over all ranks."""
+        return [self.pipeline.get_group(), self.tensor.get_group()]
+
+    @property
     def vocab_group(self) -> dist.ProcessGroup | None:
         """Returns the group over which logits are sharded along the vocabulary, or None where they are not sharded."""
         return self.tensor.get_group() if self.sizes["tensor"] > 1 else None

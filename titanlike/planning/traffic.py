@@ -268,13 +268,16 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
 
 
 def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
-    """The number of tokens and the loss are summed over the batch. The squares of gradients are summed over the ranks that shard
-    them, apart for each set of these ranks, and over stages."""
+    """The number of tokens and the loss are summed over the batch, and the requests of a shutdown over all ranks. The squares of
+    gradients are summed over the ranks that shard them, apart for each set of these ranks, and over stages."""
     layout = job.layout
     batch = [axis for axis, size in (("replicate", layout.replicate), (fsdp_axis(job), job.num_shards)) if size > 1]
     for axis in batch:
-        totals.add("all-reduce", axis, "scalars", 1, INT64)
+        totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
         totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
+    for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)):
+        if size > 1:
+            totals.add("all-reduce", axis, "scalars", 1, INT64)
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]
     for axes in sorted({_axes(job, parameter) for parameter in parameters}):
         for axis in axes:
