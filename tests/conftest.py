@@ -5,6 +5,8 @@ import os
 # Set before torch is imported, and inherited by child processes. Tiny models do not benefit from threads, and with more threads
 # than cores some steps take a hundred times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A process that crashes prints the Python stack of each thread.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 import atexit
 import shutil
@@ -14,7 +16,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
+from tests import crashes
 from tests.pool import Pool
+
+crashes.check_all_processes()
 
 # The cache of runs, such as the tokens of text, is not the user's. Child processes inherit the variable.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titanlike-tests-")

@@ -3,12 +3,14 @@
 import pickle
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
+from tests import crashes
 from tests.forkserver import ROOT, Forked
 
 
@@ -24,6 +26,7 @@ class Pool:
         self.world_size = world_size
         self.workers: list[Forked] = []
         self.pipes: list[Any] = []
+        self.errors: list[IO[bytes]] = []  # standard error of each rank
         self.threads: list[int] = []  # maximum per rank, after each run
 
     def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
@@ -43,7 +46,7 @@ class Pool:
                     failed, results[rank], count = pickle.loads(pipe.recv_bytes())
                     threads.append(count)
                 except EOFError:
-                    failed, results[rank] = True, "the process died"
+                    failed, results[rank] = True, self._death(rank)
                 if failed:
                     self.close()
                     raise AssertionError(f"rank {rank} of {self.world_size}: {results[rank]}")
@@ -57,9 +60,21 @@ class Pool:
         for worker in self.workers:
             worker.kill()
             worker.wait()
-        for pipe in self.pipes:
-            pipe.close()
-        self.workers, self.pipes, self.threads = [], [], []
+        for file in (*self.pipes, *self.errors):
+            file.close()
+        self.workers, self.pipes, self.errors, self.threads = [], [], [], []
+
+    def _death(self, rank: int) -> str:
+        """Returns how a rank died, with what it wrote to standard error. Raises `Crash` if nobody sent the signal."""
+        code = self.workers[rank].wait(timeout=60)
+        self.errors[rank].seek(0)
+        errors = self.errors[rank].read().decode(errors="replace")
+        try:
+            crashes.check(f"rank {rank} of {self.world_size}", code, errors)
+        except crashes.Crash:
+            self.close()
+            raise
+        return f"the process died: {crashes.cause(code)}\n{errors[-crashes.MAX_TEXT :]}"
 
     def _start(self) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -68,5 +83,6 @@ class Pool:
             arguments = [str(rank), str(self.world_size), str(self.store.port), *sys.path]  # to import the tests from
             with remote:
                 program = [sys.executable, "-m", "tests.pool_worker", *arguments]
-                self.workers.append(Forked(program, cwd=ROOT, stdin=remote))
+                self.errors.append(tempfile.TemporaryFile())  # noqa: SIM115  read when the rank dies
+                self.workers.append(Forked(program, cwd=ROOT, stdin=remote, stderr=self.errors[-1]))
             self.pipes.append(Connection(local.detach()))

@@ -1,0 +1,107 @@
+"""Runs the distributed tests in random order under malloc's checks, for hours, and records each process that crashes.
+
+    python -m tests.heap_check --hours 3 --seed 1 [--log heap_check.json] [arguments of pytest]
+
+A corrupted heap shows long after the write that corrupts it, in any test that runs in the same processes. A run repeats rounds of the
+tests, each in another order and with the processes of one pool per number of ranks. glibc verifies each block that is freed and fills
+freed memory; the first inconsistency aborts the process, which prints its Python stacks and leaves a core file, from which gdb, if it
+is installed, prints the native stacks. Linux with glibc only.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TESTS = ["tests/distributed"]
+CHECKS = {
+    "LD_PRELOAD": "libc_malloc_debug.so.0",
+    "GLIBC_TUNABLES": "glibc.malloc.check=3",  # aborts at the first inconsistency
+    "MALLOC_PERTURB_": "165",  # fills memory that is allocated or freed
+}
+SEED = "TITANLIKE_TEST_ORDER"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shuffles the tests. Called by pytest, for which this file is a plugin."""
+    random.Random(os.environ[SEED]).shuffle(items)
+
+
+def run_round(seed: str, seconds: float, arguments: list[str]) -> dict[str, Any]:
+    """Runs all tests once, for at most this time. Returns what ran and which processes crashed."""
+    order = {SEED: seed, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    program = [sys.executable, "-m", "pytest", "-p", "tests.heap_check", "-m", "not every", "-n", "1", "-v", "-rA"]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="heap-check-") as folder:
+        output = Path(folder, "output")
+        with output.open("w") as file:
+            job = subprocess.Popen(
+                [*program, *(arguments or TESTS)], cwd=ROOT, env=os.environ | CHECKS | order, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                job.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                job.terminate()
+                job.wait()
+        lines = output.read_text(errors="replace").split("\n")
+    cores = sorted(ROOT.glob("core*"))
+    crashes = [line for line in lines if "crashes.Crash" in line or "crashed while running" in line]
+    return {
+        "seed": seed,
+        "arguments": arguments,
+        "seconds": round(time.monotonic() - start),
+        "passed": sum(line.startswith("[gw0]") and " PASSED " in line for line in lines),
+        "failed": [line for line in lines if line.startswith("[gw0]") and " FAILED " in line],
+        "crashes": crashes,
+        "cores": [stacks(core) for core in cores],
+        "output": lines[-2000:] if crashes or cores else [],
+    }
+
+
+def stacks(core: Path) -> str:
+    """Returns the native stacks of a core file, and removes it: it has the size of the process's memory."""
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return f"{core}: install gdb to print its stacks"
+    command = [gdb, "--batch", "-ex", "thread apply all bt 40", sys.executable, str(core)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    core.unlink()
+    return found
+
+
+def main() -> None:
+    """Runs rounds until the time has passed. Exits with code 1 if a process crashed."""
+    parser = argparse.ArgumentParser(description="Runs the distributed tests in random order under malloc's checks.")
+    parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the tests")
+    parser.add_argument("--log", type=Path, default=ROOT / "heap_check.json", help="a line per round is appended")
+    options, arguments = parser.parse_known_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    end, number, crashed = time.monotonic() + options.hours * 3600, 0, False
+    while (left := end - time.monotonic()) > 1:
+        found = run_round(f"{options.seed}-{number}", left, arguments)
+        with options.log.open("a") as log:
+            print(json.dumps(found), file=log)
+        shown = f"{found['passed']} passed, {len(found['failed'])} failed, {len(found['crashes'])} crashes"
+        print(f"round {found['seed']}: {shown}, {len(found['cores'])} cores, {found['seconds']} s", flush=True)
+        crashed |= bool(found["crashes"] or found["cores"])
+        number += 1
+    sys.exit(1 if crashed else 0)
+
+
+if __name__ == "__main__":
+    main()
