@@ -255,6 +255,22 @@ def test_compile_cache_sets_the_inductor_directory(monkeypatch: pytest.MonkeyPat
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")
 
 
+@pytest.mark.parametrize(("load", "policy"), [(1.0, "PASSIVE"), (0.2, None)])
+def test_threads_sleep_while_they_wait_if_other_processes_use_the_cores(
+    load: float, policy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr("titanlike.utils.system.num_cores", lambda: 2)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keeps pytest's own handler
+    monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": ""})
+    start(PretrainRecipe, [f"--run.dir={tmp_path}"])
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+    monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "ACTIVE"})
+    start(PretrainRecipe, [f"--run.dir={tmp_path}"])
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's
+
+
 MEASURE_FREED_MEMORY = """
 import resource, sys, mmap
 from titanlike.utils.system import keep_freed_memory

@@ -153,6 +153,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     recipe = replace(recipe, run=run)
     if ranks.restart_count:  # the first start has applied it, and a restart resumes from the newest checkpoint
         recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0))
+    system.set_variables(system.wait_policy())  # read when torch is imported
     if recipe.compile.cache:  # read when torch is imported
         system.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
     if recipe.profiling.steps:

@@ -95,6 +95,15 @@ def share_cores(processes: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, num_cores() // processes))}
 
 
+def wait_policy() -> dict[str, str]:
+    """Returns variables that make OpenMP's threads sleep while they wait for each other, if other processes use the cores.
+
+    Threads wait by spinning, which takes the core that the awaited thread needs: a step can take 100 times as long. Results do not
+    depend on it.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE"} if os.getloadavg()[0] > num_cores() / 4 else {}
+
+
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> None:
     """Makes glibc keep freed memory: every step allocates the same sizes again, and page faults are slow.
 
