@@ -69,7 +69,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             step = self.steps.call_method("count", lineno=node.lineno)
             if isinstance(node, nodes.For) and node.test is not None:
                 node.test = nodes.And(step, node.test, lineno=node.lineno)
-            else:
+            elif isinstance(node, nodes.For | nodes.Macro):
                 node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return tree
 
