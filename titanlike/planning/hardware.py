@@ -121,7 +121,13 @@ def load_hardware(name: str) -> Hardware:
     except (ValueError, RecursionError) as error:  # of tomli, or text that is not UTF-8
         raise UserError(f"--hardware {shown(name)} is not valid TOML: {shown(str(error))}") from None
     try:
-        return TypeAdapter(Hardware).validate_json(json.dumps({"name": path.stem, **values}, default=str))
+        text = json.dumps({"name": path.stem, **values}, default=str)
+    except ValueError:  # hexadecimal digits of an integer that Python does not convert to decimal ones
+        raise UserError(
+            f"hardware file {shown(name)}: an integer has thousands of digits; write a smaller number"
+        ) from None
+    try:
+        return TypeAdapter(Hardware).validate_json(text)
     except ValidationError as error:
         raise UserError("\n".join(_message(name, dict(detail)) for detail in error.errors())) from None
 
