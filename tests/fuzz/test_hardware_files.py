@@ -99,7 +99,7 @@ def lines_of(name: str) -> tuple[str, ...]:
 def random_number(rng: random.Random) -> str:
     return rng.choice(
         (
-            *(repr(10.0 ** rng.uniform(*span)) for span in ((-6, 0), (-6, 0), (-3, 0), (0, 3), (-7, 7))),
+            *(repr(10.0 ** rng.uniform(*span)) for span in ((-6, 0), (-6, 0), (-3, 0), (-3, 0), (0, 3), (-7, 7))),
             repr(10.0 ** rng.randint(-320, 308)),
             repr(rng.choice((-1, 1)) * 10.0 ** rng.randint(-6, 6)),
             str(rng.choice((0, 1, 8, 1024, 1025, 10**6, 2**63, -1))),
@@ -110,32 +110,33 @@ def random_number(rng: random.Random) -> str:
 
 def hardware_text(rng: random.Random) -> tuple[bytes, bool]:
     """Returns a hardware file and whether it has to be refused."""
-    lines, refused = list(lines_of(rng.choice(("h100", "a100", "b200", "l40s")))), False
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 8))):
+    lines, refused = list(lines_of(rng.choice(("h100", "a100", "b200", "l40s")))), set[str]()
+    for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3, 8))):
         key = rng.choice(KEYS)
         kind = rng.choice((*["number"] * 12, "odd", "text", "missing", "unknown"))
         lines = [line for line in lines if not line.startswith(f"{key} =")]
+        refused.discard(key)
         if kind == "number":
             lines.append(f"{key} = {random_number(rng)}")
         elif kind == "odd":
             lines.append(f"{key} = {rng.choice(ODD_LITERALS)}")
         elif kind == "text":
             lines.append(f"{key} = {json.dumps(rng.choice(ODD_TEXT), ensure_ascii=False)}")
-            refused |= key != "name"
+            refused |= {key} - {"name"}
         elif kind == "unknown":
             lines.append(f"{key}_{rng.choice('abc')} = 1")
-            refused = True
+            refused.add("unknown")
     data = "\n".join(lines).encode()
     if rng.random() < 0.1:
         start = rng.randrange(len(data) + 1)
         stop = min(start + rng.choice((0, 1, 10, 100)), len(data))
         odd = rng.choice((rng.choice(ODD_TEXT).encode(), bytes([rng.randrange(256)]), b"\n[x]\n"))
-        data, refused = data[:start] + odd + data[stop:], False
-    return data, refused
+        data, refused = data[:start] + odd + data[stop:], set()
+    return data, bool(refused)
 
 
 def overrides_of(rng: random.Random) -> dict[str, str]:
-    return {key: rng.choice(OVERRIDES[key]) for key in rng.sample(sorted(OVERRIDES), rng.choice((0, 0, 1, 2, 3, 6)))}
+    return {key: rng.choice(OVERRIDES[key]) for key in rng.sample(sorted(OVERRIDES), rng.choice((0, 0, 0, 1, 1, 2, 4)))}
 
 
 @cache
@@ -180,7 +181,7 @@ def case(rng: random.Random, folder: Path) -> str:
     data, refused = hardware_text(rng)
     path = folder / "mine.toml"
     path.write_bytes(data)
-    recipe, overrides, num_gpus = rng.choice(RECIPES), overrides_of(rng), rng.choice((1, 2, 8, 64, 100, 512))
+    recipe, overrides, num_gpus = rng.choice(RECIPES), overrides_of(rng), rng.choice((1, 8, 8, 64, 64, 100, 512))
     if rng.random() < 0.02:
         return command_case(path, recipe, overrides, num_gpus, refused)
     start = time.process_time()

@@ -38,8 +38,8 @@ class Hardware:
 
     name: Annotated[str, Field(max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
     """Name in reports."""
-    memory_gib: Rate
-    """Memory of a GPU, as `torch.cuda.get_device_properties` reports it."""
+    memory_gib: Annotated[float, Field(ge=2.0, le=MOST)]
+    """Memory of a GPU, as `torch.cuda.get_device_properties` reports it. Less than 2 GiB leave nothing to the allocator."""
     bf16_tflops: Rate
     """Peak dense bfloat16 throughput of the data sheet, which MFU refers to."""
     float32_tflops: Rate

@@ -125,7 +125,7 @@ class Plan:
 
 def available_memory(hardware: Hardware) -> int:
     """Returns the bytes of a GPU that the caching allocator can reserve."""
-    return max(0, round(hardware.memory_gib * GIB) - OUTSIDE_ALLOCATOR)
+    return round(hardware.memory_gib * GIB) - OUTSIDE_ALLOCATOR
 
 
 def make_plan(job: Job, hardware: Hardware, simulated: Mapping[int, Memory] | None = None) -> Plan:
