@@ -17,6 +17,7 @@ from validation import request_errors
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.planning.plan import Plan
 from titanlike.run.planned import hardware_of_device, plan_or_none
+from titanlike.utils.regular_file import read_regular
 
 GIB = 2**30
 
@@ -145,17 +146,17 @@ def price_lines(options: argparse.Namespace, job: Job, tokens_per_gpu: float, pl
 
 def read_records(metrics: Path) -> list[dict[str, Any]]:
     """Reads the records of a metrics.jsonl, whose last line may be truncated."""
-    return [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+    return [json.loads(line) for line in read_regular(metrics).decode().splitlines() if line.endswith("}")]
 
 
 def measured_speed(metrics: Path) -> float:
     """Returns the tokens per second and process of an earlier run: the median of its second half."""
     try:
         records = read_records(metrics)
-        processes = json.loads((metrics.parent / "environment.json").read_text())["processes"]
-    except (OSError, ValueError, KeyError) as error:
+        processes = int(json.loads(read_regular(metrics.parent / "environment.json"))["processes"])
+        speeds = [float(record["tokens_per_second"]) for record in records if record.get("tokens_per_second")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--measured {metrics}: not a run's metrics.jsonl with its environment.json: {error}") from None
-    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
-    if not speeds:
+    if not speeds or processes < 1:
         raise UserError(f"--measured {metrics}: contains no tokens_per_second")
     return statistics.median(speeds[len(speeds) // 2 :]) / processes

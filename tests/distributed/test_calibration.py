@@ -57,6 +57,10 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pat
     for path in (tmp_path / "mine.txt", tmp_path / "missing" / "mine.toml"):
         with pytest.raises(UserError, match="is not a TOML file in a directory that exists"):
             calibrate(torch.device("cpu"), path)
+    (tmp_path / "folder.toml").mkdir()
+    for path in (tmp_path / "folder.toml", Path("/proc/mine.toml")):
+        with pytest.raises(UserError, match=rf"^--calibrate {path} cannot be written: .*; give another path$"):
+            calibrate(torch.device("cpu"), path, on_progress=lambda *_: pytest.fail("measures"))
 
 
 @pytest.mark.parametrize("half", [0.0, 100.0, 1000.0])

@@ -81,6 +81,8 @@ def test_scaling_and_search_as_json(
         ((RECIPE, "--gpus=8", "--hardware=h10"), "--hardware h10 is unknown; did you mean h100?"),
         ((RECIPE, "--gpus=100"), "training.global_batch_size = 128 does not divide over 100 data-parallel ranks"),
         ((RECIPE, "--gpus=12", "--parallelism.tensor=8"), "parallelism.tensor = 8 does not divide the 12 processes"),
+        ((RECIPE, "--gpus=8", "--parallelism.shard=1"), "parallelism.shard = 1, but there are 8 processes"),
+        ((RECIPE, "--gpus=8", "--model.num_layers=10000"), "model.num_layers = 10,000: plans are for up to 1,000 blocks"),
         (("missing.toml", "--gpus=8"), "missing.toml: recipe not found"),
         ((RECIPE, "--gpus=8", "--training.step=3"), "training.step = 3: unknown key; did you mean training.steps?"),
         ((RECIPE, "--gpus=8", "--serach"), "--serach: unknown option; did you mean --search?"),

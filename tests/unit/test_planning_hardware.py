@@ -68,8 +68,24 @@ def test_unknown_hardware(name: str, message: str) -> None:
     ("old", "new", "message"),
     [
         ("bf16_tflops = 100.0", "", "bf16_tflops is missing; add it, as in hardware_files/h100.toml"),
-        ("100.0", "-1.0", "bf16_tflops = -1.0 is not valid: input should be greater than 0"),
-        ("100.0", "0", "bf16_tflops = 0 is not valid: input should be greater than 0"),
+        ("100.0", "-1.0", "bf16_tflops = -1.0 is not valid: input should be greater than or equal to 0.000001"),
+        ("100.0", "0", "bf16_tflops = 0 is not valid: input should be greater than or equal to 0.000001"),
+        ("100.0", "1e7", "bf16_tflops = 10000000.0 is not valid: input should be less than or equal to 1000000"),
+        (
+            "memory_gib =",
+            "efficiency = 1e-308\nmemory_gib =",
+            "efficiency = 1e-308 is not valid: input should be greater than",
+        ),
+        (
+            "memory_gib =",
+            "launch_us = 1e-308\nmemory_gib =",
+            "launch_us = 1e-308 is not valid: it must be 0 or at least 1e-06",
+        ),
+        (
+            "memory_gib =",
+            'name = "a\\u001b[2J"\nmemory_gib =',
+            "is not valid: it must be a name without control characters",
+        ),
         ("100.0", "nan", "bf16_tflops = NaN is not valid: input should be a finite number"),
         ("100.0", "inf", "bf16_tflops = Infinity is not valid: input should be a finite number"),
         ("100.0", '"fast"', 'bf16_tflops = "fast" is not valid: input should be a valid number'),
@@ -85,12 +101,16 @@ def test_invalid_files(tmp_path: Path, old: str, new: str, message: str) -> None
     path = write(tmp_path, MINIMAL.replace(old, new))
     with pytest.raises(UserError) as caught:
         load_hardware(path)
-    assert f"hardware file {path}: {message}" in str(caught.value).splitlines()[-1 if "unknown" in message else 0]
+    line = str(caught.value).splitlines()[-1 if "unknown" in message else 0]
+    assert line.startswith(f"hardware file {path}: ") and message in line and line.isprintable()
 
 
 def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     path = write(tmp_path, "bf16_tflops =")
     with pytest.raises(UserError, match=rf"^--hardware {re.escape(path)} is not valid TOML: Invalid value \(at "):
         load_hardware(path)
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="cannot be read: Not a regular file"):
+        load_hardware(str(tmp_path / "zero.toml"))
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         load_hardware(str(tmp_path.rename(tmp_path.with_suffix(".toml"))))

@@ -13,7 +13,7 @@ from titanlike.planning.changes import apply, changes_rounding, single_changes, 
 from titanlike.planning.confirmation import confirm
 from titanlike.planning.hardware import Hardware, load_hardware
 from titanlike.planning.job import Job
-from titanlike.planning.memory import Memory, Moment, Usage
+from titanlike.planning.memory import Memory, Moment, Usage, memory
 from titanlike.planning.plan import GIB, Plan, crosses_nodes, make_plan, ranks_to_simulate
 from titanlike.planning.report import as_json, brief
 from titanlike.planning.scaling import scaling
@@ -101,6 +101,18 @@ def test_advice_is_the_best_of_all_single_changes(name: str, num_gpus: int, sect
     first, _, second = text.partition(" Or ")
     assert second.startswith(max(speeds, key=lambda text: speeds[text]))
     assert "rounding" not in first and second.endswith("; the rounding of the result changes.")
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(parallelism__reshard_after_forward="never"), dict(activation_checkpoint__mode="full"),
+    dict(activation_checkpoint__mode="none"), dict(parallelism__gradient_sync="last_microbatch"), dict(model__num_layers="1"),
+    dict(model__num_layers="3"), dict(training__loss_chunk="0"),
+])  # fmt: skip
+def test_the_first_and_last_blocks_have_the_peak(changes: dict[str, str]) -> None:
+    job = Job(recipe_of("llama3_8b", **changes), 16)
+    ends, every = (memory(job, every_block=every_block) for every_block in (False, True))
+    assert ends.peak == every.peak and ends.reserved == every.reserved
+    assert len(ends.moments) <= 11
 
 
 def test_advice_changes_what_fsdp_keeps() -> None:

@@ -35,6 +35,8 @@ tensors for the pipeline ranks that decide (--quick leaves that out). Exits with
 
 DEFAULT_HARDWARE = "h100"
 DOES_NOT_FIT = 1  # exit code
+MAX_BLOCKS = 1000
+"""Blocks of a model that is planned: each is planned by itself, many times. The deepest published models have some hundred."""
 
 
 def add(commands: Any) -> None:
@@ -132,6 +134,10 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     hardware = load_hardware(arguments.hardware)
     command_line = Arguments([arguments.recipe, *overrides])
     recipe = load_known(command_line.recipe, command_line.overrides)
+    if recipe.model.num_layers > MAX_BLOCKS:
+        raise UserError(
+            f"model.num_layers = {recipe.model.num_layers:,}: plans are for up to {MAX_BLOCKS:,} blocks; use a smaller number"
+        )
     request = Request(arguments, command_line.recipe, command_line.overrides, recipe, hardware, progress)
     if arguments.figure:
         from titanlike.planning.figure import require_matplotlib

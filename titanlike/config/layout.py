@@ -6,6 +6,7 @@ The preflight checks, the pipeline and the run summary share these functions, so
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from titanlike.config.base import LIMIT, UserError, divisors, one_of
 
@@ -56,6 +57,13 @@ def split_blocks(num_blocks: int, num_stages: int, lm_head_cost: float) -> list[
     Minimizes the cost of the slowest stage. `lm_head_cost` is the cost of the LM head in blocks; the embedding is a look-up
     and costs nothing.
     """
+    return list(_split_blocks(num_blocks, num_stages, lm_head_cost))
+
+
+@cache  # the planner asks for the same few very often
+def _split_blocks(num_blocks: int, num_stages: int, lm_head_cost: float) -> tuple[int, ...]:
+    if num_stages == 1:
+        return (num_blocks,)
     split = [1] * num_stages
     costs = [1.0] * (num_stages - 1) + [1.0 + lm_head_cost]
     for _ in range(num_blocks - num_stages):
@@ -63,7 +71,7 @@ def split_blocks(num_blocks: int, num_stages: int, lm_head_cost: float) -> list[
         cheapest = min(reversed(range(num_stages)), key=lambda stage: costs[stage])
         split[cheapest] += 1
         costs[cheapest] += 1.0
-    return split
+    return tuple(split)
 
 
 def stages_of(rank: int, num_ranks: int, num_stages: int, *, v_shaped: bool) -> list[int]:
@@ -103,15 +111,14 @@ def infer_shard(dimensions: Mapping[str, int], world_size: int) -> int:
             f"parallelism.replicate = {product} does not divide the {world_size} processes; use {one_of(near)}"
         )
     if shard == -1:
-        sizes = _product(others) if len(others) == 1 else f"{_product(others)} = {product}"
         raise UserError(
-            f"parallelism.{sizes} does not divide the {world_size} processes; start {product} or a multiple, or make "
+            f"parallelism.{_product(others)} does not divide the {world_size} processes; start {product} or a multiple, or make "
             f"{'it' if len(others) == 1 else 'one of them'} smaller"
         )
     if product * shard != world_size:
         used = {name: size for name, size in dimensions.items() if name in (*others, "shard")}
         raise UserError(
-            f"parallelism.{_product(used)} = {product * shard}, but there are {world_size} processes; start "
+            f"parallelism.{_product(used)}, but there are {world_size} processes; start "
             f"{product * shard}" + ("" if world_size % product else ", or set parallelism.shard = -1")
         )
     return shard
@@ -180,5 +187,6 @@ def num_microbatches(global_batch_size: int, local_batch_size: int, num_data_ran
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """Formats dimensions as "replicate x shard = 2 x 4"."""
-    return f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
+    """Formats dimensions as "replicate x shard = 2 x 4 = 8", or a single one as "shard = 4"."""
+    text = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
+    return text if len(sizes) == 1 else f"{text} = {math.prod(sizes.values())}"

@@ -73,14 +73,14 @@ def _valid_job(plan: Plan, changes: Changes, num_gpus: int, check: Check) -> Job
 
 def smallest_peak(job: Job) -> int:
     """Returns the reserved bytes of the first and last pipeline rank, one of which almost always needs most. Fast."""
-    return max(memory(job, rank).reserved for rank in {0, job.layout.pipeline - 1})
+    return max(memory(job, rank, every_block=False).reserved for rank in {0, job.layout.pipeline - 1})
 
 
 def may_fit(job: Job, available: int) -> bool:
     """Whether the first and the last pipeline rank fit. Fast."""
     ranks = sorted({0, job.layout.pipeline - 1})
     jobs = [job] if (short := _shortened(job)) is job else [short, job]
-    return all(memory(each, rank).reserved <= available for each in jobs for rank in ranks)
+    return all(memory(each, rank, every_block=False).reserved <= available for each in jobs for rank in ranks)
 
 
 def _shortened(job: Job) -> Job:

@@ -1,7 +1,9 @@
 """Measures the GPU or CPU and the links that are here, and writes them as a hardware file. Imports torch late."""
 
+import errno
 import json
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +61,13 @@ def calibrate(
 
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise UserError(f"--calibrate {path} is not a TOML file in a directory that exists; give such a path")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass  # before what takes minutes
+    except OSError as error:
+        raise _cannot_write(path, error) from None
     steps = ["matmuls", "attention", "memory", "links"]
 
     def progress(text: str) -> None:
@@ -82,7 +91,11 @@ def calibrate(
         try:
             atomic_write_text(path, "\n".join(description.lines) + "\n")
         except OSError as error:
-            raise UserError(f"--calibrate {path} cannot be written: {error.strerror}; give another path") from None
+            raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"--calibrate {path} cannot be written: {error.strerror}; give another path")
 
 
 def data_sheet(device_name: str) -> Hardware | None:

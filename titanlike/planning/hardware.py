@@ -8,81 +8,94 @@ from pathlib import Path
 from typing import Annotated
 
 import tomli
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titanlike.config import UserError
-from titanlike.config.base import LIMIT, NonNegativeFloat, Positive, PositiveFloat, section, shown
+from titanlike.config.base import section, shown
 from titanlike.config.load import nearest, show_value
+from titanlike.utils.regular_file import read_regular
 
 FILES = Path(__file__).with_name("hardware_files")
 
-PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
+LEAST, MOST = 1e-6, 1e6  # in the unit of each key: less or more is a mistake, and gives figures of hundreds of digits
+
+
+def _zero_or_more_than_least(value: float) -> float:
+    if 0.0 < value < LEAST:
+        raise ValueError(f"it must be 0 or at least {LEAST}")
+    return value
+
+
+Rate = Annotated[float, Field(ge=LEAST, le=MOST)]
+RateOrZero = Annotated[float, Field(ge=0.0, le=MOST), AfterValidator(_zero_or_more_than_least)]
+Fraction = Annotated[float, Field(ge=LEAST, le=1.0)]
+Efficiency = Annotated[float, Field(ge=0.001, le=2.0)]
 
 
 @section
 class Hardware:
     """A GPU and the cluster that it is part of."""
 
-    name: str
+    name: Annotated[str, Field(max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
     """Name in reports."""
-    memory_gib: PositiveFloat
-    """Memory of a GPU, as `torch.cuda.get_device_properties` reports it."""
-    bf16_tflops: PositiveFloat
+    memory_gib: Annotated[float, Field(ge=2.0, le=MOST)]
+    """Memory of a GPU, as `torch.cuda.get_device_properties` reports it. Less than 2 GiB leave nothing to the allocator."""
+    bf16_tflops: Rate
     """Peak dense bfloat16 throughput of the data sheet, which MFU refers to."""
-    float32_tflops: PositiveFloat
+    float32_tflops: Rate
     """Peak float32 throughput without TF32."""
-    memory_gb_per_second: PositiveFloat
+    memory_gb_per_second: Rate
     """Peak memory bandwidth of the data sheet."""
-    gpus_per_node: Positive
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)]
     """GPUs that share the fast links."""
-    node_gb_per_second: PositiveFloat
+    node_gb_per_second: Rate
     """Bandwidth of a GPU to the others of its node, in one direction."""
-    network_gb_per_second: PositiveFloat
+    network_gb_per_second: Rate
     """Bandwidth of a GPU to other nodes, in one direction."""
 
-    float8_tflops: NonNegativeFloat = 0.0
+    float8_tflops: RateOrZero = 0.0
     """Peak dense float8 throughput. 0: the GPU has no float8 matmuls."""
-    tf32_tflops: NonNegativeFloat = 0.0
+    tf32_tflops: RateOrZero = 0.0
     """Peak dense TF32 throughput, for float32 with `training.matmul_precision` below `highest`. 0: that of float32."""
-    gemm_fraction: PositiveFraction = 0.7
+    gemm_fraction: Fraction = 0.7
     """Fraction of the peak that large bfloat16 or float32 matmuls sustain."""
-    float8_gemm_fraction: PositiveFraction = 0.6
+    float8_gemm_fraction: Fraction = 0.6
     """Fraction of the peak that large float8 matmuls sustain."""
-    gemm_half_size: NonNegativeFloat = 128.0
+    gemm_half_size: RateOrZero = 128.0
     """Size of one dimension of a bfloat16 matmul at which it reaches half of this fraction. A float8 matmul takes less time for the
     same fixed costs, so the size is larger in the ratio of their speeds."""
-    attention_forward: PositiveFraction = 0.4
+    attention_forward: Fraction = 0.4
     """Fraction of the bfloat16 peak that the forward pass of the fastest fused attention kernel sustains on long sequences, with a
     head dimension of 128 and a causal mask, of which half is computed."""
-    attention_backward: PositiveFraction = 0.3
+    attention_backward: Fraction = 0.3
     """The same for the backward pass."""
-    flash_forward: PositiveFraction = 0.35
+    flash_forward: Fraction = 0.35
     """The same for the forward pass of torch's FlashAttention kernel, which context parallelism uses."""
-    flash_backward: PositiveFraction = 0.3
+    flash_backward: Fraction = 0.3
     """The same for its backward pass."""
-    attention_half_length: NonNegativeFloat = 500.0
+    attention_half_length: RateOrZero = 500.0
     """Sequence length at which attention reaches half of these fractions."""
-    memory_fraction: PositiveFraction = 0.85
+    memory_fraction: Fraction = 0.85
     """Fraction of the peak memory bandwidth that elementwise kernels reach."""
-    node_fraction: PositiveFraction = 0.75
+    node_fraction: Fraction = 0.75
     """Fraction of the bandwidth within a node that large all-gathers reach (the bus bandwidth of nccl-tests)."""
-    node_latency_us: NonNegativeFloat = 20.0
+    node_latency_us: RateOrZero = 20.0
     """Microseconds of a small collective within a node."""
-    network_fraction: PositiveFraction = 0.8
+    network_fraction: Fraction = 0.8
     """Fraction of the bandwidth between nodes that large all-gathers reach."""
-    network_latency_us: NonNegativeFloat = 40.0
+    network_latency_us: RateOrZero = 40.0
     """Microseconds that each further node adds to a small collective."""
-    launch_us: NonNegativeFloat = 5.0
+    launch_us: RateOrZero = 5.0
     """Microseconds of the host for each kernel that eager code launches. The GPU waits for the host if it is faster."""
-    host_gb_per_second: PositiveFloat = 25.0
+    host_gb_per_second: Rate = 25.0
     """Bandwidth between a GPU and host memory, for `parallelism.cpu_offload`."""
-    efficiency: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    efficiency: Efficiency = 1.0
     """Measured over predicted speed of training in bfloat16 or float32, from `benchmarks/planner_validation.py`."""
-    float8_efficiency: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    float8_efficiency: Efficiency = 1.0
     """Measured over predicted speed of training in float8."""
-    dollars_per_gpu_hour: NonNegativeFloat = 0.0
+    dollars_per_gpu_hour: RateOrZero = 0.0
     """Price of a GPU for an hour. 0: unknown."""
-    gpu_watts: NonNegativeFloat = 0.0
+    gpu_watts: RateOrZero = 0.0
     """Power of a GPU. 0: unknown."""
 
 
@@ -102,13 +115,19 @@ def load_hardware(name: str) -> Hardware:
             f"--hardware {shown(name)} is unknown; {meant}use {', '.join(names)}, or the path of a TOML file"
         )
     try:
-        values = tomli.loads(path.read_text(encoding="utf-8"))
+        values = tomli.loads(read_regular(path).decode())
     except OSError as error:
         raise UserError(f"--hardware {shown(name)} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of tomli, or text that is not UTF-8
         raise UserError(f"--hardware {shown(name)} is not valid TOML: {shown(str(error))}") from None
     try:
-        return TypeAdapter(Hardware).validate_json(json.dumps({"name": path.stem, **values}, default=str))
+        text = json.dumps({"name": path.stem, **values}, default=str)
+    except ValueError:  # hexadecimal digits of an integer that Python does not convert to decimal ones
+        raise UserError(
+            f"hardware file {shown(name)}: an integer has thousands of digits; write a smaller number"
+        ) from None
+    try:
+        return TypeAdapter(Hardware).validate_json(text)
     except ValidationError as error:
         raise UserError("\n".join(_message(name, dict(detail)) for detail in error.errors())) from None
 
@@ -123,5 +142,7 @@ def _message(name: str, detail: dict[str, object]) -> str:
     if detail["type"] == "unexpected_keyword_argument":
         near = nearest(key, list(Hardware.__dataclass_fields__))
         return f"{file}: {key} is an unknown key; " + (f"did you mean {near}?" if near else "remove it")
-    value, message = show_value(detail["input"]), str(detail["msg"])
-    return f"{file}: {key} = {value} is not valid: {message[:1].lower()}{message[1:].replace(str(LIMIT), f'{LIMIT:,}')}"
+    value, message = show_value(detail["input"]), str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "string_pattern_mismatch":
+        message = "it must be a name without control characters"
+    return f"{file}: {key} = {value} is not valid: {message[:1].lower()}{message[1:]}"

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from titanlike.planning.activations import DTYPE_BYTES, BlockActivations, block_activations
@@ -73,11 +74,15 @@ class Memory:
         return round((self.allocated + gradients) * FRAGMENTATION)
 
 
-def memory(job: Job, rank: int = 0) -> Memory:
-    """Returns the memory of a pipeline rank."""
+def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
+    """Returns the memory of a pipeline rank. Without `every_block`, the moments without a pipeline are those of the first and last
+    two blocks, between which usage is linear: the peak is the same, and is found as fast for any number of blocks."""
     sizes = _Sizes.of(job, rank)
-    moments = _pipeline_moments(job, rank, sizes) if job.layout.pipeline > 1 else _moments(job, sizes)
-    return Memory(tuple(moments))
+    if job.layout.pipeline > 1:
+        return Memory(tuple(_pipeline_moments(job, rank, sizes)))
+    blocks = range(job.split[0])
+    ends = blocks if every_block else sorted({*blocks[:2], *blocks[-2:]})
+    return Memory(tuple(_moments(job, sizes, ends)))
 
 
 @dataclass(frozen=True)
@@ -155,8 +160,8 @@ class _Sizes:
         )
 
 
-def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
-    """Returns the moments of the last micro-batch of a step without a pipeline."""
+def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
+    """Returns the moments of the last micro-batch of a step without a pipeline, in the passes of these blocks."""
     layout, fsdp, act, n = job.layout, job.uses_fsdp(), sizes.activations, sizes.tokens
     num_blocks = job.split[0]
     block = sizes.block if fsdp else 0.0
@@ -187,9 +192,9 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
     final = 2 * act.hidden * n  # the last block's output and the norm of it
 
     def moment(
-        label: str, blocks: float, done: float, gathered: float, loss: float = 0.0, temporary: float = 0.0
+        label: str, saved: float, done: float, gathered: float, loss: float = 0.0, temporary: float = 0.0
     ) -> Moment:
-        """`blocks` have saved activations, and the gradients of `done` blocks have been reduced."""
+        """`saved` blocks have saved activations, and the gradients of `done` blocks have been reduced."""
         share = max(first_gradients, done / (num_blocks + (sizes.head + sizes.embedding) / max(sizes.whole_block, 1)))
         share = min(1.0, share)
         gradients = round(sizes.states.gradients * share + unreduced * (1.0 - share))
@@ -197,7 +202,7 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
             sizes.states,
             gradients=gradients,
             gathered=round(gathered + root),
-            activations=round(blocks * stack + (final if loss else 0)),
+            activations=round(saved * stack + (final if loss else 0)),
             loss=round(loss),
             temporary=round(temporary),
         )
@@ -208,7 +213,7 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
     gathering = 2 * block - (sizes.experts if layout.expert > 1 and job.num_expert_shards == 1 else 0.0)
     kept_gathered = (num_blocks * block + embedding) if never else 0.0
     moments = []
-    for i in range(num_blocks):
+    for i in blocks:
         so_far = (i * block + embedding) if never else 0.0
         following = block if i < num_blocks - 1 else head
         if layout.expert > 1 and i < num_blocks - 1:
@@ -232,7 +237,7 @@ def _moments(job: Job, sizes: _Sizes) -> list[Moment]:
     weight_gradients = full_block if fsdp else full_block / compute * DTYPE_BYTES[job.recipe.training.master_dtype]
     temporary = act.backward * n + recomputed + (weight_gradients if fsdp else 0)
     early = act.early * n + recomputed + sizes.experts / 3
-    for i in reversed(range(num_blocks)):
+    for i in reversed(blocks):
         is_last = i == num_blocks - 1
         previous = head * sizes.reduced if is_last else reduction
         weights = kept_gathered + (0 if never else block + (ahead if i else 0))

@@ -1,0 +1,259 @@
+"""Random hardware files with random recipes: each is planned with finite numbers and a short report, or refused in sentences.
+
+A case is a function of the seed and its number. To try others:
+
+    python -m tests.fuzz.test_hardware_files SEED NUMBER_OF_CASES
+    python -m tests.fuzz.test_hardware_files SEED FIRST-END
+    python -m tests.fuzz.test_hardware_files SEED :NUMBER
+"""
+
+import io
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.forkserver import ROOT
+from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
+from titanlike.cli import main as titanlike_main
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.planning import report
+from titanlike.planning.advice import Advice, limits
+from titanlike.planning.hardware import FILES, Hardware, load_hardware
+from titanlike.planning.job import Job
+from titanlike.planning.plan import Plan, make_plan
+from titanlike.run.preflight import check_recipe
+
+SEED = 0
+CHUNK = 100  # cases of one test
+KEYS = [field.name for field in fields(Hardware)]
+RECIPES = [
+    ROOT / f"train_configs/{name}.toml"
+    for name in ("debug", "gpt2_124m", "llama3_8b", "llama3_8b_float8", "llama3_8b_128k", "llama3_70b", "mixtral_8x7b")
+    if (ROOT / f"train_configs/{name}.toml").exists()
+]
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    "parallelism.shard": ("1", "2", "-1", "0", "3"),
+    "parallelism.tensor": ("1", "2", "8", "16"),
+    "parallelism.context": ("1", "2", "4"),
+    "parallelism.replicate": ("1", "2"),
+    "parallelism.pipeline": ("1", "2", "4"),
+    "parallelism.reshard_after_forward": ("auto", "always", "never"),
+    "parallelism.gradient_sync": ("each_microbatch", "last_microbatch"),
+    "parallelism.cpu_offload": ("true", "false"),
+    "parallelism.async_tensor_parallel": ("true", "false"),
+    "activation_checkpoint.mode": ("none", "selective", "full", "every_n", "memory_budget"),
+    "compile.mode": ("none", "block"),
+    "float8.scaling": ("none", "tensorwise", "rowwise"),
+    "optimizer.state_dtype": ("full", "bfloat16", "8bit"),
+    "training.local_batch_size": ("1", "2", "16"),
+    "training.global_batch_size": ("1", "8", "64", "100000000"),
+    "training.seq_len": ("1", "128", "4096", "1000000"),
+    "training.compute_dtype": ("bfloat16", "float32"),
+    "training.steps": ("1", "1000000000"),
+    "model.num_layers": ("1", "3", "100"),
+    "lora.rank": ("0", "1", "64"),
+}
+ODD_TEXT = (
+    "",
+    " ",
+    "a\nb",
+    "x" * 300,
+    "y" * 70_000,
+    "é",
+    "\u2028",
+    "\u202e",
+    "\x7f",
+    "\x1b[2J",
+    "'",
+    '"',
+    "\\",
+    "nan",
+    "1",
+    "🤖",
+)
+ODD_LITERALS = (
+    "nan", "inf", "-inf", "1e400", "-0.0", "true", "'1'", "''", str(2**64), "9" * 5000, "0x" + "f" * 5000, "2024-01-01", "12:30:00",
+    "{}", "{a = 1}", "[]", "[1]", "[[]]", "[" * 400 + "]" * 400, '"\\u0000"', "'''\na\n'''",
+)  # fmt: skip
+MAX_LINE, MAX_OUTPUT = 200, 20_000  # characters
+CONSOLE_WIDTH = 150
+
+
+@cache
+def lines_of(name: str) -> tuple[str, ...]:
+    return tuple((FILES / f"{name}.toml").read_text().splitlines())
+
+
+def random_number(rng: random.Random) -> str:
+    return rng.choice(
+        (
+            *(repr(10.0 ** rng.uniform(*span)) for span in ((-6, 0), (-6, 0), (-3, 0), (-3, 0), (0, 3), (-7, 7))),
+            repr(10.0 ** rng.randint(-320, 308)),
+            repr(rng.choice((-1, 1)) * 10.0 ** rng.randint(-6, 6)),
+            str(rng.choice((0, 1, 8, 1024, 1025, 10**6, 2**63, -1))),
+            rng.choice(("1e-6", "1e6", "0.0", "0.001", "2.0", "1.0", "5e-324")),
+        )
+    )
+
+
+def hardware_text(rng: random.Random) -> tuple[bytes, bool]:
+    """Returns a hardware file and whether it has to be refused."""
+    lines, refused = list(lines_of(rng.choice(("h100", "a100", "b200", "l40s")))), set[str]()
+    for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3, 8))):
+        key = rng.choice(KEYS)
+        kind = rng.choice((*["number"] * 12, "odd", "text", "missing", "unknown"))
+        lines = [line for line in lines if not line.startswith(f"{key} =")]
+        refused.discard(key)
+        if kind == "number":
+            lines.append(f"{key} = {random_number(rng)}")
+        elif kind == "odd":
+            lines.append(f"{key} = {rng.choice(ODD_LITERALS)}")
+        elif kind == "text":
+            lines.append(f"{key} = {json.dumps(rng.choice(ODD_TEXT), ensure_ascii=False)}")
+            refused |= {key} - {"name"}
+        elif kind == "unknown":
+            lines.append(f"{key}_{rng.choice('abc')} = 1")
+            refused.add("unknown")
+    data = "\n".join(lines).encode()
+    if rng.random() < 0.1:
+        start = rng.randrange(len(data) + 1)
+        stop = min(start + rng.choice((0, 1, 10, 100)), len(data))
+        odd = rng.choice((rng.choice(ODD_TEXT).encode(), bytes([rng.randrange(256)]), b"\n[x]\n"))
+        data, refused = data[:start] + odd + data[stop:], set()
+    return data, bool(refused)
+
+
+def overrides_of(rng: random.Random) -> dict[str, str]:
+    return {key: rng.choice(OVERRIDES[key]) for key in rng.sample(sorted(OVERRIDES), rng.choice((0, 0, 0, 1, 1, 2, 4)))}
+
+
+@cache
+def shipped(recipe: Path) -> PretrainRecipe:
+    return load(PretrainRecipe, recipe)
+
+
+def check_numbers(value: Any, where: str = "") -> None:
+    """Every number is finite and not negative."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            check_numbers(each, f"{where}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            check_numbers(each, where)
+    elif isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+        assert math.isfinite(value) and value >= (-1 if "parallelism" in where else 0), f"{where} = {value}"
+        assert value < 1e40, f"{where} = {value}"
+
+
+def check_report(plan: Plan) -> None:
+    values = report.as_json(plan)
+    check_numbers(values)
+    assert values["step_seconds"] > 0 and values["tokens_per_second"] > 0 and values["mfu"] <= 4.0, values
+    assert sum(values["step_parts_seconds"].values()) == pytest.approx(values["step_seconds"])
+    json.dumps(values, allow_nan=False)
+    output = io.StringIO()
+    console = Console(file=output, width=CONSOLE_WIDTH, highlight=False, markup=False, emoji=False)
+    report.print_plan(plan, Advice("nothing", {}, None), {}, plan, console)
+    assert_bounded(output.getvalue() + limits(plan))
+
+
+def assert_bounded(text: str) -> None:
+    assert len(text) <= MAX_OUTPUT, text
+    assert all(len(line) <= MAX_LINE for line in text.splitlines()), text
+    assert text.replace("\n", "").isprintable(), ascii(text)
+    assert "nan" not in text.split() and "inf" not in text.split(), text
+
+
+def case(rng: random.Random, folder: Path) -> str:
+    """Plans a random recipe on random hardware. Returns what happened."""
+    data, refused = hardware_text(rng)
+    path = folder / "mine.toml"
+    path.write_bytes(data)
+    recipe, overrides, num_gpus = rng.choice(RECIPES), overrides_of(rng), rng.choice((1, 8, 8, 64, 64, 100, 512))
+    if rng.random() < 0.02:
+        return command_case(path, recipe, overrides, num_gpus, refused)
+    start = time.process_time()
+    try:
+        hardware = load_hardware(str(path))
+    except UserError as error:
+        assert_sentences("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        return "hardware refused"
+    assert not refused, f"accepted: {data!r}"
+    try:
+        changed = load(PretrainRecipe, recipe, overrides) if overrides else shipped(recipe)
+        check_recipe(changed, num_gpus)
+        plan = make_plan(Job(changed, num_gpus), hardware)
+    except UserError as error:
+        assert_sentences("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        return "recipe refused"
+    check_report(plan)
+    used = time.process_time() - start
+    assert used < CPU_LIMIT, f"{used:.1f} s of CPU time"
+    return "planned"
+
+
+def command_case(path: Path, recipe: Path, overrides: dict[str, str], num_gpus: int, refused: bool) -> str:
+    """The same on the command line, with advice. A plan that does not fit exits with 1."""
+
+    def program() -> None:
+        try:
+            titanlike_main.main()
+        except SystemExit as stop:
+            if stop.code != 1:
+                raise
+
+    overrides = {key: value for key, value in overrides.items() if key != "parallelism.pipeline"}  # seconds of advice
+    words = [str(recipe), f"--gpus={num_gpus}", f"--hardware={path}", "--quick"]
+    words += [f"--{key}={value}" for key, value in overrides.items()]
+    outcome = run(program, ["plan", *words], path.parent, {"COLUMNS": str(CONSOLE_WIDTH)})
+    assert not (refused and outcome.accepted), f"accepted: {path.read_bytes()!r}"
+    if not outcome.accepted:
+        assert not outcome.output
+        return "command refused"
+    assert_bounded(outcome.output)
+    return "command planned"
+
+
+def run_case(seed: int, number: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return case(random.Random(f"hardware {seed} {number}"), Path(folder))
+
+
+@pytest.mark.parametrize("first", range(0, 2 * CHUNK, CHUNK))
+def test_hardware_files_are_planned_or_refused(first: int) -> None:
+    found: Counter[str] = Counter()
+    for number in range(first, first + CHUNK):
+        try:
+            found[run_case(SEED, number)] += 1
+        except Exception as error:
+            raise AssertionError(f"python -m tests.fuzz.test_hardware_files {SEED} :{number}") from error
+    assert min(found[name] for name in ("hardware refused", "recipe refused", "planned")) >= 5, found
+
+
+def main(seed: int, which: str) -> None:
+    """Runs cases of another seed, and prints those that fail and how often each thing happened."""
+    found: Counter[str] = Counter()
+    numbers = [int(which[1:])] if which.startswith(":") else range(*map(int, which.split("-")))
+    for number in numbers:
+        try:
+            found[run_case(seed, number)] += 1
+        except Exception:  # noqa: BLE001  the next case is independent
+            found["failed"] += 1
+            print(f"\n:{number}\n{ascii(traceback.format_exc()[-1500:]).replace(chr(92) + 'n', chr(10))}", flush=True)
+    print(dict(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
