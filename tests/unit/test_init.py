@@ -1,8 +1,10 @@
 """`titanlike init`: a valid, commented recipe for each machine, which trains."""
 
+import errno
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,6 +123,11 @@ def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "give the name of a .toml file" in fails(monkeypatch, capsys, "mine")
     assert "did you mean 124M?" in fails(monkeypatch, capsys, "--model=125M")
     assert "--data gone: not found" in fails(monkeypatch, capsys, "--data=gone")
+    with monkeypatch.context() as patch:
+        denied = PermissionError(errno.EACCES, "Permission denied", "/proc/1/cwd")
+        patch.setattr(Path, "rglob", Mock(side_effect=denied))
+        message = "--data .: /proc/1/cwd cannot be read: Permission denied; give a folder of text"
+        assert message in fails(monkeypatch, capsys, "--data=.")
     assert "fits on 1 x H100" in fails(monkeypatch, capsys, "--model=3-8B", "--gpus=1")
     assert [path.name for path in folder.iterdir()] == ["mine.toml"]
 

@@ -91,6 +91,11 @@ def test_the_defaults_are_valid() -> None:
             2,
             "blocks of 64 elements, but parallelism.tensor = 2 splits the 192 inputs of attention.wo within a block; use",
         ),
+        (
+            dict(optimizer=dict(state_dtype="8bit"), model=LlamaConfig(dim=32, num_kv_heads=4, ffn_dim=96)),
+            1,
+            "8bit' quantizes rows of a multiple of 64 elements, and no matrix of this model has one (model.dim = 32); use",
+        ),
         (dict(model=LlamaConfig(num_heads=5)), 1, "num_heads = 5 does not divide model.dim = 192; use 3, 4, 6 or 8"),
         (
             dict(model=LlamaConfig(num_kv_heads=3)),

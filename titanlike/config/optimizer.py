@@ -43,7 +43,7 @@ class Optimizer:
     `state_dtype = "full"`."""
     state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
     """Precision of Adam's moments. `full`: that of the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
-    2 bytes, quantized in blocks that share a scale."""
+    2 bytes, quantized in blocks that share a scale, of matrices whose rows are a multiple of 64 elements; 8 bytes of others."""
     stochastic_rounding: bool = False
     """Round updated weights stochastically, so that updates smaller than the precision accumulate. For
     `master_dtype = "bfloat16"`."""

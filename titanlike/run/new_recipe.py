@@ -59,8 +59,13 @@ def find_source(path: str) -> Source:
         section = {key: found[key] for key in ("encoding", "special", "eos", "bos") if found.get(key)}
         num_tokens = sum(shard.tokens for shard in manifest.splits.get(TRAIN, []))
         return Source(path, num_tokens, section, found.get("vocab_size", 0))
-    files = [file for file in (folder.rglob("*") if folder.is_dir() else [folder]) if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
+    try:
+        files = [file for file in (folder.rglob("*") if folder.is_dir() else [folder]) if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+    except OSError as error:
+        raise UserError(
+            f"--data {path}: {error.filename} cannot be read: {error.strerror}; give a folder of text"
+        ) from None
     if not size:
         raise UserError(f"--data {path} has no text; give a folder or file with text")
     return Source(path, size / BYTES_PER_TOKEN, {})

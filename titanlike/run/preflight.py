@@ -6,6 +6,7 @@ from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
+from titanlike.config.layout import BLOCK
 from titanlike.config.load import nearest
 from titanlike.config.model_configs import CONFIGS
 from titanlike.config.schema import describe
@@ -197,6 +198,12 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
         problems.append(
             f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {optimizer.beta2}: the change of "
             "a step is below its precision; use beta2 = 0.98 or less, or state_dtype = '8bit'"
+        )
+    rows = [*recipe.model.matrices().values(), *recipe.model.expert_parameters().values()]
+    if optimizer.state_dtype == "8bit" and all(shape[-1] % BLOCK for shape in rows):
+        problems.append(
+            f"optimizer.state_dtype = '8bit' quantizes rows of a multiple of {BLOCK} elements, and no matrix of this model has one "
+            f"(model.dim = {recipe.model.dim}); use a multiple of {BLOCK}, or state_dtype = 'bfloat16' or 'full'"
         )
     if optimizer.stochastic_rounding and training.master_dtype != "bfloat16":
         problems.append(

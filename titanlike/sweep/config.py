@@ -14,7 +14,7 @@ from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show
 from titanlike.config.schema import describe
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.programs import PRETRAIN, load_known, run_program
-from titanlike.run.start import program_of
+from titanlike.run.start import name_of, program_of
 from titanlike.utils.system import visible_gpus
 
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
@@ -145,7 +145,7 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
     recipe = file.parent / sweep.recipe
     if not recipe.is_file():
         raise UserError(f"{file}: recipe = {show_value(sweep.recipe)}: file {shown(str(recipe))} not found")
-    sweep = replace(sweep, name=sweep.name or file.stem)
+    sweep = replace(sweep, name=sweep.name or name_of(file.stem))
     dimensions = tuple(_dimension(file, key, table) for key, table in _tables(sweep.search))
     if not dimensions:
         raise UserError(f'{file}: there is nothing to search over; add a table such as [search."optimizer.lr"]')
