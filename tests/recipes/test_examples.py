@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ema
 import float8
 import fsdp_tensor
 import own_data
@@ -29,6 +30,8 @@ Ranks = Callable[[int], Pool]
         (qk_norm.main, 4, 1e-4),
         (own_optimizer.main, 2, 1e-5),
         (own_data.main, 2, 1e-5),
+        (ema.main, 2, 1e-5),
+        pytest.param(ema.main, 4, 1e-5, marks=pytest.mark.slow),
     ],
     ids=lambda value: value.__module__ if callable(value) else None,
 )
