@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, D model dimension, H query heads, K key/value hea
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -79,8 +79,7 @@ class Llama(nn.Module):
         )
         output.soft_cap = config.logit_soft_cap
         self.output: nn.Module | None = output
-        has_balance_loss = isinstance(config, MoeConfig) and config.balance_loss > 0
-        self.balance_loss = BalanceLoss(config) if has_balance_loss else None
+        self.balance_loss = BalanceLoss(config) if isinstance(config, MoeConfig) and config.balance_loss else None
 
     def forward(
         self,
@@ -116,7 +115,7 @@ class Llama(nn.Module):
             h = layer(h, rope[is_local[name]], mask[is_local[name]], dropout_bits)
             if isinstance(h, tuple):
                 h, of_layer = h
-                layer.feed_forward.router.add_load(of_layer)
+                cast(Any, layer).feed_forward.router.add_load(of_layer)
                 counts = of_layer if counts is None else counts + of_layer
         h = self.norm(h) if self.norm is not None else h
         if self.balance_loss is None or counts is None:

@@ -4,12 +4,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
 from titanlike.parallelisms.recomputation import KEEPS, keeping_contexts
@@ -53,8 +48,10 @@ def apply_activation_checkpoint(
         if mode == "selective":
             block.forward = partial(recompute, block.forward, context_fn=_selective_contexts)
         elif mode == "full" or (mode == "every_n" and index % every_n == 0):
+            # The compiler supports no other context_fn, not even torch's default; it does not compile experts that keep values.
             keeps = any(hasattr(module, KEEPS) for module in block.modules())
-            block.forward = partial(recompute, block.forward, context_fn=keeping_contexts if keeps else noop_context_fn)
+            options: dict[str, Any] = {"context_fn": keeping_contexts} if keeps else {}
+            block.forward = partial(recompute, block.forward, **options)
 
 
 def _selective_contexts() -> Any:
