@@ -357,7 +357,7 @@ class Checkpoint:
     """Consecutive failed saves, on a full disk for example, after which the run stops. 1 stops at the first."""
     verify: Literal["content", "size"] = "content"
     """Verification before loading: `content` compares the hash of every file, `size` only its size, which avoids reading a
-    very large checkpoint twice."""
+    very large checkpoint twice. From remote storage, `content` downloads files to the directory that TMPDIR names."""
     export: Literal["none", "float32", "bfloat16"] = "none"
     """Precision in which to export the model as a Hugging Face folder, `hf` in the run directory, after the last step. Requires
     checkpoints in a local directory. `titanlike export` exports any checkpoint. `none` disables it."""
