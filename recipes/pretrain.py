@@ -142,11 +142,17 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     ):
         monitor.print(summary(recipe, mesh.sizes, device, data.training.source.describe(training.steps)))
         monitor.print(resume.message)
-        start = resume.first_step - 1
-        is_missing = is_due(start, recipe.validation.interval, training.steps) and run.lacks_validation(start)
-        if data.validation and is_missing:  # a signal ended the run before this validation
-            with monitor.exclude_from_throughput("validating"), watchdog.pause():
-                monitor.validation(start, validate(model, data.validation, recipe.validation.batches, mesh))
+
+        def measure(step: int, validates: bool = True, evaluates: bool = True) -> None:
+            if validates and data.validation and is_due(step, recipe.validation.interval, training.steps):
+                with monitor.exclude_from_throughput("validating"), watchdog.pause():
+                    monitor.validation(step, validate(model, data.validation, recipe.validation.batches, mesh))
+            if evaluates and evaluator.is_due(step):
+                with monitor.exclude_from_throughput("evaluating"), watchdog.pause():
+                    monitor.evaluation(step, evaluator(step, model, mesh))
+
+        start = resume.first_step - 1  # a signal may have ended the run before it measured this step
+        measure(start, run.lacks_record(start, "validation_loss"), run.lacks_record(start, "evaluation/", "sample"))
         for step in range(resume.first_step, training.steps + 1):
             watchdog.step(step)
             profiler.step(step)
@@ -169,12 +175,8 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
 
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue
-            if data.validation and not stop_signal and is_due(step, recipe.validation.interval, training.steps):
-                with monitor.exclude_from_throughput("validating"), watchdog.pause():
-                    monitor.validation(step, validate(model, data.validation, recipe.validation.batches, mesh))
-            if evaluator.is_due(step) and not stop_signal:
-                with monitor.exclude_from_throughput("evaluating"), watchdog.pause():
-                    monitor.evaluation(step, evaluator(step, model, mesh))
+            if not stop_signal:
+                measure(step)
             if recipe.checkpoint.enabled and (stop_signal or is_due(step, recipe.checkpoint.interval, training.steps)):
                 with monitor.exclude_from_throughput("saving"), watchdog.pause():
                     guard.flush()  # a non-finite step is never saved

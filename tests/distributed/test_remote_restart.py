@@ -1,10 +1,13 @@
 """Restart from remote storage: the bytes that each rank reads, and damage that is found before training starts."""
 
+import shutil
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import fsspec
 import pytest
@@ -77,6 +80,34 @@ def load(folder: Path, parallelism: Parallelism, verify: Any = "content") -> dic
         others.save(model, optimizer, metadata, wait=True)
     needed = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
     return {"files": files, "read": sum(files.values()), "needed": needed, "left": len(left)}
+
+
+def find_on_a_full_disk(folder: Path, temporary: Path) -> tuple[str, int]:
+    """Returns the error of a download into a directory without space, and the number of files that were written there."""
+    fsspec.register_implementation("counted", CountingFileSystem, clobber=True)
+    CountingFileSystem.read.clear()
+    usage = shutil.disk_usage(folder)._replace(free=5000)  # takes the manifest
+    with (
+        mock.patch.object(tempfile, "tempdir", str(temporary)),
+        mock.patch.object(shutil, "disk_usage", lambda _: usage),
+    ):
+        checkpoints = CheckpointManager(f"counted://{folder}/saved", Checkpoint())
+        with checkpoints, pytest.raises(UserError) as error_info:
+            checkpoints.find()
+    return str(error_info.value), sum(
+        CountingFileSystem.read[name] for name in CountingFileSystem.read if "rank-" in name
+    )
+
+
+def test_free_space_is_checked_before_a_download(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(save, tmp_path, FSDP)
+    (tmp_path / "temporary").mkdir()
+    for error, downloaded in ranks(2).run(find_on_a_full_disk, tmp_path, tmp_path / "temporary"):
+        assert downloaded == 0
+        assert error.startswith(
+            f"{tmp_path / 'temporary'} has 5,000 bytes free, but counted://{tmp_path}/saved/step-00000003/rank-"
+        )
+        assert "; set TMPDIR to a directory with more space, or checkpoint.verify = 'size'" in error
 
 
 HEADER = 45_000  # bytes, mostly of the random generators

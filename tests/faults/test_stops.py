@@ -9,6 +9,7 @@ import pytest
 from tests.faults.faulty import WRITING, Fault
 from tests.faults.starting import Starter
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, valid_steps
+from tests.launching import ROOT, records
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,8 @@ from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, tra
 def test_signal_to_one_rank_stops_all(
     starter: Starter, undisturbed: Trained, tmp_path: Path, name: str, rank: int, what: str, last: int
 ) -> None:
-    job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name))
+    evaluation = {"evaluation.interval": "3", "evaluation.data": f'["{ROOT / "README.md"}"]', "evaluation.limit": "1"}
+    job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name), **evaluation)
     number = signal.Signals[name]
     assert job.wait() == [128 + number] * 2, job.output
     shutdown_message = f"stopped by {name}; to resume from step {last}: ./run_train.sh runs/run/recipe.toml\n"
@@ -33,11 +35,13 @@ def test_signal_to_one_rank_stops_all(
     assert "Traceback" not in job.output
     assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == last
     assert list(trained(tmp_path).losses) == list(range(1, last + 1))
-    assert f"resumed at step {last}\n" in resume(starter, tmp_path).output
+    assert f"resumed at step {last}\n" in resume(starter, tmp_path, **evaluation).output
     found = trained(tmp_path)
     assert found.losses == undisturbed.losses
-    # The last step before a shutdown is validated by the resumed run.
+    # The last step before a shutdown is validated and evaluated by the resumed run.
     assert found.validation == undisturbed.validation
+    evaluated = [one["step"] for one in records(tmp_path / "runs/run") if "evaluation/README/loss" in one]
+    assert evaluated == [3, 6]
     assert found.hashes[6] == undisturbed.hashes[6]
 
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from tests.unit.test_experts import experts_reference
 from titanlike.config import UserError
@@ -33,10 +36,11 @@ from titanlike.config.model_configs import (
     Qwen3MoeConfig,
     TransformerConfig,
 )
-from titanlike.models import build_model
+from titanlike.models import build_model, layers
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
 from titanlike.models.llama import rotary_angles, scale_rope_frequencies
+from titanlike.run import doctor
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)
@@ -461,3 +465,70 @@ def test_an_uninitialized_parameter_is_detected() -> None:
     model.init_parameter = lambda name, value, generator: None if name == "extra" else fill(name, value, generator)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="left extra uninitialized"):
         initialize(model, torch.device("cpu"), 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "first"),
+    [
+        ((8, 0), ["FLASH_ATTENTION", "CUDNN_ATTENTION"]),
+        ((8, 9), ["FLASH_ATTENTION", "CUDNN_ATTENTION"]),
+        ((9, 0), ["CUDNN_ATTENTION", "FLASH_ATTENTION"]),
+        ((10, 0), ["CUDNN_ATTENTION", "FLASH_ATTENTION"]),
+    ],
+)
+def test_cudnn_attention_is_preferred_from_hopper_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], first: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with layers.attention_backend("auto"):
+        order = [SDPBackend(number).name for number in torch._C._get_sdp_priority_order()]
+    assert order[:4] == [*first, "EFFICIENT_ATTENTION", "MATH"]
+
+
+@pytest.fixture
+def flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Registers an implementation that records its activation and removal, on a fake Hopper GPU."""
+    calls: list[str] = []
+
+    def register() -> SimpleNamespace:
+        calls.append("activated")
+        return SimpleNamespace(remove=lambda: calls.append("removed"))
+
+    from torch.nn.attention import _registry
+
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", register)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return calls
+
+
+def test_flash_attention_3_is_active_in_its_context(flash_attention_3: list[str]) -> None:
+    with layers.attention_backend("flash3"):
+        assert flash_attention_3 == ["activated"]
+        assert torch.nn.attention.current_flash_attention_impl() == "FA3"
+        assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
+    assert flash_attention_3 == ["activated", "removed"]
+    assert doctor._flash_attention()[0].text == 'available: training.attention = "flash3"'
+    assert flash_attention_3 == ["activated", "removed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value", "problem"),
+    [
+        ("flash3", "get_device_capability", (8, 0), "FlashAttention 3 requires a GPU of compute capability 9.x, not 8.0"),
+        ("flash4", "get_device_capability", (8, 6), "FlashAttention 4 requires a GPU of compute capability 9.x or 10.x, not 8.6"),
+        ("flash4", "get_device_capability", (9, 0), "flash-attn-4, which FlashAttention 4 requires, cannot be used: No module"),
+        ("flash3", "list_flash_attention_impls", [], "torch .* cannot select FlashAttention 3"),
+    ],
+)  # fmt: skip
+def test_flash_attention_that_is_not_available(
+    monkeypatch: pytest.MonkeyPatch, flash_attention_3: list[str], name: str, where: str, value: Any, problem: str
+) -> None:
+    module = torch.cuda if where == "get_device_capability" else torch.nn.attention
+    monkeypatch.setattr(module, where, lambda: value)
+    expected = f"^training.attention = '{name}': {problem}.*; set training.attention = 'auto'$"
+    with pytest.raises(UserError, match=expected), layers.attention_backend(name):
+        pass
+    assert flash_attention_3 == []
+    assert re.match(problem, doctor._flash_attention()[name == "flash4"].text)

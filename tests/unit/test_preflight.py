@@ -158,6 +158,16 @@ def test_the_defaults_are_valid() -> None:
         ),
         (dict(training=dict(attention="cudnn"), run=dict(deterministic=True)), 1, "'cudnn' is not deterministic, but"),
         (
+            dict(training=dict(attention="flash3", compute_dtype="float32")),
+            1,
+            "'flash3' requires training.compute_dtype = 'bfloat16'; set training.attention = 'auto'",
+        ),
+        (
+            dict(training=dict(attention="flash4"), data=dict(document_masks=True)),
+            1,
+            "'flash4' does not support the mask of data.document_masks = true; set training.attention = 'auto'",
+        ),
+        (
             dict(training=dict(attention="flash"), data=dict(document_masks=True)),
             1,
             "'flash' does not support the mask of data.document_masks = true; set training.attention = 'auto'",

@@ -209,6 +209,12 @@ class RemoteStore:
         remote = RemoteFile(self.files, self._path(step, file), f"{self.url}/{name_of(step)}/{file}")
         local = self._downloads / name_of(step) / file
         if download and not local.exists():
+            free, size = shutil.disk_usage(self._downloads).free, remote.size()
+            if free < size:
+                raise UserError(
+                    f"{self._downloads.parent} has {free:,} bytes free, but {remote} takes {size:,}; set TMPDIR to a "
+                    "directory with more space, or checkpoint.verify = 'size', which downloads no file"
+                )
             local.parent.mkdir(exist_ok=True)
             remote.download(local.with_suffix(".partial"))
             local.with_suffix(".partial").rename(local)

@@ -168,9 +168,10 @@ class Training:
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matmuls (`torch.set_float32_matmul_precision`). `high` enables TF32 on GPUs, `medium` enables
     bfloat16 on CPUs that support it. Both are faster and less accurate with `compute_dtype = "float32"`."""
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Backend of scaled dot product attention. `auto` uses the first one available, in the order listed. With
-    `data.document_masks` on GPUs, `auto` uses FlexAttention, and `efficient` and `math` take a mask of seq_len x seq_len."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flash3", "flash4"] = "auto"
+    """Backend of scaled dot product attention. `auto` uses the first one available of `cudnn`, `flash`, `efficient` and `math`;
+    on GPUs before Hopper, `flash` is the first. `flash3` and `flash4` are FlashAttention 3 and 4, if their packages are installed.
+    With `data.document_masks` on GPUs, `auto` uses FlexAttention, and `efficient` and `math` take a mask of seq_len x seq_len."""
     loss_chunk: NonNegative = 1024
     """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
     vocabularies; values below a few hundred are slow. 0 disables chunking."""
@@ -357,7 +358,7 @@ class Checkpoint:
     """Consecutive failed saves, on a full disk for example, after which the run stops. 1 stops at the first."""
     verify: Literal["content", "size"] = "content"
     """Verification before loading: `content` compares the hash of every file, `size` only its size, which avoids reading a
-    very large checkpoint twice."""
+    very large checkpoint twice. From remote storage, `content` downloads files to the directory that TMPDIR names."""
     export: Literal["none", "float32", "bfloat16"] = "none"
     """Precision in which to export the model as a Hugging Face folder after the last step: `hf` in the run directory, or in
     `SM_MODEL_DIR` in a SageMaker job. Requires checkpoints in a local directory. `titanlike export` exports any checkpoint.

@@ -3,8 +3,8 @@
 Shapes: B sequences, T tokens, S keys, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,17 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titanlike.config import UserError
 from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
 from titanlike.models.loss import TokenLoss, chunked_linear_cross_entropy, soft_capped
+from titanlike.utils import compat
 from titanlike.utils.counter_rng import hash_u32
 
-# Scaled-dot-product-attention backends, fastest first.
+# Scaled-dot-product-attention backends.
 ATTENTION_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+# Versions of FlashAttention: the name that torch gives them, their package, and the GPUs by major compute capability.
+FLASH_ATTENTION = {"flash3": ("FA3", "flash-attn-3", (9,)), "flash4": ("FA4", "flash-attn-4", (9, 10))}
 
 
 class CausalAttention(nn.Module):
@@ -53,10 +58,50 @@ class UnitOffsetRMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
-def attention_backend(name: str) -> AbstractContextManager[Any]:
+@contextmanager
+def attention_backend(name: str) -> Iterator[None]:
     """Selects the attention backend in this context: one by name or, with `auto`, the first that supports the inputs."""
-    names = list(ATTENTION_BACKENDS) if name == "auto" else [name]
-    return sdpa_kernel([ATTENTION_BACKENDS[each] for each in names], set_priority=True)
+    is_version = name in FLASH_ATTENTION
+    names = ["flash"] if is_version else [name]
+    if name == "auto":
+        # cuDNN is faster than FlashAttention 2 from Hopper on, and slower on earlier GPUs.
+        is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        names = [*(("cudnn", "flash") if is_hopper else ("flash", "cudnn")), "efficient", "math"]
+    with ExitStack() as contexts:
+        if is_version:
+            contexts.enter_context(_flash_attention(name))
+        contexts.enter_context(sdpa_kernel([ATTENTION_BACKENDS[each] for each in names], set_priority=True))
+        yield
+
+
+@contextmanager
+def _flash_attention(name: str) -> Iterator[None]:
+    """Replaces torch's FlashAttention by another version in this context. Raises `UserError` if it is not available."""
+    problem = flash_attention_problem(name)
+    if problem:
+        raise UserError(f"training.attention = '{name}': {problem}; set training.attention = 'auto'")
+    try:
+        yield
+    finally:
+        compat.restore_flash_attention()
+
+
+def flash_attention_problem(name: str) -> str:
+    """Activates a version of FlashAttention for this process. Returns why that is not possible, or an empty string."""
+    implementation, package, capabilities = FLASH_ATTENTION[name]
+    if not compat.has_flash_attention(implementation):
+        return f"torch {torch.__version__} cannot select FlashAttention {name[-1]}"
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if found[0] not in capabilities:
+        needed = " or ".join(f"{major}.x" for major in capabilities)
+        return f"FlashAttention {name[-1]} requires a GPU of compute capability {needed}, not {found[0]}.{found[1]}"
+    try:
+        compat.activate_flash_attention(implementation)
+    except (ImportError, RuntimeError) as error:
+        return (
+            f"{package}, which FlashAttention {name[-1]} requires, cannot be used: {str(error).partition(chr(10))[0]}"
+        )
+    return ""
 
 
 class Embedding(nn.Embedding):

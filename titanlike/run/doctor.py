@@ -235,6 +235,7 @@ def gpus() -> Iterable[Finding]:
             'leave float8.scaling = "none"',
             capability,
         ),
+        *_flash_attention(),
         *_nccl(),
         *_peer_access(number),
     ]
@@ -245,6 +246,20 @@ def _precision(name: str, supported: bool, needed: str, remedy: str, capability:
     if supported:
         return Finding("ok", name, f"supported: {found}")
     return Finding("warning", name, f"not supported: {found}, but {needed} is needed", remedy)
+
+
+def _flash_attention() -> list[Finding]:
+    """Which versions of FlashAttention `training.attention` can select besides torch's own."""
+    from titanlike.models.layers import FLASH_ATTENTION, flash_attention_problem
+    from titanlike.utils import compat
+
+    findings = []
+    for name in FLASH_ATTENTION:
+        problem = flash_attention_problem(name)
+        if not problem:
+            compat.restore_flash_attention()
+        findings.append(Finding("ok", name, problem or f'available: training.attention = "{name}"'))
+    return findings
 
 
 def _nccl() -> list[Finding]:

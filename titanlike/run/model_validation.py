@@ -49,9 +49,14 @@ def attention_problems(recipe: PretrainRecipe) -> list[str]:
     unsupported = (
         ("efficient", heads[0] != heads[1], "does not support num_kv_heads = {} and num_heads = {}".format(*heads)),
         ("cudnn", recipe.run.deterministic, "is not deterministic, but run.deterministic = true"),
-        ("cudnn flash", masked, f"does not support the mask of {what}"),
+        ("flash3 flash4", recipe.training.compute_dtype != "bfloat16", "requires training.compute_dtype = 'bfloat16'"),
+        ("cudnn flash flash3 flash4", masked, f"does not support the mask of {what}"),
         ("efficient", soft_cap > 0, f"does not bound scores as {what} asks"),
-        ("cudnn efficient math", context > 1 and not what, f"is not used with parallelism.context = {context}"),
+        (
+            "cudnn efficient math flash3 flash4",
+            context > 1 and not what,
+            f"is not used with parallelism.context = {context}",
+        ),
     )
     return problems + [
         f"training.attention = '{kernel}' {reason}; set training.attention = 'auto'"

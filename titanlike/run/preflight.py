@@ -71,7 +71,7 @@ def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size:
         problems += apple_gpu_problems(recipe)
     elif recipe.run.device == "cpu" or not num_gpus():
         problems += hardware_problems(recipe.float8, "the CPU", None)
-        if recipe.training.attention in ("cudnn", "efficient"):
+        if recipe.training.attention in ("cudnn", "efficient", "flash3", "flash4"):
             problems.append(
                 f"training.attention = '{recipe.training.attention}' is a kernel for GPUs, but this runs on the CPU; "
                 "set training.attention = 'auto'"

@@ -127,14 +127,16 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error}; fix this, or choose another run.dir") from None
 
-    def lacks_validation(self, step: int) -> bool:
-        """Whether the run has trained this step and not recorded its validation loss. Rank 0 decides for all ranks."""
+    def lacks_record(self, step: int, *names: str) -> bool:
+        """Whether the run has trained this step and not recorded a value of it whose name begins with one of these. Rank 0 decides
+        for all ranks."""
         if step == 0:
             return False
         lacks = False
         if process_group.is_main() and self.metrics.exists():
             lines = read_regular(self.metrics).decode(errors="replace").splitlines()
-            lacks = not any('"validation_loss"' in line and _step_of(line) == step for line in lines)
+            recorded = [name for line in lines if _step_of(line) == step for name in json.loads(line)]
+            lacks = not any(name.startswith(names) for name in recorded)
         return process_group.broadcast_object(lacks)
 
     def command(self) -> str:
