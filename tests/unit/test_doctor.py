@@ -126,12 +126,14 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list(doctor.gpus())
     assert set(statuses(findings).values()) == {"ok"}
     assert findings[0].text == "2 x NVIDIA H100, 80.0 GiB each, driver 555.42, CUDA 12.8"
-    assert list(statuses(findings)) == ["gpu", "bfloat16", "float8", "nccl", "symmetric memory", "links"]
+    subjects = ["gpu", "bfloat16", "float8", "flash3", "flash4", "nccl", "symmetric memory", "links"]
+    assert list(statuses(findings)) == subjects
     plant_gpus(monkeypatch, 2, (7, 5), peers=False)
     found = statuses(doctor.gpus())
     assert [found[name] for name in ("bfloat16", "float8", "symmetric memory")] == ["warning"] * 3
     plant_gpus(monkeypatch, 1, (8, 0), peers=True)
-    assert statuses(doctor.gpus()) == {"gpu": "ok", "bfloat16": "ok", "float8": "warning", "nccl": "ok"}
+    expected = {"gpu": "ok", "bfloat16": "ok", "float8": "warning", "flash3": "ok", "flash4": "ok", "nccl": "ok"}
+    assert statuses(doctor.gpus()) == expected
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,8 @@ def world_size() -> int:
 
 def run_on_main(function: Callable[[], object]) -> None:
     """Runs a function on rank 0. The others wait for it, even beyond the timeout of collectives. All raise its `UserError`."""
-    group, errors = None, [""]
+    group: Any = None
+    errors = [""]
     if dist.get_world_size() > 1:
         # The others notice here if rank 0 exits. If its host goes down, the watchdog ends the job.
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))

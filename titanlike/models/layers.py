@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titanlike.config import UserError
 from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
 from titanlike.models.loss import TokenLoss, chunked_linear_cross_entropy, soft_capped
-from titanlike.utils import compat
 from titanlike.utils.counter_rng import hash_u32
 
 # Scaled-dot-product-attention backends.
@@ -83,20 +82,25 @@ def _flash_attention(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        compat.restore_flash_attention()
+        restore_flash_attention()
+
+
+def restore_flash_attention() -> None:
+    """Activates torch's own FlashAttention, in versions of torch that can."""
+    getattr(torch.nn.attention, "restore_flash_attention_impl", lambda: None)()
 
 
 def flash_attention_problem(name: str) -> str:
     """Activates a version of FlashAttention for this process. Returns why that is not possible, or an empty string."""
     implementation, package, capabilities = FLASH_ATTENTION[name]
-    if not compat.has_flash_attention(implementation):
+    if implementation not in getattr(torch.nn.attention, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} cannot select FlashAttention {name[-1]}"
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if found[0] not in capabilities:
         needed = " or ".join(f"{major}.x" for major in capabilities)
         return f"FlashAttention {name[-1]} requires a GPU of compute capability {needed}, not {found[0]}.{found[1]}"
     try:
-        compat.activate_flash_attention(implementation)
+        cast(Any, torch.nn.attention).activate_flash_attention_impl(implementation)
     except (ImportError, RuntimeError) as error:
         return (
             f"{package}, which FlashAttention {name[-1]} requires, cannot be used: {str(error).partition(chr(10))[0]}"

@@ -1,8 +1,7 @@
 """The collectives of a training step, from formulas. Does not import torch.
 
 The formulas follow the code that issues the collectives: `parallelisms/fsdp.py`, `tensor.py`, `context.py`, `expert.py`,
-`pipeline.py`, `models/loss.py` and `float8/`. A test compares their calls and bytes with those of real steps. Left out are what
-happens once, such as the connection of pipeline peers, and the exchange of stop signals, which is not on a mesh axis.
+`pipeline.py`, `models/loss.py` and `float8/`. A test compares their calls and bytes with those of a step after the first.
 
 With expert parallelism, the number of tokens that a rank receives depends on the routing. The formulas assume that all experts have
 the same number of tokens.
@@ -268,16 +267,15 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
 
 
 def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
-    """The number of tokens and the loss are summed over the batch, and the requests of a shutdown over all ranks. The squares of
-    gradients are summed over the ranks that shard them, apart for each set of these ranks, and over stages."""
+    """The number of tokens and the loss are summed over the batch, requests of a shutdown over all ranks, and the squares of
+    gradients over the ranks that shard them, apart for each set of these ranks, and over stages."""
     layout = job.layout
     batch = [axis for axis, size in (("replicate", layout.replicate), (fsdp_axis(job), job.num_shards)) if size > 1]
     for axis in batch:
         totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
         totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
-    for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)):
-        if size > 1:
-            totals.add("all-reduce", axis, "scalars", 1, INT64)
+    for axis in (axis for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)) if size > 1):
+        totals.add("all-reduce", axis, "scalars", 1, INT64)
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]
     for axes in sorted({_axes(job, parameter) for parameter in parameters}):
         for axis in axes:

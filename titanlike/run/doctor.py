@@ -250,14 +250,13 @@ def _precision(name: str, supported: bool, needed: str, remedy: str, capability:
 
 def _flash_attention() -> list[Finding]:
     """Which versions of FlashAttention `training.attention` can select besides torch's own."""
-    from titanlike.models.layers import FLASH_ATTENTION, flash_attention_problem
-    from titanlike.utils import compat
+    from titanlike.models.layers import FLASH_ATTENTION, flash_attention_problem, restore_flash_attention
 
     findings = []
     for name in FLASH_ATTENTION:
         problem = flash_attention_problem(name)
         if not problem:
-            compat.restore_flash_attention()
+            restore_flash_attention()
         findings.append(Finding("ok", name, problem or f'available: training.attention = "{name}"'))
     return findings
 

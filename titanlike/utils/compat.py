@@ -185,22 +185,6 @@ def flash_attention_of_last_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0])
 
 
-def has_flash_attention(implementation: str) -> bool:
-    """Whether torch can replace its FlashAttention by this one, if its package is installed."""
-    implementations = getattr(torch.nn.attention, "list_flash_attention_impls", list)
-    return implementation in implementations()
-
-
-def activate_flash_attention(implementation: str) -> None:
-    """Replaces torch's FlashAttention. Raises `ImportError` or `RuntimeError` if the package is missing or does not fit."""
-    cast(Any, torch.nn.attention).activate_flash_attention_impl(implementation)
-
-
-def restore_flash_attention() -> None:
-    """Activates torch's own FlashAttention, where torch can."""
-    getattr(torch.nn.attention, "restore_flash_attention_impl", lambda: None)()
-
-
 def float8_matmul(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """Returns the product of two float8 matrices in bfloat16. The second one is transposed in memory. Both have the same scale."""
     return torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
