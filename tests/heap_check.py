@@ -2,10 +2,10 @@
 
     python -m tests.heap_check --hours 3 --seed 1 [--log heap_check.json] [arguments of pytest]
 
-A corrupted heap shows long after the write that corrupts it, in any test that runs in the same processes. A run repeats rounds of the
-tests, each in another order and with the processes of one pool per number of ranks. glibc verifies each block that is freed and fills
-freed memory; the first inconsistency aborts the process, which prints its Python stacks and leaves a core file, from which gdb, if it
-is installed, prints the native stacks. Linux with glibc only.
+A corrupted heap shows long after the write that corrupts it, in any test that runs in the same processes. A run repeats rounds of
+the tests, each in another order, with one pool of processes per number of ranks. glibc verifies each block that is freed and fills
+freed memory. The first inconsistency aborts the process, which prints its Python stacks and leaves a core file, from which gdb, if
+installed, prints the native stacks. Linux with glibc only.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/distributed"]
 CHECKS = {
-    "LD_PRELOAD": "libc_malloc_debug.so.0",
+    "LD_PRELOAD": "libc_malloc_debug.so.0",  # glibc has its checks in a library of their own
     "GLIBC_TUNABLES": "glibc.malloc.check=3",  # aborts at the first inconsistency
     "MALLOC_PERTURB_": "165",  # fills memory that is allocated or freed
 }
@@ -42,13 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def run_round(seed: str, seconds: float, arguments: list[str]) -> dict[str, Any]:
     """Runs all tests once, for at most this time. Returns what ran and which processes crashed."""
     order = {SEED: seed, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    program = [sys.executable, "-m", "pytest", "-p", "tests.heap_check", "-m", "not every", "-n", "1", "-v", "-rA"]
+    tests = [] if any(argument.startswith("tests") for argument in arguments) else TESTS
+    program = [sys.executable, "-m", "pytest", "-p", "tests.heap_check", "-m", "not every", "-n", "1", "-vv"]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="heap-check-") as folder:
         output = Path(folder, "output")
         with output.open("w") as file:
             job = subprocess.Popen(
-                [*program, *(arguments or TESTS)], cwd=ROOT, env=os.environ | CHECKS | order, stdout=file,
+                [*program, *tests, *arguments], cwd=ROOT, env=os.environ | CHECKS | order, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
@@ -67,7 +68,7 @@ def run_round(seed: str, seconds: float, arguments: list[str]) -> dict[str, Any]
         "failed": [line for line in lines if line.startswith("[gw0]") and " FAILED " in line],
         "crashes": crashes,
         "cores": [stacks(core) for core in cores],
-        "output": lines[-2000:] if crashes or cores else [],
+        "output": lines if crashes or cores else [],
     }
 
 

@@ -2,14 +2,20 @@
 
 import datetime
 import math
+import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forkserver import ROOT
+from tests.launching import free_port
 from tests.pool import Pool
 from tests.training import mesh_of
 from titanlike.config import UserError
@@ -194,3 +200,44 @@ def test_a_job_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.M
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert limits == [(hard, hard)]
+
+
+MISTAKE = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from titanlike.config import UserError
+from titanlike.distributed import process_group
+
+sys.setswitchinterval(100)  # the threads of gloo wait for the interpreter lock, as on a busy machine
+with process_group.session("cpu"):
+    process_group.barrier()
+    group = dist.group.WORLD  # outlives the session, as the groups of meshes do
+    for _ in range(200):
+        dist.all_reduce(torch.ones(1), async_op=True)
+    if process_group.is_main():
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+        raise UserError("a mistake")
+    time.sleep(3)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_mistake_on_one_rank_does_not_abort_its_process(tmp_path: Path) -> None:
+    """torch aborts a process whose interpreter finalizes while a thread of gloo releases a tensor."""
+    script = tmp_path / "mistake.py"
+    script.write_text(MISTAKE)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)], stderr=subprocess.PIPE, text=True,
+            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (_, errors), _ = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 0]
+    assert errors == "error: a mistake\n"

@@ -240,7 +240,13 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def fail(error: UserError, code: int = 2) -> NoReturn:
-    """Prints a user's mistake, one line per problem, and exits.
+    """Prints a user's mistake and exits."""
+    print_error(error)
+    sys.exit(code)
+
+
+def print_error(error: UserError) -> None:
+    """Prints a user's mistake, one line per problem.
 
     If all processes of a node find the same mistake, only the first one prints it: the others wait, and the launcher terminates
     them in this time. A process that alone finds a mistake is not terminated, and prints it after the wait.
@@ -252,7 +258,6 @@ def fail(error: UserError, code: int = 2) -> NoReturn:
         if len(text) > MAX_LINE:  # repeats a long value; the remedy is at the end
             text = f"{text[: MAX_LINE // 2]} ... {text[-MAX_LINE // 2 :]}"
         print(f"error: {text}", file=sys.stderr, flush=True)
-    sys.exit(code)
 
 
 def terminate_with_launcher(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
@@ -54,7 +54,14 @@ def session(
         barrier()  # a rank that still communicates may fail if a peer has exited
         is_failing = False
     except UserError as error:
-        environment.fail(error)
+        if not dist.is_initialized() or world_size() == 1:
+            environment.fail(error)
+        environment.print_error(error)
+        # Without finalizing the interpreter: a thread of gloo that then releases a tensor, as its collective ends or fails, would
+        # abort this process with SIGABRT (pytorch/pytorch#190489).
+        with suppress(OSError):  # a closed pipe
+            sys.stdout.flush()
+        os._exit(2)
     except OSError as error:
         exit_if_output_failed(error)
         raise
