@@ -173,7 +173,7 @@ def check_slurm(folder: Path, submit: list[str], options: dict[str, list[str]]) 
 def check_kubernetes(folder: Path, submit: list[str], options: dict[str, list[str]]) -> None:
     assert submit[:3] == ["kubectl", "apply", "--filename"] and len(submit) == 4
     manifests = list(yaml.safe_load_all((folder / submit[3]).read_text()))
-    kinds = ["ConfigMap", *(["JobSet"] if "JobSet" in str(manifests) else ["TrainingRuntime", "TrainJob"])]
+    kinds = ["ConfigMap", *(["TrainingRuntime", "TrainJob"] if options.get("--kind") == ["trainjob"] else ["JobSet"])]
     assert [each["kind"] for each in manifests] == kinds
     for each in manifests:
         assert re.fullmatch("[a-z]([a-z0-9-]{0,61}[a-z0-9])?", each["metadata"]["name"])

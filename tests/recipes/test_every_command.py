@@ -144,10 +144,11 @@ def test_output_on_a_full_disk_is_one_sentence(name: str, folder: Path, tmp_path
 
 def test_output_that_is_still_buffered_at_the_exit(tmp_path: Path) -> None:
     """A pipe and a file are buffered by an interpreter, unlike in forked processes."""
-    done = subprocess.run(
-        f"{sys.executable} -m titanlike.cli.main sweep {ROOT}/sweep_configs/debug.toml --dry-run > /dev/full", cwd=tmp_path,
-        shell=True, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "titanlike.cli.main", "sweep", str(ROOT / "sweep_configs/debug.toml"), "--dry-run"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(PYTHONUNBUFFERED=""), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("error: the output cannot be written: No space left") and done.stderr.count("\n") == 1
 
@@ -192,7 +193,7 @@ def test_control_characters_are_refused_in_each_argument(
             cases.append(lambda text, at=position: [*valid[:at], text, *valid[at + 1 :]])
     if name.split()[0] in WITH_OVERRIDES and name not in ("data prepare", "data train-tokenizer"):
         cases.append(lambda text: [*valid, f"--run.dir={text}"])
-        cases.append(lambda text: [*valid, f"--run.x{text}=1"])
+        cases.append(lambda text: [*valid, f"--tokenizer.eos={text}"])
     for case in cases:
         for text in CONTROL:
             refusal(capsys, monkeypatch, *name.split(), *case(text))

@@ -8,6 +8,7 @@ import torch
 
 from tests.training import tiny
 from titanlike.config import UserError
+from titanlike.run.completion import _best_validation
 from titanlike.run.run_dir import RunDirectory
 from titanlike.utils import atomic_io
 
@@ -38,3 +39,7 @@ def test_interrupted_open_leaves_complete_files(
     kept = [path for path in before if path.stem == victim]
     assert kept and all(path.read_bytes() == before[path] for path in kept)
     assert {path for path in run.path.iterdir() if path.is_file()} == before.keys()
+
+
+def test_a_run_whose_records_were_deleted_is_complete(tmp_path: Path) -> None:
+    assert _best_validation(tmp_path / "metrics.jsonl") == f"{tmp_path}/metrics.jsonl was deleted during training"

@@ -24,6 +24,8 @@ def completion_message(run: RunDirectory, device: torch.device, measured: Measur
 
 
 def _best_validation(metrics: Path) -> str:
+    if not metrics.exists():
+        return f"{metrics} was deleted during training"
     records = [json.loads(line) for line in metrics.read_text().splitlines() if '"validation_loss"' in line]
     losses = [
         (record["validation_loss"], record["step"]) for record in records if record["validation_loss"] is not None
