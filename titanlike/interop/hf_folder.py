@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.config.base import LIMIT, shown
+from titanlike.config.base import LIMIT, MAX_PART, shown
 from titanlike.config.model_configs import TransformerConfig
 from titanlike.utils.regular_file import read_regular
 
@@ -146,7 +146,14 @@ def tensor_files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map is not a table of tensors and files")
     for name in weight_map.values():
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        if (
+            not isinstance(name, str)
+            or name in ("", ".", "..")
+            or len(name.encode(errors="replace")) > MAX_PART
+            or "/" in name
+            or "\\" in name
+            or "\0" in name
+        ):
             raise UserError(f"{index}: {shown(json.dumps(name))} is not the name of a file in the folder")
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]

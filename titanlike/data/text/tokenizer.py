@@ -116,7 +116,7 @@ class Tokenizer:
                 return special[candidate]
         raise UserError(
             f"tokenizer.encoding = {self.section.encoding!r} does not name its {role.upper()} token; set tokenizer.{role} "
-            f"to one of its special tokens: {', '.join(special) or 'it has none'}"
+            f"to one of its special tokens: {', '.join(map(shown, special)) or 'it has none'}"
         )
 
 
