@@ -120,7 +120,7 @@ def _faster(plan: Plan, check: Check) -> Advice:
         return Advice(
             f"No single change makes it more than {MIN_GAIN:.0%} faster; --search compares all layouts.", {}, None
         )
-    sentences = []
+    sentences: list[str] = []
     for changes, faster in found:
         text = "Or " + candidates.text_of(changes) if sentences else f"{_with_verb(changes, 'help')} most"
         sentences.append(
