@@ -45,8 +45,8 @@ class EMA(nn.Module):
     @torch.no_grad()
     def update(self) -> None:
         """Moves the average towards the weights."""
-        averages = [local_tensor(average) for average in self.buffers()]
-        torch._foreach_lerp_(averages, [local_tensor(weight).float() for weight in self.weights], 1 - self.decay)
+        local_averages = [local_tensor(average) for average in self.buffers()]
+        torch._foreach_lerp_(local_averages, [local_tensor(weight).float() for weight in self.weights], 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

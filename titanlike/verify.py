@@ -18,7 +18,7 @@ from titanlike.config.layout import DIMENSIONS, LAYOUT_KEYS
 from titanlike.config.load import nearest
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
-from titanlike.data.batch_record import first_difference, read_batches
+from titanlike.data.batch_record import Batches, first_difference, read_batches
 from titanlike.distributed import environment
 from titanlike.run.small_recipe import fitting_batch, float8_off, shrink
 from titanlike.run.start import REPOSITORY
@@ -126,7 +126,8 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
     alone |= {"parallelism.pipeline_split": [], "parallelism.pipeline_stages": 0}
     alone |= {"training.local_batch_size": smaller["training.global_batch_size"]}
     with tempfile.TemporaryDirectory() as folder:
-        results, batches = [], []
+        results: list[Result] = []
+        batches: list[Batches] = []
         for name, number, changes in (("one", 1, smaller | alone), ("layout", processes, smaller)):
             record = Path(folder, f"batches-{name}")
             record.mkdir()
