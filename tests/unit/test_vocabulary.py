@@ -85,7 +85,7 @@ LOCAL_IDENTIFIERS = {
     "titanlike": {
         "noise": "counter_rng",
         "FLOORS": "LAYERS",
-        "ask": "begin_sync",
+        "ask": "all_reduce_sum",
         "answer|answers": "result, response",
     },
     "titanlike/models": {"words": "vocab", "visible": "document_causal_mask"},
