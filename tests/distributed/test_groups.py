@@ -203,12 +203,13 @@ def test_a_job_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.M
 
 
 MISTAKE = """
-import os, sys, time
+import atexit, os, sys, time
 import torch
 import torch.distributed as dist
 from titanlike.config import UserError
 from titanlike.distributed import process_group
 
+atexit.register(print, "the interpreter finalizes", file=sys.stderr)
 sys.setswitchinterval(100)  # the threads of gloo wait for the interpreter lock, as on a busy machine
 with process_group.session("cpu"):
     process_group.barrier()
@@ -227,7 +228,8 @@ with process_group.session("cpu"):
 
 @pytest.mark.slow
 def test_a_mistake_on_one_rank_does_not_abort_its_process(tmp_path: Path) -> None:
-    """torch aborts a process whose interpreter finalizes while a thread of gloo releases a tensor."""
+    """torch aborts a process whose interpreter finalizes while a thread of gloo releases a tensor, which is a matter of timing: the
+    interpreter must not finalize."""
     script = tmp_path / "mistake.py"
     script.write_text(MISTAKE)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
