@@ -3,6 +3,9 @@
 A process group whose communicator was created eagerly uses it for all its operations, on one stream: a rank runs the operations in
 the order in which it issues them, and one that has no partner yet blocks all later ones, even in the other direction or with
 another rank. Only the operations of one batch proceed together. gloo matches any operations that have been issued.
+
+Operations on several communicators are checked as if they shared one stream. This is stricter than NCCL, which orders them only
+where a result is waited for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +24,7 @@ class Transfer:
 
     sends: bool
     peer: int
+    group: str = ""
 
     def __str__(self) -> str:
         return f"{'send to' if self.sends else 'receive from'} {self.peer}"
@@ -42,7 +46,7 @@ def recorded() -> Iterator[list[Batch]]:
             global_rank = peers.get(key, peer)
             if global_rank is None:
                 global_rank = dist.get_global_rank(group, peers[group_key])
-            done = Transfer(sends, global_rank)
+            done = Transfer(sends, global_rank, group.group_name)
             if batch is None:
                 batches.append((done,))
             else:
@@ -77,7 +81,7 @@ def blocked(ranks: Sequence[Sequence[Batch]]) -> dict[int, str]:
         progress = False
         for rank, transfers in enumerate(current):
             for transfer in list(transfers):
-                partner = Transfer(not transfer.sends, rank)
+                partner = Transfer(not transfer.sends, rank, transfer.group)
                 if partner in current[transfer.peer]:
                     transfers.remove(transfer)
                     current[transfer.peer].remove(partner)

@@ -12,9 +12,11 @@ from tests.pool import Pool
 from tests.training import mesh_of
 from titanlike.config.layout import SCHEDULES
 from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.utils import compat
 
 Ranks = Callable[[int], Pool]
 DIM, VOCAB, LENGTH = 4, 8, 2
+NUM_GROUPS = 2 if compat.has_gradient_group() else 1
 
 
 class Model(nn.Module):
@@ -89,9 +91,34 @@ def test_no_schedule_deadlocks_with_nccl(ranks: Ranks, num_ranks: int) -> None:
             assert nccl.blocked(operations) == {}, name
         first = f"step of {counts[0]}"
         for of_rank in of_case:
-            connected = {transfer for name in of_rank if name.endswith(first) for transfer in of_rank[name][0]}
+            (step,) = (batches for name, batches in of_rank.items() if name.endswith(first))
+            connected = {transfer for batch in step[:NUM_GROUPS] for transfer in batch}
             used = {transfer for batches in of_rank.values() for batch in batches for transfer in batch}
-            assert connected == used  # before the schedule starts, in both directions, by one batch
+            # Before the schedule starts, in both directions, by one batch per communicator. Ranks that exchange the gradients of a
+            # tied weight do so on the first one.
+            assert used <= connected
+            assert {(transfer.sends, transfer.peer) for transfer in used} == {
+                (transfer.sends, transfer.peer) for transfer in connected
+            }
+
+
+@pytest.mark.skipif(NUM_GROUPS == 1, reason="torch exchanges activations and gradients on one communicator")
+def test_activations_and_gradients_have_a_communicator_each(ranks: Ranks) -> None:
+    schedules = [(name, schedule.stages_per_rank) for name, schedule in SCHEDULES.items() if not schedule.v_shaped]
+    # The second of two equal steps, in which stages neither connect nor exchange shapes.
+    by_rank = ranks(4).run(_operations, [(name, stages, [4, 4]) for name, stages in schedules])
+    for rank, of_rank in enumerate(by_rank):
+        for operations in of_rank:
+            (step,) = (batches for name, batches in operations.items() if "step of" in name)
+            if rank in (0, 3):
+                assert len(step.pop()) == 2  # of the tied weight
+            (activations,) = (transfer.group for transfer in step[0])
+            groups = set()
+            for transfer in (transfer for batch in step for transfer in batch):
+                goes_forward = transfer.sends == ((transfer.peer - rank) % 4 == 1)
+                assert (transfer.group == activations) == goes_forward
+                groups.add(transfer.group)
+            assert len(groups) == NUM_GROUPS
 
 
 def test_an_order_that_blocks_is_found(ranks: Ranks) -> None:

@@ -121,8 +121,8 @@ def _init_process_group(device: torch.device, timeout: float) -> None:
     if device.type == "cuda":
         # NCCL connects now rather than at the first collective, and derives the communicators of subgroups from this one.
         options["device_id"] = device
-        # Pipeline stages send and receive one by one on the communicator of their group, in an order that is tested: torch would
-        # warn of it in every run.
+        # Pipeline stages send and receive one by one, activations and gradients on a communicator each, in an order that is tested:
+        # torch would warn of it in every run.
         system.set_variables({"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0"})
     system.raise_open_file_limit()
     system.set_variables({"TORCH_FR_BUFFER_SIZE": "2000"})  # collectives in a flight record
@@ -153,8 +153,8 @@ def _destroy_process_group(*, abort: bool) -> None:
         dist.destroy_process_group()
 
 
-# By the ranks of all groups of a partition, which are the same on every rank.
-_subgroups: dict[tuple[tuple[int, ...], ...], Any] = {}
+# By the ranks of all groups of a partition, which are the same on every rank, or by a group's ranks and the name of its copy.
+_subgroups: dict[tuple[Any, ...], Any] = {}
 
 
 def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dist.ProcessGroup:
@@ -172,6 +172,16 @@ def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dis
         # Every rank creates its own group only. NCCL splits the communicator of all ranks once, into all groups of the partition;
         # a call for each group would be a split each, in which all ranks take part.
         _subgroups[key] = dist.new_group(mine, timeout=_timeout(), use_local_synchronization=True, group_desc=name)
+    return cast(dist.ProcessGroup, _subgroups[key])
+
+
+def copy_of(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Returns a group of the same ranks with a communicator of its own, the same one for each name. All ranks call this together,
+    each with its group of one partition."""
+    ranks = dist.get_process_group_ranks(group)
+    key = (*ranks, name)
+    if not compat.exists(_subgroups.get(key)):
+        _subgroups[key] = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True, group_desc=name)
     return cast(dist.ProcessGroup, _subgroups[key])
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
+from titanlike.distributed import process_group
 from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.parallelisms.blocks import check_choice
@@ -85,6 +86,7 @@ class Pipeline(nn.Module):
         self.tied = model.get_submodule("output").weight is model.get_parameter(EMBEDDING)
         self.trains_embedding = model.get_parameter(EMBEDDING).requires_grad
         self.copies = {HEAD: EMBEDDING} if self.tied and self.has_last_stage else {}
+        self.gradient_group: dist.ProcessGroup | None = None  # to exchange gradients in, where torch can separate them
         self.schedule: Any = None
         self.schedule_key: object = None  # the shapes that the schedule is built for
         self.normalize_loss: NormalizeLoss | None = None
@@ -178,23 +180,28 @@ class Pipeline(nn.Module):
         return torch.empty(tokens.shape[0], length, width, dtype=self.dtype, device=tokens.device)
 
     def _connect_peers(self, device: torch.device) -> None:
-        """Exchanges one element with each rank that this one communicates with, in both directions.
+        """Exchanges one element with each rank that this one communicates with, in both directions and on each communicator.
 
         NCCL connects two ranks at their first operation, for which each waits on the host for the other. Here all do so at once;
         a network that does not connect them fails before the schedule starts, and no rank waits in the middle of it.
         """
+        groups = [self.mesh.get_group()]
+        if compat.has_gradient_group():
+            # NCCL runs the operations of a communicator one after the other: an activation need not wait for a gradient.
+            self.gradient_group = process_group.copy_of(self.mesh.get_group(), "pipeline_gradients")
+            groups.append(self.gradient_group)
         ends = {0, self.num_stages - 1} if self.tied else set[int]()  # which exchange gradients
         stages = {stage + step for stage in self.parts for step in (-1, 1)} & set(range(self.num_stages))
         if ends & self.parts.keys():
             stages |= ends
-        group = self.mesh.get_group()
         peers = {self._rank_of(stage) for stage in stages} - {self.mesh.get_local_rank()}
-        exchange = []
-        for peer in (dist.get_global_rank(group, rank) for rank in sorted(peers)):
-            exchange.append(dist.P2POp(dist.isend, torch.zeros(1, device=device), peer, group))
-            exchange.append(dist.P2POp(dist.irecv, torch.empty(1, device=device), peer, group))
-        for work in dist.batch_isend_irecv(exchange) if exchange else []:
-            work.wait()
+        for group in groups:
+            exchange = []
+            for peer in (dist.get_global_rank(group, rank) for rank in sorted(peers)):
+                exchange.append(dist.P2POp(dist.isend, torch.zeros(1, device=device), peer, group))
+                exchange.append(dist.P2POp(dist.irecv, torch.empty(1, device=device), peer, group))
+            for work in dist.batch_isend_irecv(exchange) if exchange else []:
+                work.wait()
 
     def _build_schedule(self, labels: Tensor, num_microbatches: int) -> Any:
         from torch.distributed import pipelining  # imports the compiler, which takes a second
@@ -223,6 +230,8 @@ class Pipeline(nn.Module):
         ]
         for stage in stages:
             compat.skip_connections_to_neighbours(stage)
+            if self.gradient_group is not None:
+                compat.set_gradient_group(stage, self.gradient_group)
             if self.schedule_spec.splits_backward:
                 compat.keep_graph_for_weights(stage)
         schedule_class = getattr(pipelining, self.schedule_spec.torch_class)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -115,6 +116,19 @@ def skip_connections_to_neighbours(stage: Any) -> None:
     """Keeps a pipeline stage from connecting to its neighbours in advance, as torch 2.11 does even on the same rank, which gloo
     cannot: the pipeline connects them itself. Without effect in later versions."""
     stage._get_init_p2p_neighbors_ops = list
+
+
+def has_gradient_group() -> bool:
+    """Whether pipeline stages can exchange gradients on another communicator than activations, as from torch 2.14 on."""
+    from torch.distributed.pipelining import stage
+
+    return hasattr(stage, "_build_p2p_direction_groups")
+
+
+def set_gradient_group(stage: Any, group: dist.ProcessGroup) -> None:
+    """Makes a pipeline stage exchange gradients in a group of their own. torch's own setting splits a communicator for it, which
+    gloo cannot."""
+    stage._upstream_group = group
 
 
 class _Identity(torch.autograd.Function):
