@@ -275,7 +275,7 @@ def test_random_folders_are_accepted_or_refused_in_a_sentence(first: int, tmp_pa
         try:
             accepted += run_case(SEED, number, tmp_path)
         except Exception as error:
-            raise AssertionError(f"python -m tests.fuzz.test_hf_folders {SEED} --case {number}") from error
+            raise AssertionError(f"python -m tests.fuzz.test_model_folders {SEED} --case {number}") from error
     assert 0 < accepted < CHUNK
 
 
