@@ -18,51 +18,28 @@ SINGLE = "model.safetensors"
 NOT_COMPARED = ("name", "size", "dropout", "max_seq_len", "balance_loss")
 
 OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
+INTEGERS = [
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
+    *("max_position_embeddings", "original_max_position_embeddings", "head_dim", "sliding_window"),
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok"),
+    *("n_embd", "n_layer", "n_head", "n_positions"),
+]  # fmt: skip
+PATTERNS = ["sliding_window_pattern", "_sliding_window_pattern"]
+NUMBERS = [
+    *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar"),
+    *("final_logit_softcapping", "attn_logit_softcapping"),
+]
+
+
+def _is_number(value: Any, lowest: int, types: tuple[type, ...]) -> bool:
+    return type(value) in types and lowest <= value <= LIMIT
+
+
 # Keys of a config.json, what their values are if they are not null, and a test of it.
-KEY_TYPES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-    (
-        (
-            *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-            *("vocab_size", "max_position_embeddings", "head_dim", "moe_intermediate_size", "num_experts"),
-            *(
-                "num_local_experts",
-                "num_experts_per_tok",
-                "sliding_window",
-                "n_embd",
-                "n_layer",
-                "n_head",
-                "n_positions",
-            ),
-            "original_max_position_embeddings",
-        ),
-        f"an integer from 1 to {LIMIT:,}",
-        lambda value: type(value) is int and 1 <= value <= LIMIT,
-    ),
-    (
-        ("sliding_window_pattern", "_sliding_window_pattern"),
-        f"an integer from 0 to {LIMIT:,}",
-        lambda value: type(value) is int and 0 <= value <= LIMIT,
-    ),
-    (
-        (
-            *(
-                "rope_theta",
-                "rms_norm_eps",
-                "layer_norm_epsilon",
-                "query_pre_attn_scalar",
-                "rope_local_base_freq",
-                "factor",
-            ),
-            *("final_logit_softcapping", "attn_logit_softcapping"),
-        ),
-        f"a positive number up to {LIMIT:,}",
-        lambda value: type(value) in (int, float) and 0 < value <= LIMIT,
-    ),
-    (
-        ("final_logit_softcapping", "attn_logit_softcapping"),
-        f"a number from 0 to {LIMIT:,}",
-        lambda value: type(value) in (int, float) and 0 <= value <= LIMIT,
-    ),
+KEY_TYPES: tuple[tuple[Sequence[str], str, Callable[[Any], bool]], ...] = (
+    (INTEGERS, f"an integer from 1 to {LIMIT:,}", lambda value: _is_number(value, 1, (int,))),
+    (PATTERNS, f"an integer from 0 to {LIMIT:,}", lambda value: _is_number(value, 0, (int,))),
+    (NUMBERS, f"a positive number up to {LIMIT:,}", lambda value: _is_number(value, 0, (int, float)) and value > 0),
     (("tie_word_embeddings", "norm_topk_prob"), "true or false", lambda value: type(value) is bool),
     (OBJECTS, "an object", lambda value: isinstance(value, dict)),
     (("layer_types",), "a list", lambda value: isinstance(value, list)),
