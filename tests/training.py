@@ -35,9 +35,11 @@ from titanlike.distributed.watchdog import Watchdog
 from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.parallelisms.mesh import Mesh, build_mesh
+from titanlike.parallelisms.pipeline import GRADIENT_GROUP
 from titanlike.parallelize import parallelize
 from titanlike.run.resume import check_resume
 from titanlike.run.run_dir import recipe_as_json
+from titanlike.utils import compat
 from titanlike.verify import Result, differences
 
 mesh_of = functools.cache(build_mesh)
@@ -213,6 +215,8 @@ class Traffic(TorchDispatchMode):
             size = mesh.tensor.size() * shards.size()
             both = process_group.subgroup(torch.arange(dist.get_world_size()).view(-1, size).tolist())
             self.axes[both.group_name] = self.axes[shards.group_name]
+        if mesh.pipeline.size() > 1 and compat.has_gradient_group():
+            self.axes[process_group.copy_of(mesh.pipeline.get_group(), GRADIENT_GROUP).group_name] = "pipeline"
         self.total: dict[tuple[str, str], tuple[int, int]] = {}
 
     @classmethod

@@ -63,12 +63,12 @@ def _training_batches(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
     steps = []
     original = pretrain.forward_backward
 
-    def patched(model: Any, microbatches: Any, mesh: Any, *others: Any) -> Any:
+    def patched(model: Any, microbatches: Any, num_tokens: Any, mesh: Any, *others: Any) -> Any:
         step = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
         step["labels"] = torch.cat([batch.labels for batch in microbatches])
         first = mesh.data_rank * step["labels"].shape[0]
         steps.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
-        return original(model, microbatches, mesh, *others)
+        return original(model, microbatches, num_tokens, mesh, *others)
 
     pretrain.forward_backward = patched
     try:

@@ -9,7 +9,6 @@ import json
 import os
 import pkgutil
 import resource
-import runpy
 import shutil
 import signal
 import sys
@@ -172,4 +171,5 @@ if __name__ == "__main__":
     for fields in json.loads(os.environ.get("FAULTS", "[]")):
         inject(Fault(**fields), counter)
     sys.path[0] = str(SHIPPED.parent)
-    runpy.run_path(str(SHIPPED), run_name="__main__")
+    # Not by runpy, which would make the shipped program the running one.
+    exec(compile(SHIPPED.read_text(), SHIPPED, "exec"), {"__name__": "__main__", "__file__": str(SHIPPED)})

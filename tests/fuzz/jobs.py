@@ -159,9 +159,9 @@ def check_slurm(folder: Path, submit: list[str], options: dict[str, list[str]]) 
         shlex.split(line.removeprefix("#SBATCH ")) for line in content.splitlines() if line.startswith("#SBATCH ")
     ]
     assert all(len(each) == 1 for each in directives), directives
-    given = options.get("--sbatch", [])
-    own, others = directives[: len(directives) - len(given)], directives[len(directives) - len(given) :]
-    assert {each[0].partition("=")[0] for each in own} <= SLURM and [each[0] for each in others] == given
+    passed = options.get("--sbatch", [])
+    own, others = directives[: len(directives) - len(passed)], directives[len(directives) - len(passed) :]
+    assert {each[0].partition("=")[0] for each in own} <= SLURM and [each[0] for each in others] == passed
     assert f"--chdir={folder}" in [each[0] for each in own]
     (line,) = [line for line in content.splitlines() if line.startswith("srun ")]
     assert shlex.split(line)[-2:] == [str(file.with_name("recipe.toml")), "&"]

@@ -250,18 +250,6 @@ def test_a_directory_that_may_not_be_searched_is_reported(
     assert capsys.readouterr().err == f"error: {tmp_path}/closed/runs: {message}\n"
 
 
-def test_a_removed_working_directory_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # keeps pytest's own handler
-    with pytest.raises(SystemExit, match="2"):
-        start(PretrainRecipe, ["--run.name=a"])
-    assert capsys.readouterr().err.startswith("error: the working directory: No such file or directory; choose another")
-
-
 def test_the_default_program_is_the_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "pretrain.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "silent.toml").write_text("")

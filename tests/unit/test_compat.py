@@ -31,6 +31,7 @@ def test_every_private_name_is_probed_or_optional() -> None:
     probed = {part for module, path, _ in compat.REQUIRED for part in f"{module}.{path}".split(".")}
     optional = {
         "_get_init_p2p_neighbors_ops",
+        "_upstream_group",
         "_partial_reduce_output",
         "_unsharded_param",
         "_input_metadata",

@@ -168,10 +168,10 @@ def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dis
         return cast(dist.ProcessGroup, dist.group.WORLD)
     key = tuple(map(tuple, partition))
     if not compat.exists(_subgroups.get(key)):  # not created yet, or destroyed since
-        mine = next(list(ranks) for ranks in key if dist.get_rank() in ranks)
+        ranks = next(list(each) for each in key if dist.get_rank() in each)
         # Every rank creates its own group only. NCCL splits the communicator of all ranks once, into all groups of the partition;
         # a call for each group would be a split each, in which all ranks take part.
-        _subgroups[key] = dist.new_group(mine, timeout=_timeout(), use_local_synchronization=True, group_desc=name)
+        _subgroups[key] = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True, group_desc=name)
     return cast(dist.ProcessGroup, _subgroups[key])
 
 

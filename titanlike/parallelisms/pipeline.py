@@ -18,6 +18,7 @@ from titanlike.parallelisms.blocks import check_choice
 from titanlike.utils import compat
 from titanlike.utils.dtensor import local_tensor
 
+GRADIENT_GROUP = "pipeline_gradients"  # name of the second communicator
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 
 NormalizeLoss = Callable[[Tensor], Tensor]  # divides a micro-batch's summed loss by the number of tokens
@@ -187,8 +188,8 @@ class Pipeline(nn.Module):
         """
         groups = [self.mesh.get_group()]
         if compat.has_gradient_group():
-            # NCCL runs the operations of a communicator one after the other: an activation need not wait for a gradient.
-            self.gradient_group = process_group.copy_of(self.mesh.get_group(), "pipeline_gradients")
+            # NCCL runs the operations of a communicator in order: an activation does not have to wait for a gradient.
+            self.gradient_group = process_group.copy_of(self.mesh.get_group(), GRADIENT_GROUP)
             groups.append(self.gradient_group)
         ends = {0, self.num_stages - 1} if self.tied else set[int]()  # which exchange gradients
         stages = {stage + step for stage in self.parts for step in (-1, 1)} & set(range(self.num_stages))

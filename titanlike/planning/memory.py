@@ -283,8 +283,7 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
             loss = sizes.loss - sizes.loss_kept if action.stage == last and forward else 0.0
             temporary = act.backward * n + (act.kept - act.saved) * n + full_block
             if act.early:
-                early = act.early * n + (act.kept - act.saved) * n + sizes.experts / 3
-                temporary = max(temporary, early)
+                temporary = max(temporary, (act.early + act.kept - act.saved) * n + sizes.experts / 3)
             if forward:
                 temporary = 0.0 if loss > act.forward * n else act.forward * n
             usages[key] = Usage(
