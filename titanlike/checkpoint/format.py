@@ -107,7 +107,7 @@ def corrupt_unless_read(file: File | str) -> Iterator[None]:
     except KeyError as error:
         raise CheckpointCorrupt(f"{file} is corrupt: it lacks {shown(str(error))}") from None
     except (TypeError, AttributeError):
-        raise CheckpointCorrupt(f"{file} is corrupt: a value in it is of another type than expected") from None
+        raise CheckpointCorrupt(f"{file} is corrupt: a value in it is missing, unknown or of another type") from None
     except (ValueError, struct.error, RecursionError) as error:
         raise CheckpointCorrupt(f"{file} is corrupt: {error}") from None
 
