@@ -47,7 +47,8 @@ class BalanceBias(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the counts."""
+        """Resets the counts, and the gradients with which the state of an optimizer is allocated for loading."""
+        super().zero_grad(set_to_none)
         for router in self.routers:
             router.load = None
 
