@@ -1,11 +1,14 @@
 """Runs the distributed tests in random order under malloc's checks, for hours, and records each process that crashes.
 
-    python -m tests.heap_check --hours 3 --seed 1 [--log heap_check.json] [arguments of pytest]
+    python -m tests.heap_check --hours 3 --seed 1 [--log heap_check.json] [--asan] [arguments of pytest]
 
 A corrupted heap shows long after the write that corrupts it, in any test that runs in the same processes. A run repeats rounds of
 the tests, each in another order, with one pool of processes per number of ranks. glibc verifies each block that is freed and fills
 freed memory. The first inconsistency aborts the process, which prints its Python stacks and leaves a core file, from which gdb, if
 installed, prints the native stacks. Linux with glibc only.
+
+With `--asan`, AddressSanitizer replaces malloc's checks. It aborts at the access itself, with its stack and that of the `free`, but
+checks only the C library's functions, such as `memcpy`, and the kernels that inductor generates: PyTorch is not instrumented.
 """
 
 import argparse
@@ -30,6 +33,10 @@ CHECKS = {
     "GLIBC_TUNABLES": "glibc.malloc.check=3",  # aborts at the first inconsistency
     "MALLOC_PERTURB_": "165",  # fills memory that is allocated or freed
 }
+COMPILER = """#!/bin/sh
+unset LD_PRELOAD  # the compiler itself is not checked
+exec g++ "$@" -fsanitize=address -fno-omit-frame-pointer -g1
+"""
 SEED = "TITANLIKE_TEST_ORDER"
 
 
@@ -39,17 +46,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     random.Random(os.environ[SEED]).shuffle(items)
 
 
-def run_round(seed: str, seconds: float, arguments: list[str]) -> dict[str, Any]:
+def address_sanitizer(folder: Path) -> dict[str, str]:
+    """Returns the environment of processes that AddressSanitizer checks. Inductor's kernels are compiled into this folder."""
+    library = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    compiler = folder / "g++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o700)
+    return {
+        "LD_PRELOAD": f"{library}:libstdc++.so.6",  # without the latter, an exception of PyTorch ends the process
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:handle_segv=0:detect_odr_violation=0:quarantine_size_mb=96",
+        "PYTHONMALLOC": "malloc",  # Python's arenas would hide its objects
+        "CXX": str(compiler),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+
+
+def run_round(seed: str, seconds: float, arguments: list[str], asan: bool) -> dict[str, Any]:
     """Runs all tests once, for at most this time. Returns what ran and which processes crashed."""
     order = {SEED: seed, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     tests = [] if any(argument.startswith("tests") for argument in arguments) else TESTS
     program = [sys.executable, "-m", "pytest", "-p", "tests.heap_check", "-m", "not every", "-n", "1", "-vv"]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="heap-check-") as folder:
+        checks = address_sanitizer(Path(folder)) if asan else CHECKS
         output = Path(folder, "output")
         with output.open("w") as file:
             job = subprocess.Popen(
-                [*program, *tests, *arguments], cwd=ROOT, env=os.environ | CHECKS | order, stdout=file,
+                [*program, *tests, *arguments], cwd=ROOT, env=os.environ | checks | order, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
@@ -89,12 +114,13 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the tests")
     parser.add_argument("--log", type=Path, default=ROOT / "heap_check.json", help="a line per round is appended")
+    parser.add_argument("--asan", action="store_true", help="AddressSanitizer instead of malloc's checks")
     options, arguments = parser.parse_known_args()
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
     end, number, crashed = time.monotonic() + options.hours * 3600, 0, False
     while (left := end - time.monotonic()) > 1:
-        found = run_round(f"{options.seed}-{number}", left, arguments)
+        found = run_round(f"{options.seed}-{number}", left, arguments, options.asan)
         with options.log.open("a") as log:
             print(json.dumps(found), file=log)
         shown = f"{found['passed']} passed, {len(found['failed'])} failed, {len(found['crashes'])} crashes"
