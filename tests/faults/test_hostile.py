@@ -99,7 +99,10 @@ def test_a_manifest_with_a_path_outside_the_checkpoint(starter: Starter, undistu
         ({"files": {"/etc/passwd": {"size": 0, "sha256": ""}}}, "unknown file names"),
         ({"files": {"rank-00000.safetensors\n": {"size": 0, "sha256": ""}}}, "unknown file names"),
         ({"files": {"rank-00000.safetensors": {"size": 0}}}, "a value in it is missing, unknown or of another type"),
-        ({"files": {"rank-00000.safetensors": {"size": 0, "sha256": "", "more": 1}}}, "a value in it is missing, unknown or of another type"),
+        (
+            {"files": {"rank-00000.safetensors": {"size": 0, "sha256": "", "more": 1}}},
+            "a value in it is missing, unknown or of another type",
+        ),
         ({"files": {}}, "state.json or rank-00000.safetensors is missing"),
         ({"files": []}, "a value in it is missing, unknown or of another type"),
         ({"files": None}, "a value in it is missing, unknown or of another type"),
