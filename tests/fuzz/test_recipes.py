@@ -22,7 +22,7 @@ from options import build_parser as sagemaker_options
 
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import Outcome, run, train
-from tests.fuzz.jobs import launch_case, sweep_case
+from tests.fuzz.job_arguments import launch_case, sweep_case
 from titanlike.cli import main as titanlike_main
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.load import RENAMED
