@@ -1,0 +1,41 @@
+"""Runs a command on null GPUs, and records what it does there.
+
+    python -m benchmarks.null_gpu [--device h100] [--devices 8] [--record FILE] COMMAND...
+
+Everything of a CUDA run is real but the arithmetic: see docs/null_gpu.md."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.null_gpu import library, record
+
+
+def main() -> None:
+    """Runs the command. Exits with its code, or with 1 if the order of collectives differs between ranks."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.null_gpu", description="Runs a command on null GPUs.")
+    parser.add_argument("--device", choices=sorted(library.devices()), default="h100")
+    parser.add_argument("--devices", type=int, default=8, help="GPUs of the machine (default: 8)")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU instead of the device's own")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="JSON of what each process did")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("a command is missing, such as: python recipes/pretrain.py")
+    try:
+        code, found = record.run(command, options.device, options.devices, memory=options.memory)
+    except library.Unavailable as error:
+        sys.exit(f"null GPU: {error}")
+    if options.record:
+        options.record.write_text(record.as_json(found))
+    print(record.summary(found), file=sys.stderr)
+    mismatch = found["mismatch"]
+    if mismatch:
+        print(mismatch, file=sys.stderr)
+    sys.exit(code or (1 if mismatch else 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Runs in each Python process on a null device, at its start: records what the process does there. See benchmarks/null_gpu/record.py."""
+
+import os
+
+if "NULL_GPU_FOLDER" in os.environ:
+    from benchmarks.null_gpu import recorder
+
+    recorder.start()

@@ -1,0 +1,135 @@
+"""Runs a command on null GPUs and returns the record of its processes. Called by the command, by tests and by the tables."""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.null_gpu import collectives, library
+
+KINDS = ("matmul", "attention", "generated", "other")
+ROOT = Path(__file__).parents[2]
+
+
+def environment(device: str, devices: int, folder: Path, memory: float | None = None) -> dict[str, str]:
+    """Returns the variables with which a process and its children run on null GPUs. Messages and records go to this folder."""
+    d = library.devices()[device]
+    total = int(memory * 2**30) if memory else d["memory"]
+    figures = (
+        d["name"], *d["capability"], d["multiprocessors"], total, d["shared_memory_per_block"], d["shared_memory_per_multiprocessor"],
+        d["l2_cache"], d["clock_khz"], d["memory_clock_khz"], d["memory_bus_bits"], d["context"], devices,
+    )  # fmt: skip
+    built = library.build()
+    paths = [str(Path(__file__).parent / "process"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "LD_PRELOAD": str(built / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": os.pathsep.join([str(built), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]),
+        "TRITON_LIBCUDA_PATH": str(built),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "NULL_GPU_DEVICE": ";".join(str(figure) for figure in figures),
+        "NULL_GPU_FOLDER": str(folder),
+    }
+
+
+def run(command: list[str], device: str = "h100", devices: int = 8, memory: float | None = None, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Runs a command on null GPUs. Returns its exit code and the record of its processes, in order of their ranks."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="null-gpu-", dir=shared) as name:
+        folder = Path(name)
+        variables = os.environ | environment(device, devices, folder, memory)
+        code = subprocess.run(command, env=variables, check=False, **options).returncode
+        found = read(folder)
+    return code, {"device": device, "command": command, **found}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Reads what processes on null GPUs left in this folder."""
+    processes = [json.loads(path.read_text()) for path in folder.glob("process-*.json")]
+    processes.sort(key=lambda process: (process["rank"], process["process"]))
+    logs = collectives.read_logs(folder)
+    return {"processes": [_summarize(process) for process in processes], "mismatch": collectives.mismatch(logs)}
+
+
+def _summarize(process: dict[str, Any]) -> dict[str, Any]:
+    steps = process["steps"]
+    differences = [_difference(before, after) for before, after in zip(steps, steps[1:])]
+    kernels = process["end"]["kernels"]
+    return {
+        "rank": process["rank"],
+        "process": process["process"],
+        "command": process["command"],
+        "allocated_peak": process["allocated_peak"],
+        "reserved_peak": process["reserved_peak"],
+        "allocator_retries": process["allocator_retries"],
+        "graphs": process.get("graphs", 0),
+        "operators": process.get("operators", 0),
+        "graph_breaks": process.get("graph_breaks", {}),
+        "steps": differences,
+        "total": _difference({"kernels": [], "copies": [], "communicators": [], "synchronizations": 0}, process["end"]),
+        "compiled_kernels": [
+            {"name": name, "registers": registers, "spill_bytes": spills, "shared_bytes": shared}
+            for name, _, _, registers, spills, shared in (kernel for kernel in kernels if len(kernel) == 6)
+        ],
+    }
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Returns what happened between two readings of the counters."""
+    launches: dict[tuple[str, str], int] = {}
+    for sign, reading in ((-1, before), (1, after)):
+        for name, kind, count, *_ in reading["kernels"]:
+            launches[kind, name] = launches.get((kind, name), 0) + sign * count
+    copies = {name: (0, 0, 0) for name, *_ in after["copies"]} | {name: tuple(rest) for name, *rest in before["copies"]}
+    groups = {identity: operations for identity, _, _, _, operations in before["communicators"]}
+    found: dict[str, Any] = {
+        "launches": {kind: sum(n for (k, _), n in launches.items() if k == kind) for kind in KINDS},
+        "kernels": {name: n for (_, name), n in sorted(launches.items(), key=lambda item: -item[1]) if n},
+        "copies": {
+            name: dict(zip(("count", "bytes", "pageable"), (now - then for now, then in zip(rest, copies[name]))))
+            for name, *rest in after["copies"]
+        },
+        "synchronizations": after["synchronizations"] - before["synchronizations"],
+        "places": after["places"],
+        "collectives": [
+            {"communicator": identity, "name": name, "size": size, "calls": changed}
+            for identity, name, size, _, operations in after["communicators"]
+            if (changed := _calls(groups.get(identity, {}), operations))
+        ],
+    }
+    if "time" in before:
+        found["host_seconds"] = after["time"] - before["time"]
+        found["allocated"] = after["allocated"]
+    return found
+
+
+def _calls(before: dict[str, list[int]], after: dict[str, list[int]]) -> dict[str, dict[str, int]]:
+    changed = {}
+    for operation, (count, size) in after.items():
+        old_count, old_size = before.get(operation, (0, 0))
+        if count > old_count:
+            changed[operation] = {"count": count - old_count, "bytes": size - old_size}
+    return changed
+
+
+def as_json(found: dict[str, Any]) -> str:
+    """Returns the record as the text of a JSON file."""
+    return json.dumps(found, indent=1) + "\n"
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Returns a line for each process: its last step and its peaks."""
+    lines = []
+    for process in found["processes"]:
+        step = process["steps"][-1] if process["steps"] else process["total"]
+        launches = ", ".join(f"{n} {kind}" for kind, n in step["launches"].items())
+        calls = sum(call["count"] for group in step["collectives"] for call in group["calls"].values())
+        lines.append(
+            f"null GPU, rank {process['rank']}: {'a step' if process['steps'] else 'in total'}: {sum(step['launches'].values())} launches "
+            f"({launches}), {step['synchronizations']} synchronizations, {calls} collectives; peak {process['allocated_peak'] / 2**30:.2f} "
+            f"GiB allocated, {process['reserved_peak'] / 2**30:.2f} GiB reserved; {process['graphs']} graphs, "
+            f"{sum(process['graph_breaks'].values())} graph breaks"
+        )
+        lines += [f"  {count} x {place}" for place, count in step["places"].items()]
+    return "\n".join(lines) or "null GPU: no process launched a kernel"

@@ -1,0 +1,128 @@
+"""Records one process on the null device: counters at each optimizer step, and the place in Python of each synchronization of the host.
+
+`process/sitecustomize.py` starts it in every Python process. It imports PyTorch only when the process has launched a kernel."""
+
+import atexit
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_Callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_FIRST_LAUNCH = b"first launch"
+
+
+class Recorder:
+    """Counters of this process. A step of training is the time from one `step()` of the first optimizer to its next."""
+
+    def __init__(self, device: ctypes.CDLL) -> None:
+        self._device = device
+        device.null_gpu_counters.restype = ctypes.c_void_p
+        self._libc = ctypes.CDLL(None)
+        self._libc.free.argtypes = [ctypes.c_void_p]
+        self._callback = _Callback(self._on_event)  # kept: the device has its address
+        self._optimizer: object = None
+        self.steps: list[dict[str, Any]] = []
+        self.places: dict[str, int] = {}
+        self._places_of_step: dict[str, int] = {}
+
+    def start(self) -> None:
+        self._device.null_gpu_set_callback(self._callback)
+        atexit.register(self.stop)
+
+    def _on_event(self, event: bytes) -> None:
+        if event == _FIRST_LAUNCH:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            register_optimizer_step_post_hook(self._on_optimizer_step)
+            return
+        place = f"{event.decode()} at {_place()}"
+        self._places_of_step[place] = self._places_of_step.get(place, 0) + 1
+
+    def _on_optimizer_step(self, optimizer: object, *_: object) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is self._optimizer:
+            self._mark()
+
+    def _mark(self) -> None:
+        counters = self._counters()
+        counters["time"] = time.perf_counter()
+        counters["places"], self._places_of_step = self._places_of_step, {}
+        import torch
+
+        counters["allocated"] = torch.cuda.memory_allocated()
+        self.steps.append(counters)
+
+    def _counters(self) -> dict[str, Any]:
+        address = self._device.null_gpu_counters()
+        text = ctypes.string_at(address)
+        self._libc.free(address)
+        return json.loads(text)
+
+    def stop(self) -> None:
+        """Writes the record. Processes without a launch have none."""
+        self._device.null_gpu_set_callback(_Callback(0))
+        end = self._counters()
+        if not any(kernel[2] for kernel in end["kernels"]):
+            return
+        end["places"] = self._places_of_step
+        record = {
+            "process": os.getpid(),
+            "rank": int(os.environ.get("RANK", 0)),
+            "command": sys.orig_argv[1:],
+            "steps": self.steps,
+            "end": end,
+            **_torch_counters(),
+        }
+        folder = Path(os.environ["NULL_GPU_FOLDER"])
+        (folder / f"process-{os.getpid()}.json").write_text(json.dumps(record))
+
+
+def _torch_counters() -> dict[str, Any]:
+    import torch
+
+    memory = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}
+    found: dict[str, Any] = {
+        "allocated_peak": memory.get("allocated_bytes.all.peak", 0),
+        "reserved_peak": memory.get("reserved_bytes.all.peak", 0),
+        "allocator_retries": memory.get("num_alloc_retries", 0),
+    }
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        counters = dynamo.counters
+        found["graph_breaks"] = dict(counters["graph_break"])
+        found["graphs"] = counters["stats"].get("unique_graphs", 0)
+        found["operators"] = counters["stats"].get("calls_captured", 0)
+    return found
+
+
+def _place() -> str:
+    """Returns the innermost line outside of PyTorch that is running in this thread, and the line of PyTorch that it calls."""
+    frame = sys._getframe(2)
+    inner = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in name and not name.startswith("<"):
+            called = f" ({inner})" if inner else ""
+            return f"{_relative(name)}:{frame.f_lineno} {frame.f_code.co_name}{called}"
+        inner = inner or f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return inner or "a thread of PyTorch"
+
+
+def _relative(name: str) -> str:
+    try:
+        return str(Path(name).relative_to(Path.cwd()))
+    except ValueError:
+        return name.split("site-packages/")[-1]
+
+
+def start() -> None:
+    """Starts the record of this process, if the null device is loaded."""
+    device = ctypes.CDLL(None)
+    if hasattr(device, "null_gpu_set_callback"):
+        Recorder(device).start()
