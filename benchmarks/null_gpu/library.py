@@ -129,6 +129,7 @@ def build() -> Path:
     (folder / "generated.c").write_text(_generated(imported - defined))
     objects.append(_compile(compiler, folder / "generated.c", folder / "generated.o"))
     _run(["cc", "-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", *objects])
+    (folder / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
     try:
         folder.rename(cache)
     except OSError:  # another process was faster

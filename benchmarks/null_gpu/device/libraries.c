@@ -52,3 +52,26 @@ cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t
 CUptiResult cuptiActivityGetNextRecord(uint8_t *buffer, size_t size, CUpti_Activity **record) { return CUPTI_ERROR_MAX_LIMIT_REACHED; }
 CUptiResult cuptiGetVersion(uint32_t *version) { *version = CUPTI_API_VERSION; return CUPTI_SUCCESS; }
 CUptiResult cuptiGetResultString(CUptiResult result, const char **text) { *text = "none"; return CUPTI_SUCCESS; }
+
+// NVML, which PyTorch asks for the number of devices and for the fabric between them. Its header does not come with PyTorch.
+enum { NVML_SUCCESS, NVML_NOT_SUPPORTED = 3 };
+int nvmlInit(void) { return NVML_SUCCESS; }
+int nvmlInit_v2(void) { return NVML_SUCCESS; }
+int nvmlShutdown(void) { return NVML_SUCCESS; }
+const char *nvmlErrorString(int error) { return "not supported by the null device"; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = CUDA_VERSION; return NVML_SUCCESS; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = description()->devices; return NVML_SUCCESS; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(uintptr_t)(index + 1); return NVML_SUCCESS; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length) {
+    snprintf(uuid, length, "GPU-%08x-0000-0000-0000-000000000000", (unsigned)(uintptr_t)device);
+    return NVML_SUCCESS;
+}
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) { *count = 0; return NVML_SUCCESS; }
+int nvmlDeviceGetGpuFabricInfoV(void *device, char *information) {
+    memset(information + 4, 0, 25);  // after the version: the cluster, a status, the clique and a state, "not supported"
+    return NVML_SUCCESS;
+}
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, void *type) { return NVML_NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *information) { return NVML_NOT_SUPPORTED; }
+int nvmlDeviceGetP2PStatus(void *device, void *peer, int index, int *status) { return NVML_NOT_SUPPORTED; }
