@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Recorder:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             register_optimizer_step_post_hook(self._on_optimizer_step)
+            _exchange_objects(self._device)
             return
         place = f"{event.decode()} at {_place()}"
         self._places_of_step[place] = self._places_of_step.get(place, 0) + 1
@@ -98,6 +100,40 @@ def _torch_counters() -> dict[str, Any]:
         found["graphs"] = counters["stats"].get("unique_graphs", 0)
         found["operators"] = counters["stats"].get("calls_captured", 0)
     return found
+
+
+def _exchange_objects(device: ctypes.CDLL) -> None:
+    """Has the functions that exchange objects between ranks compute the objects' sizes on the host, as the null device gives zeros, and
+    the device move what they exchange."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    computed = {aten.add.Tensor, aten.cat.default, aten.gt.Tensor, aten.lt.Tensor, aten.sum.default}
+
+    class OnHost(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function not in computed:
+                return function(*args, **kwargs or {})
+            moved = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, args)
+            return function(*moved).to(torch.utils._pytree.tree_leaves(args)[0].device)
+
+    def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            device.null_gpu_exchange(1)
+            try:
+                with OnHost():
+                    return function(*arguments, **options)
+            finally:
+                device.null_gpu_exchange(-1)
+
+        return call
+
+    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list", "send_object_list"):
+        wrapped = on_host(getattr(dist, name))
+        setattr(dist, name, wrapped)
+        setattr(dist.distributed_c10d, name, wrapped)
 
 
 def _place() -> str:

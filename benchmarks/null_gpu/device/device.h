@@ -31,12 +31,18 @@ struct kernel {
 };
 struct kernel *new_kernel(const char *name, enum kind kind);
 void launched(struct kernel *kernel);
+extern atomic_long num_launches;
 
 // Memory
 enum place { PAGEABLE, PINNED, DEVICE };
 enum place place_of(const void *address, int *device);
 void *allocate(size_t size, enum place place);  // NULL if the capacity of the device is exceeded
 void release(const void *address);
+
+// What the host wrote to the device shortly before can be read. `read_device` fills the rest with zeros, and returns whether there was any.
+enum { MOVED = 64 << 10 };  // bytes of the largest copy or message on devices whose data is moved
+void wrote(const void *address, size_t size);
+bool read_device(void *target, const void *source, size_t size);
 
 // Synchronizations of the host, with their place in Python, which a callback finds.
 void synchronized(const char *call);

@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOVED = 64 << 10, MAX_RANKS = 1024, MAX_PENDING = 1024 };
+enum { MAX_RANKS = 1024, MAX_PENDING = 1024 };
 static const size_t LOG_SIZE = (size_t)1 << 32;  // of a sparse file
 
 enum operation { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER, SPLIT, SEND, RECEIVE, OPERATIONS };
@@ -90,7 +90,8 @@ static void append(struct ncclComm *communicator, struct entry entry, const void
     size_t end = next_entry(communicator->end, &entry);
     if (end > LOG_SIZE) fail("the log of communicator %s is full", communicator->name);
     memcpy(communicator->log + communicator->end, &entry, sizeof entry);
-    memcpy(communicator->log + communicator->end + sizeof entry, data, entry.stored);
+    if (place_of(data, NULL) == DEVICE) read_device(communicator->log + communicator->end + sizeof entry, data, entry.stored);
+    else memcpy(communicator->log + communicator->end + sizeof entry, data, entry.stored);
     communicator->end = end;
     atomic_store_explicit(&((struct log_header *)communicator->log)->end, end, memory_order_release);
 }
@@ -227,6 +228,7 @@ void complete_messages(const void *address, size_t size) {
         }
         for (; needed; needed--) {  // those before it, too: the messages of a communicator arrive in order
             complete(c->first);
+            wrote(c->first->buffer, c->first->size);
             drop_first(c);
         }
     }
