@@ -105,6 +105,14 @@ def parallelize(
             module.flex = False  # the other kernels take a dense mask
     balance_losses = [module for part in parts for module in part.modules() if isinstance(module, BalanceLoss)]
     apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
+    compile_layers = partial(apply_compile, model, layers, backend=compile.backend, fullgraph=not inner_units)
+    compile_mode = compile.mode
+    if inner_units and compile_mode == "block":
+        # The experts are not compiled. A compiled checkpoint would run all of such a block eagerly: the compiler works inside of it.
+        # Not if it is selective: it would save buffers that compiled code reuses.
+        if activation_checkpoint.mode != "selective":
+            compile_layers(mode="block")
+        compile_mode = "none"
     apply_activation_checkpoint(
         layers,
         mode=activation_checkpoint.mode,
@@ -123,7 +131,7 @@ def parallelize(
                 z_loss=training.z_loss,
             )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
-    apply_compile(model, layers, mode=compile.mode, backend=compile.backend, fullgraph=not inner_units)
+    compile_layers(mode=compile_mode)
     reshard = parallelism.reshard_after_forward
     if reshard == "auto" and len(split) > 1:
         reshard = "never"  # every micro-batch would all-gather a stage's weights again

@@ -40,6 +40,10 @@ class Recorder:
 
             register_optimizer_step_post_hook(self._on_optimizer_step)
             _exchange_objects(self._device)
+            if "titanlike.models.experts" in sys.modules:
+                from benchmarks.null_gpu import balanced_routing
+
+                balanced_routing.balance()
             return
         place = f"{event.decode()} at {_place()}"
         self._places_of_step[place] = self._places_of_step.get(place, 0) + 1
