@@ -108,8 +108,8 @@ def parallelize(
     compile_layers = partial(apply_compile, model, layers, backend=compile.backend, fullgraph=not inner_units)
     compile_mode = compile.mode
     if inner_units and compile_mode == "block":
-        # The experts are not compiled. A compiled checkpoint would run all of such a block eagerly: the compiler works inside of it.
-        # Not if it is selective: it would save buffers that compiled code reuses.
+        # The experts are not compiled. A compiled checkpoint would run all of such a block eagerly: the compiler works inside of
+        # it. Not if it is selective: it would save buffers that compiled code reuses.
         if activation_checkpoint.mode != "selective":
             compile_layers(mode="block")
         compile_mode = "none"

@@ -5,7 +5,6 @@
 Everything of a CUDA run is real but the arithmetic: see docs/null_gpu.md."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Balanced routing of mixtures of experts on the null device: the host reads how many rows each rank sends, which no kernel has counted."""
+"""Balanced routing of mixtures of experts on the null device: the host reads how many rows each rank sends, which no kernel has
+counted."""
 
 import torch.distributed as dist
 from torch import Tensor

@@ -1,13 +1,16 @@
 """Reads the logs of collectives that ranks on null GPUs leave, and compares their order.
 
-NCCL matches the calls of ranks on a communicator by their order alone. A rank that calls another operation, or with another size, hangs."""
+NCCL matches the calls of ranks on a communicator by their order alone. A call hangs if another rank calls another operation, or the
+same with another size.
+"""
 
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 OPERATIONS = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "split", "send", "receive",
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "split", "send",
+    "receive",
 )  # fmt: skip
 _HEADER = struct.Struct("<32s64siiiiQ")  # log_header of device/nccl.c
 _ENTRY = struct.Struct("<IIIIQQ")  # entry
@@ -23,7 +26,11 @@ class Call:
     count: int
 
     def __str__(self) -> str:
-        peer = f" {'to' if self.operation == 'send' else 'from'} {self.peer}" if self.operation in ("send", "receive") else ""
+        peer = (
+            f" {'to' if self.operation == 'send' else 'from'} {self.peer}"
+            if self.operation in ("send", "receive")
+            else ""
+        )
         return f"{self.operation}{peer} of {self.count} elements, type {self.type}"
 
 
@@ -91,16 +98,24 @@ def _messages_differ(group: list[Log]) -> str | None:
         for receiver in group:
             sent = [call for call in sender.calls if call.operation == "send" and call.peer == receiver.rank]
             received = [
-                call for call in by_rank[receiver.rank].calls if call.operation == "receive" and call.peer == sender.rank
+                call
+                for call in by_rank[receiver.rank].calls
+                if call.operation == "receive" and call.peer == sender.rank
             ]
             if [(c.type, c.count) for c in sent] != [(c.type, c.count) for c in received]:
-                return _difference(sender, sent, receiver, received, "messages sent are not those received: NCCL would hang")
+                return _difference(
+                    sender, sent, receiver, received, "messages sent are not those received: NCCL would hang"
+                )
     return None
 
 
 def _difference(first: Log, expected: list[Call], other: Log, calls: list[Call], what: str) -> str:
     position = next(
-        (i for i, (a, b) in enumerate(zip(expected, calls)) if (a.type, a.count, a.operation) != (b.type, b.count, b.operation)),
+        (
+            i
+            for i, (a, b) in enumerate(zip(expected, calls, strict=False))
+            if (a.type, a.count, a.operation) != (b.type, b.count, b.operation)
+        ),
         min(len(expected), len(calls)),
     )
     lines = [f"Communicator {first.name} ({first.size} ranks), call {position}: {what}."]

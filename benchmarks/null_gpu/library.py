@@ -1,4 +1,5 @@
-"""Builds the null device: the C files of `device/`, and a function for every other symbol that PyTorch imports from CUDA's libraries."""
+"""Builds the null device: the C files of `device/`, and a function for every other symbol that PyTorch imports from CUDA's
+libraries."""
 
 import hashlib
 import importlib.util
@@ -8,11 +9,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import tomllib
+import tomli
 
 FOLDER = Path(__file__).parent
 SOURCES = sorted((FOLDER / "device").glob("*.[ch]"))
-IMPORTED = re.compile(r"cu[A-Z]|cuda[A-Z]|cu(blas|blasLt|dnn|sparse|sparseLt|solver|solverDn|fft|rand|pti)[A-Z]|nccl[A-Z]|nvrtc[A-Z]|nvshmem|__cuda")
+IMPORTED = re.compile(
+    r"cu[A-Z]|cuda[A-Z]|cu(blas|blasLt|dnn|sparse|sparseLt|solver|solverDn|fft|rand|pti)[A-Z]|nccl[A-Z]|nvrtc[A-Z]|nvshmem|__cuda"
+)
 # `crt/host_defines.h` is not among the headers that come with PyTorch. C needs none of what it defines.
 HOST_DEFINES = """
 #define __no_return__ __attribute__((noreturn))
@@ -55,7 +58,7 @@ class Unavailable(Exception):
 
 def devices() -> dict[str, dict[str, object]]:
     """Returns the devices that can be emulated, by name."""
-    return tomllib.loads((FOLDER / "devices.toml").read_text())
+    return tomli.loads((FOLDER / "devices.toml").read_text())
 
 
 def _torch_libraries() -> list[Path]:
@@ -64,7 +67,9 @@ def _torch_libraries() -> list[Path]:
         raise Unavailable("PyTorch is not installed")
     folder = Path(spec.origin).parent / "lib"
     if not (folder / "libtorch_cuda.so").exists():
-        raise Unavailable(f"the PyTorch in {folder.parent} has no CUDA: install the build that pip selects without an index URL")
+        raise Unavailable(
+            f"the PyTorch in {folder.parent} has no CUDA: install the build that pip selects without an index URL"
+        )
     return sorted(folder.glob("lib*.so"))
 
 
@@ -74,14 +79,18 @@ def _header_folders(libraries: list[Path]) -> list[Path]:
     for header in ("cuda_runtime_api.h", "cudnn.h", "nccl.h", "cupti.h"):
         places = sorted(packages.glob(f"*/include/{header}"))
         if not places:
-            raise Unavailable(f"{header} is not in {packages}: PyTorch's CUDA libraries are not those that pip installs")
+            raise Unavailable(
+                f"{header} is not in {packages}: PyTorch's CUDA libraries are not those that pip installs"
+            )
         found.append(places[-1].parent)
     return list(dict.fromkeys(found))
 
 
 def symbols(libraries: list[Path], *options: str) -> set[str]:
     """Returns the names in the libraries' dynamic symbol tables, without versions."""
-    lines = subprocess.run(["nm", "-D", *options, *libraries], capture_output=True, text=True, check=True).stdout.split("\n")
+    lines = subprocess.run(["nm", "-D", *options, *libraries], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     return {line.split()[-1].split("@")[0] for line in lines if len(line.split()) > 1}
 
 
@@ -112,7 +121,9 @@ def build() -> Path:
         digest.update(file.read_bytes())
     for file in libraries:
         digest.update(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "titanlike", "null_gpu", digest.hexdigest()[:16])
+    cache = Path(
+        os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "titanlike", "null_gpu", digest.hexdigest()[:16]
+    )
     if (cache / "libcuda.so.1").exists():
         return cache
     folder = cache.with_name(f"{cache.name}.{os.getpid()}")
@@ -143,7 +154,9 @@ def _compile(compiler: list[object], source: Path, target: Path) -> Path:
 
 
 def _defined(objects: list[Path]) -> set[str]:
-    lines = subprocess.run(["nm", "--defined-only", *objects], capture_output=True, text=True, check=True).stdout.split("\n")
+    lines = subprocess.run(["nm", "--defined-only", *objects], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     return {line.split()[2] for line in lines if len(line.split()) == 3}
 
 

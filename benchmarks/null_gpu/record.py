@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ def environment(device: str, devices: int, folder: Path, memory: float | None = 
     d = library.devices()[device]
     total = int(memory * 2**30) if memory else d["memory"]
     figures = (
-        d["name"], *d["capability"], d["multiprocessors"], total, d["shared_memory_per_block"], d["shared_memory_per_multiprocessor"],
-        d["l2_cache"], d["clock_khz"], d["memory_clock_khz"], d["memory_bus_bits"], d["context"], devices,
+        d["name"], *d["capability"], d["multiprocessors"], total, d["shared_memory_per_block"],
+        d["shared_memory_per_multiprocessor"], d["l2_cache"], d["clock_khz"], d["memory_clock_khz"], d["memory_bus_bits"],
+        d["context"], devices,
     )  # fmt: skip
     built = library.build()
     paths = [str(Path(__file__).parent / "process"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -33,8 +35,16 @@ def environment(device: str, devices: int, folder: Path, memory: float | None = 
     }
 
 
-def run(command: list[str], device: str = "h100", devices: int = 8, memory: float | None = None, **options: Any) -> tuple[int, dict[str, Any]]:
-    """Runs a command on null GPUs. Returns its exit code and the record of its processes, in order of their ranks."""
+def run(
+    command: list[str], device: str = "h100", devices: int = 8, memory: float | None = None, **options: Any
+) -> tuple[int, dict[str, Any]]:
+    """Runs a command on null GPUs. Returns its exit code and the record of its processes, in order of their ranks.
+
+    Args:
+        device: one of `devices.toml`.
+        memory: of a device in GiB, instead of its own.
+        options: of `subprocess.run`.
+    """
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="null-gpu-", dir=shared) as name:
         folder = Path(name)
@@ -54,7 +64,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def _summarize(process: dict[str, Any]) -> dict[str, Any]:
     steps = process["steps"]
-    differences = [_difference(before, after) for before, after in zip(steps, steps[1:])]
+    differences = [_difference(before, after) for before, after in pairwise(steps)]
     kernels = process["end"]["kernels"]
     return {
         "rank": process["rank"],
@@ -67,12 +77,18 @@ def _summarize(process: dict[str, Any]) -> dict[str, Any]:
         "operators": process.get("operators", 0),
         "graph_breaks": process.get("graph_breaks", {}),
         "steps": differences,
+        "growth": _growth([step["allocated"] for step in steps]),
         "total": _difference({"kernels": [], "copies": [], "communicators": [], "synchronizations": 0}, process["end"]),
         "compiled_kernels": [
             {"name": name, "registers": registers, "spill_bytes": spills, "shared_bytes": shared}
             for name, _, _, registers, spills, shared in (kernel for kernel in kernels if len(kernel) == 6)
         ],
     }
+
+
+def _growth(allocated: list[int]) -> int:
+    """Returns the bytes by which every step after the first two leaves more memory allocated than the one before: a leak."""
+    return max(0, min((after - before for before, after in pairwise(allocated[1:])), default=0))
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +103,12 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
         "launches": {kind: sum(n for (k, _), n in launches.items() if k == kind) for kind in KINDS},
         "kernels": {name: n for (_, name), n in sorted(launches.items(), key=lambda item: -item[1]) if n},
         "copies": {
-            name: dict(zip(("count", "bytes", "pageable"), (now - then for now, then in zip(rest, copies[name]))))
-            for name, *rest in after["copies"]
+            name: {
+                "count": count - copies[name][0],
+                "bytes": size - copies[name][1],
+                "pageable": pageable - copies[name][2],
+            }
+            for name, count, size, pageable in after["copies"]
         },
         "synchronizations": after["synchronizations"] - before["synchronizations"],
         "places": after["places"],
@@ -100,7 +120,6 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
     }
     if "time" in before:
         found["host_seconds"] = after["time"] - before["time"]
-        found["allocated"] = after["allocated"]
     return found
 
 
@@ -125,11 +144,15 @@ def summary(found: dict[str, Any]) -> str:
         step = process["steps"][-1] if process["steps"] else process["total"]
         launches = ", ".join(f"{n} {kind}" for kind, n in step["launches"].items())
         calls = sum(call["count"] for group in step["collectives"] for call in group["calls"].values())
+        host = f", {1e3 * step['host_seconds']:.0f} ms of the host" if "host_seconds" in step else ""
         lines.append(
-            f"null GPU, rank {process['rank']}: {'a step' if process['steps'] else 'in total'}: {sum(step['launches'].values())} launches "
-            f"({launches}), {step['synchronizations']} synchronizations, {calls} collectives; peak {process['allocated_peak'] / 2**30:.2f} "
-            f"GiB allocated, {process['reserved_peak'] / 2**30:.2f} GiB reserved; {process['graphs']} graphs, "
+            f"null GPU, rank {process['rank']}, {'a step' if process['steps'] else 'in total'}: "
+            f"{sum(step['launches'].values())} launches ({launches}), {step['synchronizations']} synchronizations, {calls} "
+            f"collectives{host}; peak {process['allocated_peak'] / 2**30:.2f} GiB allocated, "
+            f"{process['reserved_peak'] / 2**30:.2f} GiB reserved; {process['graphs']} graphs, "
             f"{sum(process['graph_breaks'].values())} graph breaks"
         )
         lines += [f"  {count} x {place}" for place, count in step["places"].items()]
+        if process["growth"]:
+            lines.append(f"  every step leaves {process['growth']:,} more bytes allocated")
     return "\n".join(lines) or "null GPU: no process launched a kernel"

@@ -1,4 +1,4 @@
-"""Records one process on the null device: counters at each optimizer step, and the place in Python of each synchronization of the host.
+"""Records one process on the null device: counters at each optimizer step, and where in Python the host synchronizes.
 
 `process/sitecustomize.py` starts it in every Python process. It imports PyTorch only when the process has launched a kernel."""
 
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Recorder:
         self._libc = ctypes.CDLL(None)
         self._libc.free.argtypes = [ctypes.c_void_p]
         self._callback = _Callback(self._on_event)  # kept: the device has its address
-        self._optimizer: object = None
+        self._optimizer: Callable[[], object] = lambda: None
         self.steps: list[dict[str, Any]] = []
         self.places: dict[str, int] = {}
         self._places_of_step: dict[str, int] = {}
@@ -49,9 +50,9 @@ class Recorder:
         self._places_of_step[place] = self._places_of_step.get(place, 0) + 1
 
     def _on_optimizer_step(self, optimizer: object, *_: object) -> None:
-        if self._optimizer is None:
-            self._optimizer = optimizer
-        if optimizer is self._optimizer:
+        if self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
             self._mark()
 
     def _mark(self) -> None:
@@ -107,8 +108,8 @@ def _torch_counters() -> dict[str, Any]:
 
 
 def _exchange_objects(device: ctypes.CDLL) -> None:
-    """Has the functions that exchange objects between ranks compute the objects' sizes on the host, as the null device gives zeros, and
-    the device move what they exchange."""
+    """Has the functions that exchange objects between ranks compute the sizes of objects on the host, as the null device gives
+    zeros, and has the device move what they exchange."""
     import torch
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,7 +135,14 @@ def _exchange_objects(device: ctypes.CDLL) -> None:
 
         return call
 
-    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list", "send_object_list"):
+    for name in (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "recv_object_list",
+        "scatter_object_list",
+        "send_object_list",
+    ):
         wrapped = on_host(getattr(dist, name))
         setattr(dist, name, wrapped)
         setattr(dist.distributed_c10d, name, wrapped)

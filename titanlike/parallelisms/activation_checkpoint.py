@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
@@ -45,22 +44,20 @@ def apply_activation_checkpoint(
         compat.set_activation_memory_budget(memory_budget)
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     for index, block in enumerate(list_blocks(blocks)):
-        if mode == "selective":
-            block.forward = partial(recompute, block.forward, context_fn=_selective_contexts)
-        elif mode == "full" or (mode == "every_n" and index % every_n == 0):
-            # The compiler supports no other context_fn, not even torch's default; it does not compile experts that keep values.
-            keeps = any(hasattr(module, KEEPS) for module in block.modules())
-            options: dict[str, Any] = {"context_fn": keeping_contexts} if keeps else {}
-            block.forward = partial(recompute, block.forward, **options)
+        if mode in ("none", "memory_budget") or (mode == "every_n" and index % every_n):
+            continue
+        # The compiler supports the context_fn of selective checkpointing only. Blocks that keep values are compiled inside.
+        options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+        if any(hasattr(module, KEEPS) for module in block.modules()):
+            options = {"context_fn": partial(keeping_contexts, options.get("context_fn"))}
+        block.forward = partial(recompute, block.forward, **options)
 
 
 def _selective_contexts() -> Any:
     num_matmuls = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        # A copy to the host, such as of the numbers of tokens that expert-parallel ranks exchange, would synchronize again.
-        is_read = str(operator) == "aten._to_copy.default" and kwargs.get("device") == torch.device("cpu")
-        if is_read or str(operator).startswith(SAVED):
+        if str(operator).startswith(SAVED):
             return CheckpointPolicy.MUST_SAVE
         if str(operator) in MATMULS:
             phase = "recompute" if context.is_recompute else "forward"

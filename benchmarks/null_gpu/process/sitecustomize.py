@@ -1,4 +1,4 @@
-"""Runs in each Python process on a null device, at its start: records what the process does there. See benchmarks/null_gpu/record.py."""
+"""Runs in each Python process on a null device, at its start: records what the process does."""
 
 import os
 
