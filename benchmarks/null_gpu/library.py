@@ -77,12 +77,12 @@ def _header_folders(libraries: list[Path]) -> list[Path]:
     packages = libraries[0].parents[2] / "nvidia"
     found = []
     for header in ("cuda_runtime_api.h", "cudnn.h", "nccl.h", "cupti.h"):
-        places = sorted(packages.glob(f"*/include/{header}"))
-        if not places:
+        locations = sorted(packages.glob(f"*/include/{header}"))
+        if not locations:
             raise Unavailable(
                 f"{header} is not in {packages}: PyTorch's CUDA libraries are not those that pip installs"
             )
-        found.append(places[-1].parent)
+        found.append(locations[-1].parent)
     return list(dict.fromkeys(found))
 
 

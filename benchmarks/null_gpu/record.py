@@ -111,7 +111,7 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
             for name, count, size, pageable in after["copies"]
         },
         "synchronizations": after["synchronizations"] - before["synchronizations"],
-        "places": after["places"],
+        "locations": after["locations"],
         "collectives": [
             {"communicator": identity, "name": name, "size": size, "calls": changed}
             for identity, name, size, _, operations in after["communicators"]
@@ -152,7 +152,7 @@ def summary(found: dict[str, Any]) -> str:
             f"{process['reserved_peak'] / 2**30:.2f} GiB reserved; {process['graphs']} graphs, "
             f"{sum(process['graph_breaks'].values())} graph breaks"
         )
-        lines += [f"  {count} x {place}" for place, count in step["places"].items()]
+        lines += [f"  {count} x {place}" for place, count in step["locations"].items()]
         if process["growth"]:
             lines.append(f"  every step leaves {process['growth']:,} more bytes allocated")
     return "\n".join(lines) or "null GPU: no process launched a kernel"

@@ -28,8 +28,8 @@ class Recorder:
         self._callback = _Callback(self._on_event)  # kept: the device has its address
         self._optimizer: Callable[[], object] = lambda: None
         self.steps: list[dict[str, Any]] = []
-        self.places: dict[str, int] = {}
-        self._places_of_step: dict[str, int] = {}
+        self.locations: dict[str, int] = {}
+        self._locations_of_step: dict[str, int] = {}
 
     def start(self) -> None:
         self._device.null_gpu_set_callback(self._callback)
@@ -47,7 +47,7 @@ class Recorder:
                 balanced_routing.balance()
             return
         place = f"{event.decode()} at {_place()}"
-        self._places_of_step[place] = self._places_of_step.get(place, 0) + 1
+        self._locations_of_step[place] = self._locations_of_step.get(place, 0) + 1
 
     def _on_optimizer_step(self, optimizer: object, *_: object) -> None:
         if self._optimizer() is None:
@@ -58,7 +58,7 @@ class Recorder:
     def _mark(self) -> None:
         counters = self._counters()
         counters["time"] = time.perf_counter()
-        counters["places"], self._places_of_step = self._places_of_step, {}
+        counters["locations"], self._locations_of_step = self._locations_of_step, {}
         import torch
 
         counters["allocated"] = torch.cuda.memory_allocated()
@@ -76,7 +76,7 @@ class Recorder:
         end = self._counters()
         if not any(kernel[2] for kernel in end["kernels"]):
             return
-        end["places"] = self._places_of_step
+        end["locations"] = self._locations_of_step
         record = {
             "process": os.getpid(),
             "rank": int(os.environ.get("RANK", 0)),

@@ -37,7 +37,7 @@ def test_a_program_is_recorded_with_its_synchronization_and_its_leak(tmp_path: P
     assert last["launches"]["matmul"] == 2  # x @ weight, and the gradient of the weight
     assert last["launches"]["attention"] >= 2
     assert last["launches"]["generated"] == 2  # forward and backward of `gate`
-    [(place, count)] = last["places"].items()
+    [(place, count)] = last["locations"].items()
     lines = (HERE / "program.py").read_text().split("\n")
     number = next(number for number, line in enumerate(lines, 1) if ".item()" in line)
     assert f"program.py:{number} step" in place
@@ -70,8 +70,8 @@ def test_all_layouts_train_over_nccl_in_the_same_order_on_all_ranks(tmp_path: Pa
     operations = {name for group in found["processes"][0]["total"]["collectives"] for name in group["calls"]}
     assert operations >= {"all_gather", "reduce_scatter", "all_reduce", "send", "receive"}
     # The last layout, expert parallelism with selective checkpointing, exchanges the numbers of rows once in a micro-batch.
-    places = found["processes"][0]["steps"][-1]["places"]
-    assert [count for place, count in places.items() if "exchange_counts" in place] == [4 * 4]
+    locations = found["processes"][0]["steps"][-1]["locations"]
+    assert [count for place, count in locations.items() if "exchange_counts" in place] == [4 * 4]
 
 
 def log(rank: int, *calls: Call) -> Log:
