@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import monitor
@@ -10,6 +11,7 @@ import study
 
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, exit_code
 from tests.cloud.test_simulated_jobs import TINY
+from titanlike.config import PretrainRecipe, load
 
 SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_gather": 8400.0}
 
@@ -52,6 +54,22 @@ def test_results_are_compared_with_the_published_ones(
     assert results["float8"]["tokens_per_second_per_gpu"] == 8100.0 and len(results["float8"]["losses"]) == 200
     assert (tmp_path / "study.png").stat().st_size > 10_000
     assert aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"] == []
+
+
+def test_the_recipes_are_those_of_the_published_study() -> None:
+    """2,000 steps on 32 GPUs with a sequence of 8,192 tokens each. Each recipe adds one change to the previous one."""
+    recipes = [load(PretrainRecipe, study.REPOSITORY / f"train_configs/study/{name}.toml") for name in study.PUBLISHED]
+    for recipe in recipes:
+        training = recipe.training
+        assert (training.steps, training.global_batch_size, training.seq_len) == (2000, 32, 8192)
+        assert replace(recipe, compile=recipes[0].compile, float8=recipes[0].float8) == recipes[0]
+    changes = [(recipe.compile.mode, recipe.float8.scaling, recipe.float8.all_gather) for recipe in recipes]
+    assert changes == [
+        ("none", "none", False),
+        ("block", "none", False),
+        ("block", "tensorwise", False),
+        ("block", "tensorwise", True),
+    ]
 
 
 def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -288,6 +288,31 @@ def test_a_parameter_without_a_gradient_has_no_optimizer_state(alone: None, tmp_
             assert torch.equal(value, other_optimizer.state[two][key])
 
 
+class _OwnZeroGrad(torch.optim.AdamW):
+    """Resets what it counts, as an optimizer without gradients does."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
+def test_loading_leaves_the_gradients_as_they_are(alone: None, tmp_path: Path) -> None:
+    model, optimizer = small_model()
+    other = torch.nn.Linear(4, 4)
+    other_optimizer = _OwnZeroGrad(other.parameters(), lr=0.3)
+    gradient = torch.ones(4, 4)
+    other.weight.grad = gradient
+    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
+        checkpoints.save(model, optimizer, metadata(1))
+        checkpoints.find()
+        checkpoints.load(other, other_optimizer, metadata(1))
+    assert other.weight.grad is gradient and bool((gradient == 1).all())
+    assert other.bias.grad is None
+    assert other_optimizer.param_groups[0]["lr"] == 0.3
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert all(torch.equal(value, other_optimizer.state[two][key]) for key, value in optimizer.state[one].items())
+
+
 def _save_late_state(folder: Path) -> dict[str, list[str]]:
     """Returns the optimizer tensors in each file of the second save, before which a second layer gets its first gradient."""
     torch.manual_seed(0)

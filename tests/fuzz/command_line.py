@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch  # noqa: F401  imported by some commands, which alone takes longer than a case may
+
 CPU_LIMIT = 2.0  # seconds of a case
 LENGTH_LIMIT = 1500  # characters of an error
 SENTENCE = re.compile(r"error: .*\w.{10,}")
@@ -47,6 +49,24 @@ def run(program: Callable[[], object], argv: Sequence[str], folder: Path, variab
     if not outcome.accepted:
         assert_sentences(outcome.errors)
     return outcome
+
+
+def run_argparse(program: Callable[[], object], argv: Sequence[str], folder: Path) -> Outcome:
+    """Runs a program of argparse, which prints the usage before its error. The usage is left out."""
+
+    def without_usage() -> None:
+        try:
+            program()
+        except SystemExit:
+            assert isinstance(sys.stderr, io.StringIO)
+            lines = sys.stderr.getvalue().splitlines()
+            if lines and lines[0].startswith("usage: "):
+                sys.stderr.seek(0)
+                sys.stderr.truncate()
+                print("error:" + " ".join(lines).rpartition("error:")[2], file=sys.stderr)
+            raise
+
+    return run(without_usage, argv, folder, {})
 
 
 def assert_sentences(errors: str) -> None:

@@ -3,7 +3,6 @@
 What is accepted makes files that their programs parse, in which no line comes from an argument.
 """
 
-import io
 import json
 import random
 import re
@@ -18,7 +17,7 @@ import tomli
 import yaml
 
 from tests.forkserver import ROOT
-from tests.fuzz.command_line import Outcome, run, train
+from tests.fuzz.command_line import Outcome, run_argparse, train
 from titanlike.cli import main as titanlike_main
 from titanlike.config import UserError
 from titanlike.run.slurm import SCRIPT
@@ -59,21 +58,8 @@ SLURM |= {"--gpus-per-node", "--exclusive"}
 
 
 def titanlike(words: list[str], folder: Path) -> Outcome:
-    """Runs a command in this process. argparse prints the usage before its error, which is left out."""
-
-    def program() -> None:
-        try:
-            titanlike_main.main()
-        except SystemExit:
-            assert isinstance(sys.stderr, io.StringIO)
-            lines = sys.stderr.getvalue().splitlines()
-            if lines and lines[0].startswith("usage: "):
-                sys.stderr.seek(0)
-                sys.stderr.truncate()
-                print("error:" + " ".join(lines).rpartition("error:")[2], file=sys.stderr)
-            raise
-
-    outcome = run(program, words, folder, {})
+    """Runs a command in this process."""
+    outcome = run_argparse(titanlike_main.main, words, folder)
     assert all(line.isprintable() for line in outcome.output.split("\n")), ascii(outcome.output)
     return outcome
 

@@ -160,7 +160,11 @@ def check_numbers(value: Any, where: str = "") -> None:
 def check_report(plan: Plan) -> None:
     values = report.as_json(plan)
     check_numbers(values)
-    assert values["step_seconds"] > 0 and values["tokens_per_second"] > 0 and values["mfu"] <= 4.0, values
+    assert values["step_seconds"] > 0 and values["tokens_per_second"] > 0, values
+    # No faster than the fastest matmuls with the largest `efficiency`. MFU refers to bfloat16, which may be the slowest.
+    hardware = plan.hardware
+    peaks = (hardware.bf16_tflops, hardware.float32_tflops, hardware.tf32_tflops, hardware.float8_tflops)
+    assert values["mfu"] <= 2 * max(peaks) / hardware.bf16_tflops, values
     assert sum(values["step_parts_seconds"].values()) == pytest.approx(values["step_seconds"])
     json.dumps(values, allow_nan=False)
     output = io.StringIO()

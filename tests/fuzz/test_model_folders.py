@@ -199,27 +199,34 @@ def change_template(file: Path, rng: random.Random) -> None:
     file.write_text(source)
 
 
+def regular(file: Path) -> Path:
+    """Returns a file. Raises OSError if damage has replaced it: a pipe would wait for a writer, a link names another file."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise OSError(f"{file} is not a regular file")
+    return file
+
+
 def mutate(folder: Path, rng: random.Random) -> None:
     """Changes one to three things in a folder."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         try:
             match rng.randrange(12):
                 case 0 | 1 | 2 | 3:
-                    change_keys(folder / "config.json", rng)
+                    change_keys(regular(folder / "config.json"), rng)
                 case 4:
-                    change_keys(folder / "generation_config.json", rng)
+                    change_keys(regular(folder / "generation_config.json"), rng)
                 case 5:
-                    change_keys(folder / "tokenizer_config.json", rng)
+                    change_keys(regular(folder / "tokenizer_config.json"), rng)
                 case 6:
-                    change_json(folder / "tokenizer.json", rng)
+                    change_json(regular(folder / "tokenizer.json"), rng)
                 case 7:
-                    change_template(folder / "chat_template.jinja", rng)
+                    change_template(regular(folder / "chat_template.jinja"), rng)
                 case 8:
-                    change_header(rng.choice(sorted(folder.glob("*.safetensors"))), rng)
+                    change_header(regular(rng.choice(sorted(folder.glob("*.safetensors")))), rng)
                 case 9:
-                    change_values(rng.choice(sorted(folder.glob("*.safetensors"))), rng)
+                    change_values(regular(rng.choice(sorted(folder.glob("*.safetensors")))), rng)
                 case 10:
-                    change_json(folder / "model.safetensors.index.json", rng)
+                    change_json(regular(folder / "model.safetensors.index.json"), rng)
                 case 11:
                     damage(folder, rng)
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error):

@@ -5,7 +5,6 @@ A case is a function of the seed and its number. To try others:
     python -m tests.fuzz.test_recipes SEED NUMBER_OF_CASES
 """
 
-import io
 import json
 import math
 import random
@@ -21,7 +20,7 @@ import pytest
 from options import build_parser as sagemaker_options
 
 from tests.forkserver import ROOT
-from tests.fuzz.command_line import Outcome, run, train
+from tests.fuzz.command_line import run, run_argparse, train
 from tests.fuzz.job_arguments import launch_case, sweep_case
 from titanlike.cli import main as titanlike_main
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
@@ -327,7 +326,7 @@ def titanlike_case(rng: random.Random, folder: Path) -> None:
     )  # fmt: skip
     if "--rank=0" in words:  # valid
         words[-1] = "--rank=-1"
-    outcome = _argparse_program(titanlike_main.main, words, folder)
+    outcome = run_argparse(titanlike_main.main, words, folder)
     assert not outcome.accepted, f"accepted: {words}"
 
 
@@ -366,25 +365,8 @@ def sagemaker_case(rng: random.Random, folder: Path) -> None:
     words += [f"{rng.choice(options)}={rng.choice(texts)}" for _ in range(rng.choice((0, 1, 1, 2)))]
     invalid = ("", "²", "-1", "1e400", "nan", "inf", "\udcff", "x" * 300, "a=b")
     refused = any(word.partition("=")[0] in numbers and word.partition("=")[2] in invalid for word in words)
-    outcome = _argparse_program(sagemaker_launch.main, words, folder)
+    outcome = run_argparse(sagemaker_launch.main, words, folder)
     assert not (refused and outcome.accepted), f"accepted: {words}"
-
-
-def _argparse_program(program: Callable[[], object], words: Sequence[str], folder: Path) -> Outcome:
-    def without_usage() -> None:
-        try:
-            program()
-        except SystemExit:
-            # argparse prints the usage before its error.
-            assert isinstance(sys.stderr, io.StringIO)
-            lines = sys.stderr.getvalue().splitlines()
-            if lines and lines[0].startswith("usage: "):
-                sys.stderr.seek(0)
-                sys.stderr.truncate()
-                print("error:" + " ".join(lines).rpartition("error:")[2], file=sys.stderr)
-            raise
-
-    return run(without_usage, words, folder, {})
 
 
 # Environments.

@@ -295,6 +295,7 @@ DAMAGED_EXPERTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "fewer experts": (config(num_experts=5), "also has model.layers.0.mlp.experts.5."),
     "missing expert": (header(lambda h: h.update({UNUSED: h.pop(EXPERT)})), f"lacks {EXPERT}; it is not a qwen3_moe model"),
     "other shape": (header(lambda h: h[EXPERT].update(shape=[64, 40])), f"{EXPERT} has shape (64, 40), but config.json"),
+    "experts per token": (config(num_experts_per_tok=7), "json: model.experts_per_token = 7 exceeds model.num_experts = 6"),
     "dense block": (config(mlp_only_layers=[1]), "mlp_only_layers = [1] is not supported; only [] is"),
 }  # fmt: skip
 

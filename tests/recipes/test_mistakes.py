@@ -256,3 +256,22 @@ def test_the_default_program_is_the_shipped_one(tmp_path: Path) -> None:
     assert program_of(tmp_path / "silent.toml") == ROOT / "recipes" / "pretrain.py"
     (tmp_path / "naming.toml").write_text('recipe = "pretrain"')
     assert program_of(tmp_path / "naming.toml") == tmp_path / "pretrain.py"
+
+
+def test_a_path_of_a_program_on_the_command_line_is_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("custom/train.py", "recipes/custom/train.py", "recipes/beside.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    recipe = tmp_path / "recipes/recipe.toml"
+    recipe.write_text('recipe = "custom/train"')
+    monkeypatch.chdir(tmp_path)
+    assert program_of(recipe) == tmp_path / "recipes/custom/train.py"
+    for path in ("custom/train.py", "custom/train", "./custom/train.py", f"{tmp_path}/custom/train.py"):
+        assert program_of(recipe, path).resolve() == tmp_path / "custom/train.py"
+    assert program_of(recipe, "beside") == tmp_path / "recipes/beside.py"
+    with pytest.raises(
+        UserError, match=r"recipe = 'custom/none': there is no program 'none\.py' in custom, and the shipped"
+    ):
+        program_of(recipe, "custom/none")

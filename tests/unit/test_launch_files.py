@@ -15,6 +15,7 @@ from tests.launching import environment
 from titanlike.cli import main as cli
 from titanlike.config import PretrainRecipe, load
 from titanlike.run.cluster_job import check_image
+from titanlike.run.start import program_of
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
@@ -217,3 +218,14 @@ def test_a_program_whose_name_would_be_another_line(
         message = r"recipe = 'a\nRUN id #.py': name the program with letters, digits and . _ - only"
         assert message in capsys.readouterr().err
     assert not Path("out").exists()
+
+
+def test_the_recipe_of_a_slurm_job_finds_a_program_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in another directory than the recipe that names the program by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    Path("custom").mkdir()
+    shutil.copy(ROOT / "recipes/pretrain.py", "custom/train.py")
+    Path("custom/train.toml").write_text(f'extends = "{RECIPE}"\nrecipe = "train"\n')
+    for out, words in (("named", ["custom/train.toml"]), ("overridden", [RECIPE, "--recipe=custom/train.py"])):
+        assert launch(monkeypatch, "slurm", *words, "--nodes=2", f"--out={out}", "--dry-run") == 0
+        assert program_of(Path(out, "recipe.toml")) == tmp_path / "custom/train.py"

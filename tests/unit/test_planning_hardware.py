@@ -86,6 +86,12 @@ def test_unknown_hardware(name: str, message: str) -> None:
             'name = "a\\u001b[2J"\nmemory_gib =',
             "is not valid: it must be a name without control characters",
         ),
+        (
+            "memory_gib =",
+            'name = "a\\u2028b"\nmemory_gib =',
+            'name = "a\\u2028b" is not valid: it must be a name without control',
+        ),
+        ("memory_gib =", 'name = ""\nmemory_gib =', 'name = "" is not valid: string should have at least 1 character'),
         ("100.0", "nan", "bf16_tflops = NaN is not valid: input should be a finite number"),
         ("100.0", "inf", "bf16_tflops = Infinity is not valid: input should be a finite number"),
         ("100.0", '"fast"', 'bf16_tflops = "fast" is not valid: input should be a valid number'),

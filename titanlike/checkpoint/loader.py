@@ -87,18 +87,20 @@ def load_tensors(
 
 
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the optimizer's state by a step with zero gradients and a learning rate of 0. Options of parameter groups that the
-    optimizer changes in this step are reset."""
+    """Creates the optimizer's state by a step with zero gradients and a learning rate of 0. The gradients are those of before, and
+    options of parameter groups that the optimizer changes in this step are reset."""
     options = [
         {key: copy.deepcopy(value) if is_exact(value) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+    gradients = [(parameter, parameter.grad) for group in optimizer.param_groups for parameter in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    for parameter, _ in gradients:
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
+    for parameter, gradient in gradients:  # an optimizer's own `zero_grad` may keep them
+        parameter.grad = gradient
     for group, before in zip(optimizer.param_groups, options, strict=True):
         for key in group.keys() - before.keys() - {"params"}:
             del group[key]

@@ -468,7 +468,8 @@ class PretrainRecipe:
     """The recipe of `recipes/pretrain.py`."""
 
     recipe: FilePath = "pretrain"
-    """Training program: the name of a file next to the recipe or in `recipes/`, or a path."""
+    """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
+    command line to the working directory."""
     run: Run = Run()
     model: Annotated[ModelConfig, Field(discriminator="name")] = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()

@@ -67,7 +67,7 @@ def read_config(folder: Path, config_classes: tuple[type[TransformerConfig], ...
         raise UserError(f"{file}: the weights are quantized; use a folder with float32, float16 or bfloat16 weights")
     _check_types(file, values)
     try:
-        return known[found].from_hugging_face(values)
+        config = known[found].from_hugging_face(values)
     except UserError:
         raise
     except KeyError as error:
@@ -76,6 +76,9 @@ def read_config(folder: Path, config_classes: tuple[type[TransformerConfig], ...
         raise UserError(f"{file}: {shown(str(error))}; correct it, or choose another model") from None
     except (TypeError, AttributeError):  # a null where the architecture needs a value
         raise UserError(f"{file}: a value that this architecture needs is null; download the file again") from None
+    if problems := config.problems():
+        raise UserError(f"{file}: {problems[0]}")
+    return config
 
 
 def _check_types(file: Path, values: dict[str, Any]) -> None:

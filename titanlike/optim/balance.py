@@ -47,8 +47,7 @@ class BalanceBias(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the counts, and the gradients with which the state of an optimizer is allocated for loading."""
-        super().zero_grad(set_to_none)
+        """Resets the counts. The biases have no gradients."""
         for router in self.routers:
             router.load = None
 

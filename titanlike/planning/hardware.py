@@ -11,7 +11,7 @@ import tomli
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from titanlike.config import UserError
-from titanlike.config.base import section, shown
+from titanlike.config.base import has_control_characters, section, shown
 from titanlike.config.load import nearest, show_value
 from titanlike.utils.regular_file import read_regular
 
@@ -26,6 +26,12 @@ def _zero_or_more_than_least(value: float) -> float:
     return value
 
 
+def _without_control_characters(name: str) -> str:
+    if has_control_characters(name):
+        raise ValueError("it must be a name without control characters")
+    return name
+
+
 Rate = Annotated[float, Field(ge=LEAST, le=MOST)]
 RateOrZero = Annotated[float, Field(ge=0.0, le=MOST), AfterValidator(_zero_or_more_than_least)]
 Fraction = Annotated[float, Field(ge=LEAST, le=1.0)]
@@ -36,7 +42,7 @@ Efficiency = Annotated[float, Field(ge=0.001, le=2.0)]
 class Hardware:
     """A GPU and the cluster that it is part of."""
 
-    name: Annotated[str, Field(max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+    name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_without_control_characters)]
     """Name in reports."""
     memory_gib: Annotated[float, Field(ge=2.0, le=MOST)]
     """Memory of a GPU, as `torch.cuda.get_device_properties` reports it. Less than 2 GiB leave nothing to the allocator."""
@@ -143,6 +149,4 @@ def _message(name: str, detail: dict[str, object]) -> str:
         near = nearest(key, list(Hardware.__dataclass_fields__))
         return f"{file}: {key} is an unknown key; " + (f"did you mean {near}?" if near else "remove it")
     value, message = show_value(detail["input"]), str(detail["msg"]).removeprefix("Value error, ")
-    if detail["type"] == "string_pattern_mismatch":
-        message = "it must be a name without control characters"
     return f"{file}: {key} = {value} is not valid: {message[:1].lower()}{message[1:]}"

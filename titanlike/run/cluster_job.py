@@ -93,7 +93,7 @@ def make_job(
             f"--grace {grace} leaves no time for a last checkpoint; give {MIN_GRACE} or more, the seconds that a save takes, and "
             f"{EXIT_MARGIN}"
         )
-    program = program_of(path, overrides.get("recipe"))
+    program = program_of(path, overrides.get("recipe")).resolve()  # the recipe of the job is in another directory
     if program_beside_recipe and not PROGRAM_NAME.fullmatch(program.name):
         raise UserError(f"recipe = '{shown(program.name)}': name the program with letters, digits and . _ - only")
     name = load_known(path, overrides).run.name

@@ -241,7 +241,7 @@ def shutdown_timeout_of(arguments: Arguments) -> int:
 
 
 def program_of(recipe: Path, override: str | None = None) -> Path:
-    """Returns the program of a recipe: `override`, or the one that the recipe names."""
+    """Returns the program of a recipe: the one that it names, or `override`, whose path is relative to the working directory."""
     values, origins = read(recipe)
     name = values.get("recipe", "pretrain") if override is None else override
     origin = origins.get("recipe", str(recipe)) if override is None else "command line"
@@ -249,15 +249,16 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
         raise UserError(f"{origin}: recipe = {show_value(name)} must be the name of a program, as text")
     file = name if name.endswith(".py") else f"{name}.py"
     beside_recipe = Path(origins.get("recipe", recipe) if override is None else recipe).parent / file
+    named = Path(file) if override is not None and "/" in file else beside_recipe
     # Without a name the program is the shipped one, even if a file of that name is beside the recipe.
     is_named = override is not None or "recipe" in values
-    for program in ([beside_recipe] if is_named else []) + [REPOSITORY / "recipes" / file]:
+    for program in ([named] if is_named else []) + [REPOSITORY / "recipes" / file]:
         with suppress(OSError):  # the name is too long
             if program.is_file():
                 return program
     shipped = sorted(program.stem for program in (REPOSITORY / "recipes").glob("*.py"))
     raise UserError(
-        f"{origin}: recipe = '{shown(name)}': there is no program '{shown(file)}' in {beside_recipe.parent}, and the shipped ones "
+        f"{origin}: recipe = '{shown(name)}': there is no program '{shown(named.name)}' in {named.parent}, and the shipped ones "
         f"are {', '.join(shipped)}; the file of a recipe ends in .toml"
     )
 
