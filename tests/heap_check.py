@@ -9,6 +9,8 @@ installed, prints the native stacks. Linux with glibc only.
 
 With `--asan`, AddressSanitizer replaces malloc's checks. It aborts at the access itself, with its stack and that of the `free`, but
 checks only the C library's functions, such as `memcpy`, and the kernels that inductor generates: PyTorch is not instrumented.
+
+Ctrl-C and SIGTERM end the round, which is recorded with the tests that ran.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,11 +67,11 @@ def address_sanitizer(folder: Path) -> dict[str, str]:
 
 
 def run_round(seed: str, seconds: float, arguments: list[str], asan: bool) -> dict[str, Any]:
-    """Runs all tests once, for at most this time. Returns what ran and which processes crashed."""
+    """Runs all tests once, for at most this time or until interrupted. Returns what ran and which processes crashed."""
     order = {SEED: seed, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     tests = [] if any(argument.startswith("tests") for argument in arguments) else TESTS
     program = [sys.executable, "-m", "pytest", "-p", "tests.heap_check", "-m", "not every", "-n", "1", "-vv"]
-    start = time.monotonic()
+    start, interrupted = time.monotonic(), False
     with tempfile.TemporaryDirectory(prefix="heap-check-") as folder:
         checks = address_sanitizer(Path(folder)) if asan else CHECKS
         output = Path(folder, "output")
@@ -79,8 +82,9 @@ def run_round(seed: str, seconds: float, arguments: list[str], asan: bool) -> di
             )  # fmt: skip
             try:
                 job.wait(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                job.terminate()
+            except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                job.send_signal(signal.SIGINT)  # unlike SIGTERM, lets pytest write its results
                 job.wait()
         lines = output.read_text(errors="replace").split("\n")
     cores = sorted(ROOT.glob("core*"))
@@ -88,6 +92,7 @@ def run_round(seed: str, seconds: float, arguments: list[str], asan: bool) -> di
     return {
         "seed": seed,
         "arguments": arguments,
+        "interrupted": interrupted,
         "seconds": round(time.monotonic() - start),
         "passed": sum(line.startswith("[gw0]") and " PASSED " in line for line in lines),
         "failed": [line for line in lines if line.startswith("[gw0]") and " FAILED " in line],
@@ -98,18 +103,21 @@ def run_round(seed: str, seconds: float, arguments: list[str], asan: bool) -> di
 
 
 def stacks(core: Path) -> str:
-    """Returns the native stacks of a core file, and removes it: it has the size of the process's memory."""
+    """Returns the native stacks of a core file, first that of the thread that crashed with its variables. Keeps the last one, as
+    `heap_check.core`: only it has the overwritten memory, and each has the size of the process's memory."""
     gdb = shutil.which("gdb")
     if gdb is None:
         return f"{core}: install gdb to print its stacks"
-    command = [gdb, "--batch", "-ex", "thread apply all bt 40", sys.executable, str(core)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    core.unlink()
-    return found
+    show = ["-ex", "info registers", "-ex", "bt full 12", "-ex", "thread apply all bt 40"]
+    found = subprocess.run(
+        [gdb, "--batch", *show, sys.executable, str(core)], capture_output=True, text=True, check=False
+    )
+    core.replace(ROOT / "heap_check.core")
+    return found.stdout
 
 
 def main() -> None:
-    """Runs rounds until the time has passed. Exits with code 1 if a process crashed."""
+    """Runs rounds until the time has passed or an interrupt. Exits with code 1 if a process crashed."""
     parser = argparse.ArgumentParser(description="Runs the distributed tests in random order under malloc's checks.")
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the tests")
@@ -118,14 +126,18 @@ def main() -> None:
     options, arguments = parser.parse_known_args()
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
-    end, number, crashed = time.monotonic() + options.hours * 3600, 0, False
-    while (left := end - time.monotonic()) > 1:
+    # pytest would inherit that SIGINT is ignored, as it is in background jobs of a shell.
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
+    end, number, crashed, interrupted = time.monotonic() + options.hours * 3600, 0, False, False
+    while not interrupted and (left := end - time.monotonic()) > 1:
         found = run_round(f"{options.seed}-{number}", left, arguments, options.asan)
         with options.log.open("a") as log:
             print(json.dumps(found), file=log)
         shown = f"{found['passed']} passed, {len(found['failed'])} failed, {len(found['crashes'])} crashes"
         print(f"round {found['seed']}: {shown}, {len(found['cores'])} cores, {found['seconds']} s", flush=True)
         crashed |= bool(found["crashes"] or found["cores"])
+        interrupted = found["interrupted"]
         number += 1
     sys.exit(1 if crashed else 0)
 
