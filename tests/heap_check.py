@@ -108,9 +108,9 @@ def stacks(core: Path) -> str:
     gdb = shutil.which("gdb")
     if gdb is None:
         return f"{core}: install gdb to print its stacks"
-    show = ["-ex", "info registers", "-ex", "bt full 12", "-ex", "thread apply all bt 40"]
+    commands = ["-ex", "info registers", "-ex", "bt full 12", "-ex", "thread apply all bt 40"]
     found = subprocess.run(
-        [gdb, "--batch", *show, sys.executable, str(core)], capture_output=True, text=True, check=False
+        [gdb, "--batch", *commands, sys.executable, str(core)], capture_output=True, text=True, check=False
     )
     core.replace(ROOT / "heap_check.core")
     return found.stdout
