@@ -30,6 +30,7 @@ def environment(device: str, devices: int, folder: Path, memory: float | None = 
         "LD_LIBRARY_PATH": os.pathsep.join([str(built), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]),
         "TRITON_LIBCUDA_PATH": str(built),
         "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in range(devices)),
         "NULL_GPU_DEVICE": ";".join(str(figure) for figure in figures),
         "NULL_GPU_FOLDER": str(folder),
     }

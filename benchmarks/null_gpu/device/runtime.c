@@ -32,7 +32,12 @@ const struct description *description(void) {
 
 static _Thread_local int device_of_thread;
 
-cudaError_t cudaGetDeviceCount(int *count) { *count = description()->devices; return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *count) {
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    *count = visible == NULL ? description()->devices : *visible != 0;
+    for (; visible && *visible; visible++) *count += *visible == ',';
+    return *count ? cudaSuccess : cudaErrorNoDevice;
+}
 cudaError_t cudaGetDevice(int *device) { *device = device_of_thread; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= description()->devices) return cudaErrorInvalidDevice;
@@ -115,7 +120,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute name, CUdevice devi
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { *version = CUDA_VERSION; return CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int *count) { *count = description()->devices; return CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int *count) { return cudaGetDeviceCount(count); }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal; return CUDA_SUCCESS; }
 CUresult cuDeviceGetName(char *name, int length, CUdevice device) { snprintf(name, length, "%s", description()->name); return CUDA_SUCCESS; }
 CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { memset(uuid, device + 1, sizeof *uuid); return CUDA_SUCCESS; }
