@@ -1,5 +1,6 @@
 """Trains a tiny model under each layout over NCCL, in the processes that torchrun starts on null GPUs."""
 
+import gc
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -46,3 +47,4 @@ if __name__ == "__main__":
             if process_group.is_main():
                 print("layout", each, flush=True)
             train(Path(sys.argv[1]), each)
+            gc.collect()  # frees the optimizer: the record counts the steps of one optimizer, and then of the next
