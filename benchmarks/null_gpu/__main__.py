@@ -2,9 +2,11 @@
 
     python -m benchmarks.null_gpu [--device h100] [--devices 8] [--record FILE] COMMAND...
 
-Everything of a CUDA run is real but the arithmetic: see docs/null_gpu.md."""
+Everything of a CUDA run is real but the arithmetic: see docs/null_gpu.md.
+"""
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,10 +25,18 @@ def main() -> None:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("a command is missing, such as: python recipes/pretrain.py")
+    if shutil.which(command[0]) is None:
+        parser.error(f"{command[0]!r} is not a program in PATH")
+    if options.devices < 1:
+        parser.error(f"--devices {options.devices}: use 1 or more")
+    if options.record and not options.record.parent.is_dir():
+        parser.error(f"--record {options.record}: there is no directory {options.record.parent}")
     try:
         code, found = record.run(command, options.device, options.devices, memory=options.memory)
-    except library.Unavailable as error:
+    except (library.Unavailable, library.BuildFailed) as error:
         sys.exit(f"null GPU: {error}")
+    except KeyboardInterrupt:  # the command has received it, too
+        sys.exit(130)
     if options.record:
         options.record.write_text(record.as_json(found))
     print(record.summary(found), file=sys.stderr)

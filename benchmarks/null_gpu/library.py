@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import tomli
@@ -53,7 +55,11 @@ static void *new_handle(void) { return &handles[64 * (next_handle++ % (sizeof ha
 
 
 class Unavailable(Exception):
-    """The null device cannot be built for this PyTorch. The message says why."""
+    """What the null device is built from is not installed. The message says what."""
+
+
+class BuildFailed(Exception):
+    """The C compiler refused the null device. The message is its output."""
 
 
 def devices() -> dict[str, dict[str, object]]:
@@ -126,7 +132,16 @@ def build() -> Path:
     )
     if (cache / "libcuda.so.1").exists():
         return cache
-    folder = cache.with_name(f"{cache.name}.{os.getpid()}")
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache.parent) as name:
+        folder = Path(name, "built")
+        _build(folder, libraries)
+        with suppress(OSError):  # another process was faster
+            folder.rename(cache)
+    return cache
+
+
+def _build(folder: Path, libraries: list[Path]) -> None:
     (folder / "include/crt").mkdir(parents=True)
     (folder / "include/crt/host_defines.h").write_text(HOST_DEFINES)
     (folder / "include/nv").mkdir()
@@ -141,11 +156,6 @@ def build() -> Path:
     objects.append(_compile(compiler, folder / "generated.c", folder / "generated.o"))
     _run(["cc", "-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", *objects])
     (folder / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
-    try:
-        folder.rename(cache)
-    except OSError:  # another process was faster
-        shutil.rmtree(folder)
-    return cache
 
 
 def _compile(compiler: list[object], source: Path, target: Path) -> Path:
@@ -163,8 +173,4 @@ def _defined(objects: list[Path]) -> set[str]:
 def _run(command: list[object]) -> None:
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if result.returncode:
-        raise Unavailable(f"{' '.join(str(part) for part in command)}\n{result.stderr}")
-
-
-if __name__ == "__main__":
-    print(build())
+        raise BuildFailed(f"{' '.join(str(part) for part in command)}\n{result.stderr}")

@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.null_gpu import record
+from benchmarks.null_gpu import library, record
+from titanlike.run.start import program_of
 
 STEPS = 4
 SHORT = (
@@ -26,9 +27,9 @@ COLUMNS = (
 
 
 def measure(recipe: Path, gpus: int, arguments: list[str], device: str) -> dict[str, Any]:
-    """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak, and the whole record."""
+    """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak."""
     with tempfile.TemporaryDirectory() as folder:
-        program = ["recipes/pretrain.py", str(recipe), *SHORT, f"--run.dir={folder}", "--run.name=run", *arguments]
+        program = [str(program_of(recipe)), str(recipe), *SHORT, f"--run.dir={folder}", "--run.name=run", *arguments]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
         code, found = record.run([sys.executable, *launcher, *program], device, max(gpus, 1), cwd=record.ROOT)
         if code or found["mismatch"]:
@@ -67,7 +68,7 @@ def main() -> None:
     """Measures the recipes and prints the table."""
     parser = argparse.ArgumentParser(description="Trains shipped recipes on null GPUs for a few steps.")
     parser.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE")
-    parser.add_argument("--device", default="h100")
+    parser.add_argument("--device", choices=sorted(library.devices()), default="h100")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--blocks", type=int, help="number of blocks of the model, instead of the recipe's")
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON with a row per recipe")

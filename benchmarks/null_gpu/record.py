@@ -79,7 +79,9 @@ def _summarize(process: dict[str, Any]) -> dict[str, Any]:
         "graph_breaks": process.get("graph_breaks", {}),
         "steps": differences,
         "growth": _growth([step["allocated"] for step in steps]),
-        "total": _difference({"kernels": [], "copies": [], "communicators": [], "synchronizations": 0}, process["end"]),
+        "total": _difference(
+            {"kernels": [], "copies": [], "communicators": [], "synchronizations": 0, "locations": {}}, process["end"]
+        ),
         "compiled_kernels": [
             {"name": name, "registers": registers, "spill_bytes": spills, "shared_bytes": shared}
             for name, _, _, registers, spills, shared in (kernel for kernel in kernels if len(kernel) == 6)
@@ -112,7 +114,11 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
             for name, count, size, pageable in after["copies"]
         },
         "synchronizations": after["synchronizations"] - before["synchronizations"],
-        "locations": after["locations"],
+        "locations": {
+            place: n - before["locations"].get(place, 0)
+            for place, n in after["locations"].items()
+            if n > before["locations"].get(place, 0)
+        },
         "collectives": [
             {"communicator": identity, "name": name, "size": size, "calls": changed}
             for identity, name, size, _, operations in after["communicators"]

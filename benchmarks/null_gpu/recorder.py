@@ -1,6 +1,7 @@
 """Records one process on the null device: counters at each optimizer step, and where in Python the host synchronizes.
 
-`process/sitecustomize.py` starts it in every Python process. It imports PyTorch only when the process has launched a kernel."""
+`process/sitecustomize.py` starts it in every Python process. It imports PyTorch only when the process has launched a kernel.
+"""
 
 import atexit
 import ctypes
@@ -28,8 +29,7 @@ class Recorder:
         self._callback = _Callback(self._on_event)  # kept: the device has its address
         self._optimizer: Callable[[], object] = lambda: None
         self.steps: list[dict[str, Any]] = []
-        self.locations: dict[str, int] = {}
-        self._locations_of_step: dict[str, int] = {}
+        self.locations: dict[str, int] = {}  # of synchronizations
 
     def start(self) -> None:
         self._device.null_gpu_set_callback(self._callback)
@@ -47,7 +47,7 @@ class Recorder:
                 balanced_routing.balance()
             return
         place = f"{event.decode()} at {_place()}"
-        self._locations_of_step[place] = self._locations_of_step.get(place, 0) + 1
+        self.locations[place] = self.locations.get(place, 0) + 1
 
     def _on_optimizer_step(self, optimizer: object, *_: object) -> None:
         if self._optimizer() is None:
@@ -58,7 +58,6 @@ class Recorder:
     def _mark(self) -> None:
         counters = self._counters()
         counters["time"] = time.perf_counter()
-        counters["locations"], self._locations_of_step = self._locations_of_step, {}
         import torch
 
         counters["allocated"] = torch.cuda.memory_allocated()
@@ -68,7 +67,7 @@ class Recorder:
         address = self._device.null_gpu_counters()
         text = ctypes.string_at(address)
         self._libc.free(address)
-        return json.loads(text)
+        return json.loads(text) | {"locations": dict(self.locations)}
 
     def stop(self) -> None:
         """Writes the record. Processes without a launch have none."""
@@ -76,7 +75,6 @@ class Recorder:
         end = self._counters()
         if not any(kernel[2] for kernel in end["kernels"]):
             return
-        end["locations"] = self._locations_of_step
         record = {
             "process": os.getpid(),
             "rank": int(os.environ.get("RANK", 0)),

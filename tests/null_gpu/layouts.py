@@ -14,6 +14,7 @@ from tests.training import GPT_, LLAMA, QWEN3_MOE, mesh_of, tiny
 from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
 
+BF16: dict[str, Any] = {"training": dict(compute_dtype="bfloat16")}  # FSDP casts the parameters
 FOUR_BLOCKS = replace(GPT_, num_layers=4)
 
 # Of 4 processes: the model, the layout, and other sections of a recipe.
@@ -25,17 +26,16 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     **{f"PP {name} x FSDP": (FOUR_BLOCKS, dict(pipeline=2, pipeline_schedule=name, shard=2), {}) for name in SCHEDULES},
     "PP 1f1b x TP": (LLAMA, dict(pipeline=2, tensor=2), {}),
     "EP x FSDP": (QWEN3_MOE, dict(shard=4, expert=2), FULL),
-    "EP x TP": (QWEN3_MOE, dict(shard=2, tensor=2, expert=2), SELECTIVE),
+    "EP x TP": (QWEN3_MOE, dict(shard=2, tensor=2, expert=2), SELECTIVE | BF16),
 }
 
 
 def train(folder: Path, name: str) -> None:
     """Trains under one layout for two steps, with a validation and a checkpoint."""
     model, layout, sections = LAYOUTS[name]
-    recipe = tiny(
-        folder, name.replace(" ", "-"), model=model, parallelism=layout, training=dict(steps=2, local_batch_size=1), **sections,
-        validation=dict(interval=2, batches=1),
-    )  # fmt: skip
+    training = dict(steps=2, local_batch_size=1) | sections.get("training", {})
+    sections = sections | {"training": training, "validation": dict(interval=2, batches=1)}
+    recipe = tiny(folder, name.replace(" ", "-"), model=model, parallelism=layout, **sections)
     pretrain.build_mesh = mesh_of  # type: ignore[assignment]
     with Watchdog(60, folder) as watchdog:
         pretrain.main(recipe, torch.device("cuda", torch.cuda.current_device()), watchdog)

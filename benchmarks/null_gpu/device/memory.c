@@ -9,7 +9,6 @@ struct range {
     size_t size;
     enum place place;
     int device;
-    bool reserved;  // an address range to which memory is mapped later
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -86,7 +85,7 @@ void *allocate(size_t size, enum place place) {
     void *address = NULL;
     if (place == PINNED || take(size)) {
         address = map(size, GRANULARITY);
-        insert((struct range){(uintptr_t)address, size, place, current_device(), false});
+        insert((struct range){(uintptr_t)address, size, place, current_device()});
     }
     pthread_mutex_unlock(&lock);
     return address;
@@ -124,7 +123,7 @@ cudaError_t cudaFreeHost(void *address) { release(address); return cudaSuccess; 
 
 cudaError_t cudaHostRegister(void *address, size_t size, unsigned flags) {
     pthread_mutex_lock(&lock);
-    insert((struct range){(uintptr_t)address, size, PINNED, 0, false});
+    insert((struct range){(uintptr_t)address, size, PINNED, 0});
     pthread_mutex_unlock(&lock);
     return cudaSuccess;
 }
@@ -164,7 +163,7 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
     pthread_mutex_lock(&lock);
     *address = (CUdeviceptr)map(size, alignment ? alignment : GRANULARITY);
-    insert((struct range){*address, size, DEVICE, current_device(), true});
+    insert((struct range){*address, size, DEVICE, current_device()});
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }

@@ -1,6 +1,7 @@
 // NCCL. Each rank appends what it calls on a communicator to a log in shared memory: operation, type, size, peer, and the data of messages
 // of up to 64 KiB. The logs of all ranks are the record that the order check compares, and the way by which small messages arrive: the host
-// waits for a message when it reads the memory that receives it. A call itself never waits, as with NCCL.
+// waits for a message when it reads the memory that receives it. As with NCCL, a call itself does not wait, unless it sends what has not
+// arrived yet.
 #include "device.h"
 #include <fcntl.h>
 #define __CUDA_RUNTIME_H__  // nccl.h includes the header for C++; device.h has the one for C
@@ -358,6 +359,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t *c, int size, ncclUniqueId id, int rank
 ncclResult_t ncclCommInitRankScalable(ncclComm_t *c, int size, int rank, int count, ncclUniqueId *ids, ncclConfig_t *configuration) {
     return ncclCommInitRankConfig(c, size, ids[0], rank, configuration);
 }
+
 static void complete_all(struct ncclComm *c) {
     pthread_mutex_lock(&lock);
     while (c->first) {
