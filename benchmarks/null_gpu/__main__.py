@@ -2,7 +2,7 @@
 
     python -m benchmarks.null_gpu [--device h100] [--devices 8] [--record FILE] COMMAND...
 
-Everything of a CUDA run is real but the arithmetic: see docs/null_gpu.md.
+PyTorch runs unmodified, and kernels compute nothing: see docs/null_gpu.md.
 """
 
 import argparse
