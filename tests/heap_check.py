@@ -1,14 +1,18 @@
 """Runs the distributed tests in random order under malloc's checks, for hours, and records each process that crashes.
 
-    python -m tests.heap_check --hours 3 --seed 1 [--log heap_check.json] [--asan] [arguments of pytest]
+    python -m tests.heap_check --hours 3 --seed 1 [--log heap_check.json] [--checks malloc|quarantine|asan] [arguments of pytest]
 
 A corrupted heap shows long after the write that corrupts it, in any test that runs in the same processes. A run repeats rounds of
 the tests, each in another order, with one pool of processes per number of ranks. glibc verifies each block that is freed and fills
 freed memory. The first inconsistency aborts the process, which prints its Python stacks and leaves a core file, from which gdb, if
 installed, prints the native stacks. Linux with glibc only.
 
-With `--asan`, AddressSanitizer replaces malloc's checks. It aborts at the access itself, with its stack and that of the `free`, but
-checks only the C library's functions, such as `memcpy`, and the kernels that inductor generates: PyTorch is not instrumented.
+With `--checks quarantine`, small blocks that are freed are kept and compared with a pattern four times a second: a write
+after the free aborts the process, which prints what the block held before and the functions that freed it (`quarantine.c`).
+
+With `--checks asan`, AddressSanitizer replaces malloc's checks. It aborts at the access itself, with its stack and that of the
+`free`, but checks only the C library's functions, such as `memcpy`, and the kernels that inductor generates: PyTorch is not
+instrumented.
 
 Ctrl-C and SIGTERM end the round, which is recorded with the tests that ran.
 """
@@ -66,18 +70,34 @@ def address_sanitizer(folder: Path) -> dict[str, str]:
     }
 
 
-def run_round(seed: str, seconds: float, arguments: list[str], asan: bool) -> dict[str, Any]:
+def quarantine(folder: Path) -> dict[str, str]:
+    """Returns the environment of processes whose freed blocks are kept and compared. The library is compiled into this folder."""
+    library = folder / "quarantine.so"
+    source = Path(__file__).with_name("quarantine.c")
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-lpthread"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def malloc_checks(folder: Path) -> dict[str, str]:
+    """Returns the environment of processes whose heap glibc checks."""
+    return CHECKS
+
+
+ENVIRONMENTS = {"malloc": malloc_checks, "quarantine": quarantine, "asan": address_sanitizer}
+
+
+def run_round(seed: str, seconds: float, arguments: list[str], checks: str) -> dict[str, Any]:
     """Runs all tests once, for at most this time or until interrupted. Returns what ran and which processes crashed."""
     order = {SEED: seed, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     tests = [] if any(argument.startswith("tests") for argument in arguments) else TESTS
     program = [sys.executable, "-m", "pytest", "-p", "tests.heap_check", "-m", "not every", "-n", "1", "-vv"]
     start, interrupted = time.monotonic(), False
     with tempfile.TemporaryDirectory(prefix="heap-check-") as folder:
-        checks = address_sanitizer(Path(folder)) if asan else CHECKS
+        environment = ENVIRONMENTS[checks](Path(folder))
         output = Path(folder, "output")
         with output.open("w") as file:
             job = subprocess.Popen(
-                [*program, *tests, *arguments], cwd=ROOT, env=os.environ | checks | order, stdout=file,
+                [*program, *tests, *arguments], cwd=ROOT, env=os.environ | environment | order, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
@@ -92,6 +112,7 @@ def run_round(seed: str, seconds: float, arguments: list[str], asan: bool) -> di
     return {
         "seed": seed,
         "arguments": arguments,
+        "checks": checks,
         "interrupted": interrupted,
         "seconds": round(time.monotonic() - start),
         "passed": sum(line.startswith("[gw0]") and " PASSED " in line for line in lines),
@@ -122,7 +143,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the tests")
     parser.add_argument("--log", type=Path, default=ROOT / "heap_check.json", help="a line per round is appended")
-    parser.add_argument("--asan", action="store_true", help="AddressSanitizer instead of malloc's checks")
+    parser.add_argument("--checks", choices=ENVIRONMENTS, default="malloc", help="what looks for a wrong access")
     options, arguments = parser.parse_known_args()
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
@@ -131,7 +152,7 @@ def main() -> None:
         signal.signal(stop, signal.default_int_handler)
     end, number, crashed, interrupted = time.monotonic() + options.hours * 3600, 0, False, False
     while not interrupted and (left := end - time.monotonic()) > 1:
-        found = run_round(f"{options.seed}-{number}", left, arguments, options.asan)
+        found = run_round(f"{options.seed}-{number}", left, arguments, options.checks)
         with options.log.open("a") as log:
             print(json.dumps(found), file=log)
         shown = f"{found['passed']} passed, {len(found['failed'])} failed, {len(found['crashes'])} crashes"
