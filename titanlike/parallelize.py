@@ -107,11 +107,10 @@ def parallelize(
     apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
     compile_layers = partial(apply_compile, model, layers, backend=compile.backend, fullgraph=not inner_units)
     compile_mode = compile.mode
-    if inner_units and compile_mode == "block":
+    if inner_units and compile_mode == "block" and activation_checkpoint.mode != "selective":
         # The experts are not compiled. A compiled checkpoint would run all of such a block eagerly: the compiler works inside of
-        # it. Not if it is selective: it would save buffers that compiled code reuses.
-        if activation_checkpoint.mode != "selective":
-            compile_layers(mode="block")
+        # it. Selective checkpointing recomputes the parts of such a block one by one, and the experts are a part.
+        compile_layers(mode="block")
         compile_mode = "none"
     apply_activation_checkpoint(
         layers,

@@ -17,7 +17,6 @@ from titanlike.config.model_configs import (
     Gemma3Config,
     GPTConfig,
     LlamaConfig,
-    MixtralConfig,
     Qwen3Config,
 )
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
@@ -532,18 +531,6 @@ def test_the_summary_shows_the_layout() -> None:
         "          tensor       2  shards of a matrix, 2 heads each",
         "start   compiling: the first step takes longer",
     ]
-
-
-@pytest.mark.parametrize(("mode", "compiled"), [("full", True), ("selective", False)])
-def test_the_summary_says_that_blocks_are_not_compiled(mode: str, compiled: bool) -> None:
-    chosen = recipe(
-        model=MixtralConfig(),
-        parallelism=dict(shard=2, expert=2),
-        activation_checkpoint=dict(mode=mode),
-        training=dict(global_batch_size=8, local_batch_size=2, seq_len=128),
-    )
-    shown = summary(chosen, chosen.parallelism.resolve(2).dimensions(), torch.device("cpu"), "")
-    assert ("blocks are not compiled" in shown) != compiled
 
 
 def test_all_problems_are_reported_together() -> None:

@@ -313,8 +313,7 @@ class Compile:
     mode: Literal["block", "model", "none"] = "block"
     """`block` compiles one block and reuses the code for all, for a fast start. `model` compiles the whole model, which is
     then one FSDP unit. `none` disables compilation: on a CPU the first compilation takes about half a minute, too long for
-    short runs. With `parallelism.expert`, `block` compiles what is before and after the experts of a block, and nothing with
-    `activation_checkpoint.mode = "selective"`."""
+    short runs. With `parallelism.expert`, `block` compiles what is before and after the experts of a block."""
     backend: str = "inductor"
     """Backend of torch.compile: one of torch, or one that an installed package registers with the entry point
     `torch_dynamo_backends`. `aot_eager` reproduces compilation errors without code generation."""

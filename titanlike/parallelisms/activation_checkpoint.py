@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, Literal
 
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlike.parallelisms.blocks import Blocks, check_choice, list_blocks
@@ -46,14 +47,33 @@ def apply_activation_checkpoint(
     for index, block in enumerate(list_blocks(blocks)):
         if mode in ("none", "memory_budget") or (mode == "every_n" and index % every_n):
             continue
-        # The compiler supports the context_fn of selective checkpointing only. Blocks that keep values are compiled inside.
-        options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
-        if any(hasattr(module, KEEPS) for module in block.modules()):
-            options = {"context_fn": partial(keeping_contexts, options.get("context_fn"))}
-        block.forward = partial(recompute, block.forward, **options)
+        for module in _parts(block) if mode == "selective" else [block]:
+            # The compiler supports the context_fn of selective checkpointing only. What keeps values is not compiled.
+            options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+            if _keeps_values(module):
+                selective = partial(_selective_contexts, first=2) if options else None
+                options = {"context_fn": partial(keeping_contexts, selective)}
+            module.forward = partial(recompute, module.forward, **options)
 
 
-def _selective_contexts() -> Any:
+def _keeps_values(module: nn.Module) -> bool:
+    return any(hasattr(child, KEEPS) for child in module.modules())
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Returns what selective checkpointing recomputes together: the block or, if a part of it keeps values, which is not compiled,
+    each part by itself. The compiler works around that part."""
+    if hasattr(module, KEEPS) or not _keeps_values(module):
+        return [module]
+    return [part for child in module.children() for part in _parts(child)]
+
+
+def _selective_contexts(first: int = 1) -> Any:
+    """Returns the contexts of selective checkpointing.
+
+    Args:
+        first: the matmul from which every second one is saved. 2 for experts: the results of the third are larger.
+    """
     num_matmuls = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -62,7 +82,7 @@ def _selective_contexts() -> Any:
         if str(operator) in MATMULS:
             phase = "recompute" if context.is_recompute else "forward"
             num_matmuls[phase] += 1
-            if num_matmuls[phase] % 2:
+            if num_matmuls[phase] % 2 == first % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -226,10 +226,6 @@ def _expert_lines(recipe: PretrainRecipe) -> list[str]:
         lines.append(
             f"          expert    {expert:>4}  of shard x context: shards of the experts, {model.num_experts // expert} each"
         )
-        if recipe.compile.mode == "block" and recipe.activation_checkpoint.mode == "selective":
-            lines.append(
-                '          blocks are not compiled; activation_checkpoint.mode = "full" compiles what surrounds the experts'
-            )
     if recipe.float8.scaling != "none":
         lines.append(f"          experts compute in {recipe.training.compute_dtype}: float8 is for linear layers")
     return lines
