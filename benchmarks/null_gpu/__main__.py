@@ -19,6 +19,9 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(library.devices()), default="h100")
     parser.add_argument("--devices", type=int, default=8, help="GPUs of the machine (default: 8)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU instead of the device's own")
+    parser.add_argument(
+        "--ranks", type=int, default=0, metavar="N", help="one process, as rank 0 of N whose others are absent"
+    )
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON of what each process did")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     options = parser.parse_args()
@@ -32,7 +35,7 @@ def main() -> None:
     if options.record and not options.record.parent.is_dir():
         parser.error(f"--record {options.record}: there is no directory {options.record.parent}")
     try:
-        code, found = record.run(command, options.device, options.devices, memory=options.memory)
+        code, found = record.run(command, options.device, options.devices, options.memory, options.ranks)
     except (library.Unavailable, library.BuildFailed) as error:
         sys.exit(f"null GPU: {error}")
     except KeyboardInterrupt:  # the command has received it, too

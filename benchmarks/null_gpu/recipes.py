@@ -1,50 +1,96 @@
 """Trains shipped recipes on null GPUs for a few steps, and prints what a step does beside the plan.
 
-    python -m benchmarks.null_gpu.recipes [--record FILE] [--gpus N] [--blocks N] RECIPE... [--section.key=value ...]
+    python -m benchmarks.null_gpu.recipes [--record FILE] [RECIPE...] [--gpus N] [--section.key=value ...]
 
-Each recipe runs with its own width, and synthetic data. `--blocks` cuts the depth of large models.
+Without names, all recipes. Each has its own model, its full depth and the number of GPUs that it is written for, of which this
+runs rank 0: the other ranks are absent. Data is synthetic, and a step has few micro-batches. `--all-ranks` starts a process for
+each GPU, which compares the order of their collectives.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.null_gpu import library, record
+from titanlike.config import PretrainRecipe, load
+from titanlike.planning.job import Job
+from titanlike.planning.memory import Memory, memory
 from titanlike.run.start import program_of
 
+FOLDER = record.ROOT / "train_configs"
+GPUS = {
+    1: ("debug", "finetune_debug", "gemma2_2b", "gemma3_1b", "gemma3_270m", "llama3_1b", "llama3_1b_fineweb_edu", "qwen3_0_6b",
+        "qwen3_1_7b"),
+    8: ("finetune_llama3_8b", "gemma2_9b", "gemma3_12b", "gemma3_4b", "gpt2_124m", "gpt2_124m_c4", "gpt2_124m_speedrun",
+        "llama3_8b", "llama3_8b_float8", "qwen2_5_7b", "qwen3_14b", "qwen3_4b", "qwen3_8b"),
+    32: ("study/baseline", "study/compile", "study/float8", "study/float8_all_gather"),
+    64: ("gemma2_27b", "gemma3_27b", "llama3_8b_128k", "llama3_8b_128k_float8", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_32b"),
+    256: ("llama3_70b", "llama3_70b_float8"),
+    512: ("llama3_405b", "llama3_405b_float8"),
+}  # fmt: skip
+GPUS_OF = {name: gpus for gpus, names in GPUS.items() for name in names}
 STEPS = 4
 SHORT = (
     "--data.source=synthetic", "--tokenizer.encoding=bytes", "--schedule.warmup_steps=1", f"--training.steps={STEPS}",
     "--checkpoint.enabled=false", "--sample.tokens=0", "--validation.interval=0", "--metrics.trackers=[]",
 )  # fmt: skip
 COLUMNS = (
-    "recipe", "GPUs", "allocated GiB", "planned GiB", "reserved GiB", "launches", "matmuls", "attention", "generated", "host ms",
-    "synchronizations", "collectives", "graphs", "graph breaks",
+    "recipe", "GPUs", "allocated GiB", "planned GiB", "difference", "reserved GiB", "planned reserved GiB", "reserved difference",
+    "launches", "matmuls", "attention", "generated", "host ms", "synchronizations", "collectives", "graphs", "graph breaks",
 )  # fmt: skip
 
 
-def measure(recipe: Path, gpus: int, arguments: list[str], device: str) -> dict[str, Any]:
+def short(recipe: PretrainRecipe, gpus: int) -> list[str]:
+    """Returns the options with which a step has two micro-batches at most or, with pipeline stages, two for each rank of the
+    pipeline."""
+    layout = recipe.parallelism.resolve(gpus)
+    sequences = layout.replicate * layout.shard * recipe.training.local_batch_size
+    most = 2 * layout.pipeline * sequences
+    return [f"--training.global_batch_size={min(recipe.training.global_batch_size, most)}"]
+
+
+def plan(name: str, gpus: int, options: Sequence[str]) -> Memory:
+    """Returns the memory that is planned for rank 0 of a recipe with options of the command line."""
+    overrides = dict(option.removeprefix("--").split("=", 1) for option in options)
+    return memory(Job(load(PretrainRecipe, FOLDER / f"{name}.toml", overrides), gpus))
+
+
+def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_ranks: bool = False) -> dict[str, Any]:
     """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak."""
+    path = FOLDER / f"{name}.toml"
+    given = {override.split("=")[0] for override in overrides}
+    arguments = [*SHORT, *short(load(PretrainRecipe, path), gpus), *overrides]
+    arguments = [each for each in arguments if each in overrides or each.split("=")[0] not in given]
     with tempfile.TemporaryDirectory() as folder:
-        program = [str(program_of(recipe)), str(recipe), *SHORT, f"--run.dir={folder}", "--run.name=run", *arguments]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
-        code, found = record.run([sys.executable, *launcher, *program], device, max(gpus, 1), cwd=record.ROOT)
+        program = [str(program_of(path)), str(path), *arguments, f"--run.dir={folder}", "--run.name=run"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if all_ranks else []
+        ranks = 0 if all_ranks or gpus == 1 else gpus
+        command = [sys.executable, *launcher, *program]
+        code, found = record.run(command, device, max(8, gpus), ranks=ranks, cwd=record.ROOT)
         if code or found["mismatch"]:
-            sys.exit(found["mismatch"] or f"{recipe} ended with code {code}")
-        last = json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1])
+            raise RuntimeError(found["mismatch"] or f"{name} ended with code {code}")
     process = max(found["processes"], key=lambda each: each["allocated_peak"])
     step = process["steps"][-1]
     launches = step["launches"]
     calls = [call for group in step["collectives"] for call in group["calls"].values()]
+    allocated, reserved = process["allocated_peak"], process["reserved_peak"]
+    planned = plan(name, gpus, arguments)
     return {
-        "recipe": recipe.stem + (f" ({', '.join(arguments)})" if arguments else ""),
+        "recipe": name,
+        "options": arguments,
         "GPUs": gpus,
-        "allocated GiB": round(process["allocated_peak"] / 2**30, 2),
-        "planned GiB": round(last["planned_memory_gib"], 2),
-        "reserved GiB": round(process["reserved_peak"] / 2**30, 2),
+        "allocated": allocated,
+        "reserved": reserved,
+        "allocated GiB": round(allocated / 2**30, 2),
+        "planned GiB": round(planned.allocated / 2**30, 2),
+        "difference": f"{planned.allocated / allocated - 1:+.1%}",
+        "reserved GiB": round(reserved / 2**30, 2),
+        "planned reserved GiB": round(planned.reserved / 2**30, 2),
+        "reserved difference": f"{planned.reserved / reserved - 1:+.1%}",
         "launches": sum(launches.values()),
         "matmuls": launches["matmul"],
         "attention": launches["attention"],
@@ -58,30 +104,41 @@ def measure(recipe: Path, gpus: int, arguments: list[str], device: str) -> dict[
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the rows as a table in Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in COLUMNS) + " |" for row in rows)])
 
 
 def main() -> None:
-    """Measures the recipes and prints the table."""
+    """Measures the recipes and prints the table. With `--record`, rows of recipes that are in the file are replaced."""
     parser = argparse.ArgumentParser(description="Trains shipped recipes on null GPUs for a few steps.")
-    parser.add_argument("recipes", nargs="+", type=Path, metavar="RECIPE")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="such as llama3_8b; default: all")
     parser.add_argument("--device", choices=sorted(library.devices()), default="h100")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--blocks", type=int, help="number of blocks of the model, instead of the recipe's")
+    parser.add_argument("--gpus", type=int, help="instead of the number that the recipe is written for")
+    parser.add_argument("--all-ranks", action="store_true", help="a process for each GPU")
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON with a row per recipe")
     options, overrides = parser.parse_known_args()
-    if options.blocks:
-        overrides.append(f"--model.num_layers={options.blocks}")
-    rows = []
-    for recipe in options.recipes:
-        rows.append(measure(recipe, options.gpus, overrides, options.device))
-        print(table(rows[-1:]), file=sys.stderr, flush=True)
-    if options.record:
-        options.record.write_text(json.dumps({"device": options.device, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    unknown = [name for name in options.recipes if name not in GPUS_OF]
+    if unknown:
+        parser.error(f"{unknown[0]}: unknown; choose from {', '.join(sorted(GPUS_OF))}")
+    rows: dict[str, dict[str, Any]] = {}
+    if options.record and options.record.exists():
+        rows = {row["recipe"]: row for row in json.loads(options.record.read_text())["rows"]}
+    failed = []
+    for name in options.recipes or sorted(GPUS_OF):
+        gpus = options.gpus or GPUS_OF[name]
+        try:
+            rows[name] = measure(name, gpus, overrides, options.device, all_ranks=options.all_ranks)
+        except RuntimeError as error:
+            failed.append(str(error))
+            continue
+        print(table([rows[name]]), file=sys.stderr, flush=True)
+        if options.record:
+            shown = {"device": options.device, "rows": [rows[each] for each in sorted(rows)]}
+            options.record.write_text(json.dumps(shown, indent=1) + "\n")
+    print(table([rows[each] for each in sorted(rows)]))
+    sys.exit("\n".join(failed) or 0)
 
 
 if __name__ == "__main__":

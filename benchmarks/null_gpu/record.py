@@ -14,7 +14,7 @@ KINDS = ("matmul", "attention", "generated", "other")
 ROOT = Path(__file__).parents[2]
 
 
-def environment(device: str, devices: int, folder: Path, memory: float | None = None) -> dict[str, str]:
+def environment(device: str, devices: int, folder: Path, memory: float | None = None, ranks: int = 0) -> dict[str, str]:
     """Returns the variables with which a process and its children run on null GPUs. Messages and records go to this folder."""
     d = library.devices()[device]
     total = int(memory * 2**30) if memory else d["memory"]
@@ -33,25 +33,34 @@ def environment(device: str, devices: int, folder: Path, memory: float | None = 
         "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in range(devices)),
         "NULL_GPU_DEVICE": ";".join(str(figure) for figure in figures),
         "NULL_GPU_FOLDER": str(folder),
+        **({"NULL_GPU_RANKS": str(ranks)} if ranks else {}),
     }
 
 
 def run(
-    command: list[str], device: str = "h100", devices: int = 8, memory: float | None = None, **options: Any
+    command: list[str],
+    device: str = "h100",
+    devices: int = 8,
+    memory: float | None = None,
+    ranks: int = 0,
+    **options: Any,
 ) -> tuple[int, dict[str, Any]]:
     """Runs a command on null GPUs. Returns its exit code and the record of its processes, in order of their ranks.
 
     Args:
         device: one of `devices.toml`.
         memory: of a device in GiB, instead of its own.
+        ranks: runs the command as rank 0 of a job of so many ranks, of which the others are absent.
         options: of `subprocess.run`.
     """
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="null-gpu-", dir=shared) as name:
         folder = Path(name)
-        variables = os.environ | environment(device, devices, folder, memory)
+        variables = os.environ | environment(device, devices, folder, memory, ranks)
         code = subprocess.run(command, env=variables, check=False, **options).returncode
         found = read(folder)
+    if ranks:
+        found["mismatch"] = None  # the other ranks call nothing
     return code, {"device": device, "command": command, **found}
 
 
@@ -74,6 +83,7 @@ def _summarize(process: dict[str, Any]) -> dict[str, Any]:
         "allocated_peak": process["allocated_peak"],
         "reserved_peak": process["reserved_peak"],
         "allocator_retries": process["allocator_retries"],
+        "reserved_by_stream": process["reserved_by_stream"],
         "graphs": process.get("graphs", 0),
         "operators": process.get("operators", 0),
         "graph_breaks": process.get("graph_breaks", {}),

@@ -95,6 +95,7 @@ def _torch_counters() -> dict[str, Any]:
         "allocated_peak": memory.get("allocated_bytes.all.peak", 0),
         "reserved_peak": memory.get("reserved_bytes.all.peak", 0),
         "allocator_retries": memory.get("num_alloc_retries", 0),
+        "reserved_by_stream": _reserved_by_stream() if memory else [],
     }
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
@@ -103,6 +104,16 @@ def _torch_counters() -> dict[str, Any]:
         found["graphs"] = counters["stats"].get("unique_graphs", 0)
         found["operators"] = counters["stats"].get("calls_captured", 0)
     return found
+
+
+def _reserved_by_stream() -> list[int]:
+    """Returns the reserved bytes of each stream at the end: memory of one is not used for another."""
+    import torch
+
+    sizes: dict[int, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        sizes[segment["stream"]] = sizes.get(segment["stream"], 0) + segment["total_size"]
+    return [size for _, size in sorted(sizes.items())]
 
 
 def _exchange_objects(device: ctypes.CDLL) -> None:

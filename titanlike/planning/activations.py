@@ -71,7 +71,9 @@ def block_activations(job: Job) -> BlockActivations:
     if tensor > 1:
         selective += gathered + (stream if compiled else 2 * stream)
     forward = 4 * ffn if mode != "none" else 4 * stream
-    backward, early = (3 if compiled else 2) * ffn, 0.0
+    backward, early = 2 * ffn, 0.0
+    if compiled:  # with a gate, the gradients of three products, or of the two inputs with what these are computed from
+        backward = max(3 * ffn, 2 * hidden + ffn) if is_gated else ffn
     if isinstance(model, MoeConfig):
         routed = routed_activations(job, model)
         kept += routed.kept

@@ -13,6 +13,8 @@ from titanlike.planning.muon import matrices as matrices_of_muon
 
 FRAGMENTATION = 1.06
 """Reserved over allocated memory of CUDA's caching allocator."""
+WORKSPACES = 2 * 32 * 2**20
+"""Bytes that cuBLAS keeps on a Hopper GPU: PyTorch gives it as much for the thread of the forward and for that of the backward pass."""
 STATE_BYTES = {"bfloat16": 4.0, "8bit": 2.0 + 2 * 4 / 64}  # of Adam's moments; quantized blocks of 64 share a scale
 LOGIT_BYTES = {"eager": 4, "compiled": 0}  # for each logit, beside those in the compute dtype
 
@@ -31,10 +33,12 @@ class Usage:
         0  # what operators allocate and free, and gradients of a block or of pipeline stages before they are reduced
     )
 
+    workspaces: int = 0  # of cuBLAS
+
     @property
     def total(self) -> int:
         """Sum over all categories."""
-        held = self.parameters + self.gradients + self.optimizer + self.gathered
+        held = self.parameters + self.gradients + self.optimizer + self.gathered + self.workspaces
         return held + self.activations + self.loss + self.temporary
 
 
@@ -132,6 +136,7 @@ class _Sizes:
             parameters=round(num_parameters * shard),
             gradients=round(num_parameters * shard * trained),
             optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
+            workspaces=WORKSPACES,
         )
         element = 1.0 if recipe.float8.all_gather else compute
         tokens = job.tokens
@@ -294,6 +299,7 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
                 activations=round(saved),
                 loss=round(0.0 if temporary else loss),
                 temporary=round(temporary + unreduced),
+                workspaces=WORKSPACES,
             )
         label = f"{action.kind}, stage {action.stage}, micro-batch {action.microbatch}"
         moments.append(Moment(label, usages[key]))

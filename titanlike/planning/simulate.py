@@ -24,7 +24,7 @@ from titanlike.parallelize import parallelize
 from titanlike.planning.activations import block_activations
 from titanlike.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
 from titanlike.planning.job import Job
-from titanlike.planning.memory import Memory, Moment, Usage, loss_logits, receive_buffers
+from titanlike.planning.memory import WORKSPACES, Memory, Moment, Usage, loss_logits, receive_buffers
 from titanlike.planning.schedules import order, peak_in_flight
 from titanlike.planning.storage_tracker import Allocation, StorageTracker
 from titanlike.utils import compat
@@ -162,7 +162,7 @@ def _memory(tracker: StorageTracker) -> Memory:
     start = max(begin for begin, phase in tracker.phases if phase == "start")
     allocations = [a for a in tracker.allocations if a.size and (a.end is None or a.end > start)]
     changes = [(a.begin, a, 1) for a in allocations] + [(a.end, a, -1) for a in allocations if a.end is not None]
-    usage = dict.fromkeys(asdict(Usage()), 0)
+    usage = dict.fromkeys(asdict(Usage()), 0) | {"workspaces": WORKSPACES}
     peaks: dict[str, dict[str, int]] = {}
     phases = sorted(tracker.phases)
     for time, allocation, sign in sorted(changes, key=lambda change: change[0]):

@@ -177,7 +177,9 @@ static void complete(struct pending *p) {
     struct ncclComm *c = p->communicator;
     size_t width = size_of(p->entry.type), count = p->entry.count, chunk = count * width;
     char *result = p->buffer;
+    bool alone = getenv("NULL_GPU_RANKS") != NULL;  // the other ranks are absent
     if (p->entry.operation == RECEIVE) {
+        if (alone) return;
         struct entry *sent = await(c, p->entry.peer, c->rank, p->number, &p->entry);
         if (sent->count * size_of(sent->type) != chunk)
             fail("communicator %s: rank %d receives %zu bytes where rank %u sends %lu", c->name, c->rank, chunk, p->entry.peer,
@@ -185,8 +187,10 @@ static void complete(struct pending *p) {
         memcpy(result, sent + 1, sent->stored);
         return;
     }
+    struct entry *entry = NULL;
     for (int rank = 0; rank < c->size; rank++) {
-        struct entry *entry = await(c, rank, -1, p->number, &p->entry);
+        // Alone, all are assumed to send what this rank sends.
+        if (!alone || rank == 0) entry = await(c, alone ? c->rank : rank, -1, p->number, &p->entry);
         const char *data = (const char *)(entry + 1);
         expect(c, rank, entry, &p->entry);
         switch (p->entry.operation) {
