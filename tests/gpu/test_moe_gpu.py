@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, run
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.utils import compat
@@ -24,13 +25,16 @@ def test_the_grouped_matmul_of_torch_equals_one_matmul_per_expert(counts: list[i
     expected = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(counts), weight, strict=True)])
     found = grouped_matmul(x, weight, ends)
     gradient = torch.randn_like(found)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-1)
+    assert found.shape == expected.shape
+    with compare_values():
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-1)
     for found_gradient, reference in zip(
         torch.autograd.grad(found, (x, weight), gradient),
         torch.autograd.grad(expected, (x, weight), gradient),
         strict=True,
     ):
-        torch.testing.assert_close(found_gradient, reference, rtol=2e-2, atol=2e-1)
+        with compare_values():
+            torch.testing.assert_close(found_gradient, reference, rtol=2e-2, atol=2e-1)
 
 
 def trained(folder: Path, name: str, gpus: str, **options: str) -> dict[int, float]:
@@ -43,10 +47,14 @@ def trained(folder: Path, name: str, gpus: str, **options: str) -> dict[int, flo
 
 def test_compiled_training_in_bfloat16_follows_eager_training(tmp_path: Path) -> None:
     expected = trained(tmp_path, "eager", "0", **{"compile.mode": "none"})
-    assert trained(tmp_path, "compiled", "0") == pytest.approx(expected, rel=1e-2)
+    found = trained(tmp_path, "compiled", "0")
+    with compare_values():
+        assert found == pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_expert_parallelism_over_nccl(tmp_path: Path) -> None:
     expected = trained(tmp_path, "sharded", "0,1")
-    assert trained(tmp_path, "experts", "0,1", **{"parallelism.expert": "2"}) == pytest.approx(expected, rel=1e-2)
+    found = trained(tmp_path, "experts", "0,1", **{"parallelism.expert": "2"})
+    with compare_values():
+        assert found == pytest.approx(expected, rel=1e-2)
