@@ -110,7 +110,7 @@ def argv_of(name: str, folder: Path, *, rehearse: bool, others: Sequence[str] = 
     return [*argv, *(others if argv[0] == "benchmarks.run" else ()), "--out", str(out)]
 
 
-def run(name: str, folder: Path, *, rehearse: bool, others: Sequence[str]) -> dict[str, Any]:
+def run(name: str, folder: Path, *, rehearse: bool, others: Sequence[str], limits: float = 1.0) -> dict[str, Any]:
     """Runs a part, writes its output to a log, and returns how it ended."""
     start = time.monotonic()
     log = folder / f"{name}.log"
@@ -120,7 +120,7 @@ def run(name: str, folder: Path, *, rehearse: bool, others: Sequence[str]) -> di
             cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            code: int | None = process.wait(PARTS[name].limit)
+            code: int | None = process.wait(limits * PARTS[name].limit)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
             process.wait()
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"first-hour, or of: {', '.join(PARTS)}")
     parser.add_argument("--out", type=Path, help="(benchmarks/results/gpu; of a rehearsal, a new folder)")
     parser.add_argument("--minutes", type=float, default=25.0, help="start no part after this time")
+    parser.add_argument("--limits", type=float, default=1.0, metavar="X", help="X times the time limit of each part")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny models")
     parser.add_argument("--list", action="store_true")
     arguments, others = parser.parse_known_args()
@@ -164,7 +165,7 @@ def main() -> None:
         if time.monotonic() > end:
             print(f"{name}: not started, after {arguments.minutes:g} minutes; run the same command again to continue")
             continue
-        result = run(name, arguments.out, rehearse=arguments.rehearse, others=others)
+        result = run(name, arguments.out, rehearse=arguments.rehearse, others=others, limits=arguments.limits)
         states[name] = result | {"rehearsed": arguments.rehearse}
         record.write_text(json.dumps(states, indent=1) + "\n")
         print(f"{name}: {result['state']} after {result['seconds']:.0f} s", flush=True)

@@ -7,6 +7,7 @@ Each check is independent, and compares with a reference in float64. Exits with 
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.null_gpu.values import compare_values
 from titanlike.distributed.collectives import all_gather_no_grad, reduce_scatter_no_grad
 from titanlike.metrics.hardware import device_name, peak_flops
 from titanlike.models.document_mask import block_mask_attention, document_block_mask, document_causal_mask
@@ -37,9 +39,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def require(error: float, limit: float) -> dict[str, float]:
     """Returns the error. Raises if it is above the limit, or not a number."""
-    if not error <= limit:
-        raise AssertionError(f"relative error {error:.2g}, more than {limit:.2g}")
+    with compare_values():
+        assert error <= limit, f"relative error {error:.2g}, more than {limit:.2g}"
     return {"relative_error": error}
+
+
+def require_finite_gradients(*tensors: Tensor) -> None:
+    """Raises if a tensor has no gradient, or one with NaN or infinity."""
+    for x in tensors:
+        assert x.grad is not None
+        with compare_values():
+            assert x.grad.isfinite().all()
 
 
 def check_driver(device: torch.device) -> dict[str, Any]:
@@ -47,7 +57,8 @@ def check_driver(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "cuda": torch.version.cuda}
     if device.type == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
-        found["nvidia-smi"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        if shutil.which(query[0]):  # not in all containers
+            found["nvidia-smi"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout
         found["capability"] = torch.cuda.get_device_capability(device)
         found["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
         found["cudnn"] = torch.backends.cudnn.version()
@@ -67,7 +78,9 @@ def check_collectives(device: torch.device) -> dict[str, Any]:
         dist.all_reduce(reduced)
         dist.barrier()
         for found in (all_gather_no_grad(x, 0, world), reduce_scatter_no_grad(x, 0, world), reduced):
-            assert torch.equal(found, x)
+            assert found.shape == x.shape
+            with compare_values():
+                assert torch.equal(found, x)
     finally:
         dist.destroy_process_group()
     return {}
@@ -103,7 +116,7 @@ def check_attention(device: torch.device, name: str) -> dict[str, Any]:
     with attention_backend(name):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
         out.sum().backward()
-    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+    require_finite_gradients(q, k, v)
     return require(relative_error(out, expected), TOLERANCE)
 
 
@@ -121,7 +134,7 @@ def check_flex_attention(device: torch.device) -> dict[str, Any]:
     out = block_mask_attention(q, k, v, mask)
     if device.type == "cuda":
         out.sum().backward()
-        assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+        require_finite_gradients(q, k, v)
     return require(relative_error(out, expected), TOLERANCE)
 
 

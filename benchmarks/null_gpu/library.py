@@ -16,7 +16,7 @@ import tomli
 FOLDER = Path(__file__).parent
 SOURCES = sorted((FOLDER / "device").glob("*.[ch]"))
 IMPORTED = re.compile(
-    r"cu[A-Z]|cuda[A-Z]|cu(blas|blasLt|dnn|sparse|sparseLt|solver|solverDn|fft|rand|pti)[A-Z]|nccl[A-Z]|nvrtc[A-Z]|nvshmem|__cuda"
+    r"cu[A-Z]|cuda[A-Z]|cu(blas|blasLt|dnn|sparse|sparseLt|solver|solverDn|fft|rand|pti)[A-Z]|nccl[A-Z]|nvshmem|__cuda"
 )
 # `crt/host_defines.h` is not among the headers that come with PyTorch. C needs none of what it defines.
 HOST_DEFINES = """

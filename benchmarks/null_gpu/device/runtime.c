@@ -137,6 +137,9 @@ CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult error, const char **text) { *text = cudaGetErrorString((cudaError_t)error); return CUDA_SUCCESS; }
 CUresult cuGetErrorName(CUresult error, const char **text) { return cuGetErrorString(error, text); }
 
+// The compiler of source code, NVRTC, which is not replaced, asks for undocumented functions of the driver, and works without them.
+CUresult cuGetExportTable(const void **table, const CUuuid *id) { return CUDA_ERROR_NOT_FOUND; }
+
 static CUresult not_supported(void) { return CUDA_ERROR_NOT_SUPPORTED; }
 
 cudaError_t cudaGetDriverEntryPointByVersion(
