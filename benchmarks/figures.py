@@ -24,7 +24,8 @@ def figures(result: dict[str, Any], results: dict[str, dict[str, Any]], run: dic
     for row, other in results.items():
         if row.startswith("plain.") and "failed" not in other:
             row_figures[f"relative_to_{row}"] = ratio(result, other)
-            worst = max(abs(a - b) / abs(b) for a, b in zip(row_figures["losses"], other["losses"], strict=False))
+            pairs = zip(row_figures["losses"], other["losses"], strict=False)
+            worst = max(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)  # all losses of a null GPU are 0
             row_figures["max_loss_difference"] = min(worst, row_figures.get("max_loss_difference", worst))
             row_figures["losses_match"] = row_figures["max_loss_difference"] <= TOLERANCES[run["precision"]]
     model = MODELS[run["model"]]
@@ -95,7 +96,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ]
         for row, one in result["rows"].items():
             if "failed" in one:
-                lines.append(f"| {row} | failed | | | | | |")
+                lines.append(f"| {row} | {one.get('skipped', 'failed')} | | | | | |")
                 continue
             relative = one.get(f"relative_to_plain.{row.partition('.')[2]}")
             fraction = f"{one['fraction_of_matmul_rate']:.0%}"

@@ -32,6 +32,8 @@ from benchmarks.models import MODELS, Model, config_of
 from benchmarks.protocol import Task
 
 ROOT = Path(__file__).parents[1]
+OURS = ("plain", "titanlike")  # subjects that need no other project
+UNSUPPORTED = 2  # exit code of a subject that does not support the task
 SUBJECTS = sorted(path.stem for path in (ROOT / "benchmarks/subjects").glob("*.py"))
 
 
@@ -99,13 +101,20 @@ class Subject:
         return False
 
     def result(self) -> dict[str, Any]:
-        """Returns the raw result, or the end of the log of a failed process."""
+        """Returns the raw result, or the end of the log of a failed process. The row of a peer that is not installed, or that does
+        not support the task, is skipped."""
         self.process.wait()
         self.watchdog.cancel()
         file = Path(self.task.result_file)
         if file.exists():
             return json.loads(file.read_text())
-        return {"failed": self.log.read_text()[-2000:]}
+        text = self.log.read_text()
+        last = text.rstrip().rpartition("\n")[2]
+        found = {"failed": text[-2000:]}
+        if self.task.subject in OURS:
+            return found
+        absent = last.startswith("ModuleNotFoundError: ") or self.process.returncode == UNSUPPORTED
+        return found | ({"skipped": last} if absent else {})
 
 
 def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
@@ -119,8 +128,8 @@ def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-def prepare(model: Model, task: Task) -> None:
-    """Writes the shared batches and initial weights. titanlike generates them, and builds the same batches in its own run."""
+def prepare(model: Model, task: Task, *, with_weights: bool) -> None:
+    """Writes the shared batches and initial weights. titanlike generates both in its own run."""
     import torch
 
     from titanlike.data.loader import BatchLoader
@@ -129,10 +138,11 @@ def prepare(model: Model, task: Task) -> None:
     from titanlike.models.init import initialize
 
     config = config_of(model)
-    with torch.device("meta"):
-        network = build_model(config)
-    initialize(network, torch.device("cpu"), task.seed)
-    torch.save(network.state_dict(), task.weights_file)
+    if with_weights:
+        with torch.device("meta"):
+            network = build_model(config)
+        initialize(network, torch.device("cpu"), task.seed)
+        torch.save(network.state_dict(), task.weights_file)
     steps = task.warmup + task.steps + 1
     tokens = synthetic_tokens(steps * task.batch_size * task.seq_len + 1, config.vocab_size)
     np.save(task.tokens_file, tokens)
@@ -202,7 +212,7 @@ def measure(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None
             batches_file=str(folder / "batches.npy"), weights_file=str(folder / "weights.pt"),
             tokens_file=str(folder / "tokens.npy"),
         )  # fmt: skip
-        prepare(model, task)
+        prepare(model, task, with_weights=set(arguments.subject.split(",")) != {"titanlike"})
         tasks = {
             f"{subject}.{row}": replace(task, subject=subject, row=row, options=options.get(f"{subject}.{row}", {}))
             for subject in arguments.subject.split(",")
@@ -255,10 +265,11 @@ def main() -> None:
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
         result = measure(arguments, save)
-        for row, one in result["rows"].items():
-            if "failed" in one:
-                print(f"\n{row} failed:\n{one['failed']}", file=sys.stderr)
+        failed = {row: one["failed"] for row, one in result["rows"].items() if "failed" in one and "skipped" not in one}
+        for row, reason in failed.items():
+            print(f"\n{row} failed:\n{reason}", file=sys.stderr)
         print(table([result]))
+        sys.exit(bool(failed))
     else:
         print(table([json.loads(path.read_text()) for path in arguments.table]))
 

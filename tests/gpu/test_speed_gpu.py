@@ -18,6 +18,7 @@ from titanlike.run.run_dir import RunDirectory
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("compiled", ["none", "block"])
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama3_1b", "llama3_8b"])
 def test_no_host_synchronization_in_a_step(tmp_path: Path, name: str, compiled: str) -> None:

@@ -27,6 +27,7 @@ def test_ratios_compare_neighbouring_blocks() -> None:
         "other.best": plain | {"blocks": [1.0, 2.0, 8.0], "peak_memory_gib": 2.0},
         "wrong.best": plain | {"blocks": [0.1, 0.1, 0.1], "losses": [3.0, 2.02]},
         "broken.best": {"failed": "no such thing"},
+        "absent.best": {"failed": "...", "skipped": "ModuleNotFoundError: No module named 'absent'"},
     }
     limits = {"kinds": {"float32": {"matmul_flops_per_second": 1e12, "roofline_seconds_per_token": 1e-3}}}
     run = dict(model="cpu_6m", device="cpu", precision="float32", tokens_per_step=50, block=2, limits=limits)
@@ -41,6 +42,7 @@ def test_ratios_compare_neighbouring_blocks() -> None:
         "| wrong.best | 1,000 | 20.000 (10.00 to 40.00) | 4% | 1.00 | 1.0 / not measured | differ by 1e-02 |" in printed
     )
     assert "| broken.best | failed |" in printed
+    assert "| absent.best | ModuleNotFoundError: No module named 'absent' |" in printed
     # A row whose losses differ is not a peer.
     assert (
         "the fastest peer, other.best: 2.000 (2.00 to 2.00) tokens/s, 0.50 peak memory, 1.00 time to the second"

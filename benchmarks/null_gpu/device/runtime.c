@@ -200,13 +200,14 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEven
     return cudaSuccess;
 }
 
-// CUDA graphs: the number of nodes is that of the launches during the capture, which is not kept.
-struct graph { int unused; };
+// CUDA graphs: of a capture, the number of launches is kept.
+struct graph { long nodes; };
 
 static cudaError_t begin_capture(cudaStream_t handle, struct graph *graph) {
     struct stream *stream = stream_of(handle);
     stream->capture = graph;
     stream->id = ++captures;
+    graph->nodes -= num_launches;
     return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMode mode) {
@@ -219,6 +220,7 @@ cudaError_t cudaStreamBeginCaptureToGraph(
     return begin_capture(handle, (struct graph *)graph);
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
+    stream_of(handle)->capture->nodes += num_launches;
     *graph = (cudaGraph_t)stream_of(handle)->capture;
     stream_of(handle)->capture = NULL;
     return cudaSuccess;
@@ -249,7 +251,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
     launched(replay);
     return cudaSuccess;
 }
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { *count = 0; return cudaSuccess; }
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+    *count = ((struct graph *)graph)->nodes;
+    return cudaSuccess;
+}
 cudaError_t cudaUserObjectCreate(cudaUserObject_t *object, void *data, cudaHostFn_t destroy, unsigned count, unsigned flags) {
     *object = calloc(1, sizeof(struct graph));
     return cudaSuccess;
