@@ -12,17 +12,17 @@ from titanlike.data.text.tokenizer import Separator
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def batches(device: str) -> BatchLoader:
+def batches(device: torch.device) -> BatchLoader:
     tokens = InMemoryTokens(np.random.default_rng(0).integers(0, 500, 3_000_000, dtype=np.uint16))
     source = ShuffledMixture([PackedDataset(tokens, 2048)], seed=0, global_batch_size=16)
     return BatchLoader(
-        source, global_batch_size=16, local_batch_size=4, data_rank=0, num_data_ranks=1, seed=0, device=torch.device(device),
+        source, global_batch_size=16, local_batch_size=4, data_rank=0, num_data_ranks=1, seed=0, device=device,
         document_separator=Separator(7, closes=True),
     )  # fmt: skip
 
 
 def test_prefetched_batches_arrive_unchanged() -> None:
-    on_cpu, on_gpu = batches("cpu"), batches("cuda")
+    on_cpu, on_gpu = batches(torch.device("cpu")), batches(torch.device("cuda", 0))
     _, tensors, _ = on_gpu.build(1)
     assert all(tensor.is_pinned() for tensor in tensors.values())
     with on_gpu.prefetch(3, 1, 60):

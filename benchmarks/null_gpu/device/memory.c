@@ -1,6 +1,8 @@
 // Memory of the device and pinned memory of the host: address ranges without pages, counted against the capacity of the device.
 #include "device.h"
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 enum { GRANULARITY = 2 << 20, COPIED_TO_DEVICE = 1 << 20 };
 
@@ -160,6 +162,8 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
 }
 
 // Expandable segments: an address range, to which memory is mapped piece by piece. A handle is the size of its memory.
+static const CUmemGenericAllocationHandle IMPORTED = 1;  // in the handle of memory that another process created
+
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
     pthread_mutex_lock(&lock);
     *address = (CUdeviceptr)map(size, alignment ? alignment : GRANULARITY);
@@ -182,9 +186,22 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
     return fits ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    if (handle & IMPORTED) return CUDA_SUCCESS;
     pthread_mutex_lock(&lock);
     used -= handle;
     pthread_mutex_unlock(&lock);
+    return CUDA_SUCCESS;
+}
+// Symmetric memory: what a rank maps of another rank's memory is a range of its own. It is counted where it was created.
+CUresult cuMemExportToShareableHandle(void *file, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags) {
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+    *(int *)file = memfd_create("null GPU", MFD_CLOEXEC);
+    return *(int *)file < 0 || ftruncate(*(int *)file, handle & ~IMPORTED) ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
+}
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *file, CUmemAllocationHandleType type) {
+    struct stat information;
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || fstat((int)(intptr_t)file, &information)) return CUDA_ERROR_NOT_SUPPORTED;
+    *handle = information.st_size | IMPORTED;
     return CUDA_SUCCESS;
 }
 CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {

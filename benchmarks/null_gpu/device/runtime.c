@@ -171,6 +171,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *handle, unsigned flags) { re
 cudaError_t cudaStreamCreate(cudaStream_t *handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t handle) { if ((uintptr_t)handle > 2) free(handle); return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority) { *priority = stream_of(handle)->priority; return cudaSuccess; }
+CUresult cuStreamWriteValue32_v2(CUstream handle, CUdeviceptr address, unsigned value, unsigned flags) { return CUDA_SUCCESS; }
 cudaError_t cudaStreamQuery(cudaStream_t handle) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) { synchronized("cudaStreamSynchronize"); return cudaSuccess; }
