@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.models import MODELS, config_of
-from titanlike.config.sections import Optimizer
+from titanlike.config.sections import Optimizer, Training
 from titanlike.metrics.hardware import device_name
 from titanlike.models import blocks, build_model
 from titanlike.models.init import initialize
@@ -42,6 +42,8 @@ def train(row: str, model_name: str, device: str, steps: int, warmup: int, compi
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     with torch.device("meta"):
         model = build_model(config)
+    # In chunks, as in a recipe: logits of all tokens in float32 do not fit beside a 1B model.
+    model.output.loss_options = dict(chunk=Training().loss_chunk, backend="inductor" if compile_mode == "block" else "")
     apply_compile(model, blocks(model), mode="block" if compile_mode == "block" else "none")
     if row == "fsdp":
         apply_fsdp(
