@@ -37,7 +37,8 @@ class SpikeDetector:
         if self.threshold and len(self._window) >= SPIKE_MIN_RECORDS and math.isfinite(loss):
             median = statistics.median(self._window)
             deviation = STANDARD_DEVIATION * statistics.median(abs(value - median) for value in self._window)
-            distance = (loss - median) / max(deviation, MIN_DEVIATION * abs(median))
+            scale = max(deviation, MIN_DEVIATION * abs(median))
+            distance = (loss - median) / scale if scale else 0.0  # 0 if recent losses are 0
             result = distance if distance > self.threshold else 0.0
         if math.isfinite(loss):
             self._window.append(loss)
