@@ -28,7 +28,7 @@ def sequence_multiple(mesh: Mesh) -> int:
 
 def check_finite(values: Tensor) -> Tensor:
     """Returns what was computed from logits. Raises `UserError` if some of it is NaN or infinite."""
-    if not values.isfinite().all():
+    if (~values.isfinite()).any():
         raise UserError(
             "the model computes NaN or infinity; restore its weights or, if they are finite, compute in float32"
         )
