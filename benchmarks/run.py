@@ -75,6 +75,8 @@ class Subject:
         Path(self.task.result_file).unlink(missing_ok=True)
         self.log = folder / "log.txt"
         environment = os.environ | {
+            # Of several GPUs, the Trainer of transformers would use all.
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TRITON_CACHE_DIR": str(folder / "triton"),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), path))),
