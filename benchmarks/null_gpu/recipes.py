@@ -62,9 +62,9 @@ def plan(name: str, gpus: int, options: Sequence[str]) -> Memory:
 def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_ranks: bool = False) -> dict[str, Any]:
     """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak."""
     path = FOLDER / f"{name}.toml"
-    given = {override.split("=")[0] for override in overrides}
+    overridden = {override.split("=")[0] for override in overrides}
     arguments = [*SHORT, *short(load(PretrainRecipe, path), gpus), *overrides]
-    arguments = [each for each in arguments if each in overrides or each.split("=")[0] not in given]
+    arguments = [each for each in arguments if each in overrides or each.split("=")[0] not in overridden]
     with tempfile.TemporaryDirectory() as folder:
         program = [str(program_of(path)), str(path), *arguments, f"--run.dir={folder}", "--run.name=run"]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if all_ranks else []

@@ -50,7 +50,7 @@ def run(
     Args:
         device: one of `devices.toml`.
         memory: of a device in GiB, instead of its own.
-        ranks: runs the command as rank 0 of a job of so many ranks, of which the others are absent.
+        ranks: runs the command as rank 0 of this number of ranks, of which the others are absent.
         options: of `subprocess.run`.
     """
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

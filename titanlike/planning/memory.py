@@ -14,7 +14,7 @@ from titanlike.planning.muon import matrices as matrices_of_muon
 FRAGMENTATION = 1.06
 """Reserved over allocated memory of CUDA's caching allocator."""
 WORKSPACES = 2 * 32 * 2**20
-"""Bytes that cuBLAS keeps on a Hopper GPU: PyTorch gives it as much for the thread of the forward and for that of the backward pass."""
+"""Bytes that cuBLAS keeps on a Hopper GPU: the threads of the forward and of the backward pass have a workspace each."""
 STATE_BYTES = {"bfloat16": 4.0, "8bit": 2.0 + 2 * 4 / 64}  # of Adam's moments; quantized blocks of 64 share a scale
 LOGIT_BYTES = {"eager": 4, "compiled": 0}  # for each logit, beside those in the compute dtype
 
