@@ -26,6 +26,6 @@ class AsyncD2H:
 
     def read(self) -> list[float]:
         """Returns the values, after waiting for the copy if necessary."""
-        if self.copied is not None:
+        if self.copied is not None and not self.copied.query():
             self.copied.synchronize()
         return self.values.tolist()
