@@ -125,21 +125,20 @@ def table(result: dict[str, Any]) -> str:
         sequences = f"{model.batch_size // case.micro_batch} x {case.micro_batch} x {model.seq_len:,} tokens"
         lines += [
             f"**{case.model}, {case.precision}, {sequences}**\n",
-            "| | launches | matmul | attention | generated | other | host ms | synchronizations | allocated GiB | reserved GiB | "
-            "s to 2nd step |",
-            "|---" * 11 + "|",
+            "| | launches | matmul | attention | generated | other | host ms | synchronizations | allocated GiB | reserved GiB |",
+            "|---" * 10 + "|",
         ]
         for subject in case.subjects:
             row = rows.get(subject)
             if row is None:
                 continue
             if "failed" in row:
-                lines.append(f"| {subject} | {row['failed']} |" + " |" * 9)
+                lines.append(f"| {subject} | {row['failed']} |" + " |" * 8)
                 continue
             counts = [f"{row['launches'][kind]:,}" for kind in ("total", *record.KINDS)]
             lines.append(
                 f"| {subject} | {' | '.join(counts)} | {min(row['host_cpu_ms']):.1f} | {row['synchronizations']:g} | "
-                f"{row['allocated_peak_gib']:.2f} | {row['reserved_peak_gib']:.2f} | {row['seconds_to_second_step']:.0f} |"
+                f"{row['allocated_peak_gib']:.2f} | {row['reserved_peak_gib']:.2f} |"
             )
         lines.append("")
     return "\n".join(lines)
@@ -162,7 +161,8 @@ def main() -> None:
     changes = [(subject, *change.split("=", 1)) for subject, change in (item.split(":", 1) for item in options.option)]
     result = json.loads(options.out.read_text()) if options.out.exists() else {"cases": {}}
     result |= {
-        "command": "python -m benchmarks.null_gpu.side_by_side", "date": time.strftime("%Y-%m-%d"), "device": "h100",
+        "command": f"python -m benchmarks.null_gpu.side_by_side --out {options.out}",
+        "date": time.strftime("%Y-%m-%d"), "device": "h100",
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}, "warmup": WARMUP, "steps": STEPS,
     }  # fmt: skip
     for name in options.case.split(","):
