@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -67,20 +67,25 @@ def parse_arguments() -> argparse.Namespace:
 class Subject:
     """The process of one row, which runs in turns."""
 
-    def __init__(self, task: Task, folder: Path, python: str, path: str | None, timeout: float) -> None:
+    def __init__(
+        self, task: Task, folder: Path, python: str, path: str | None, timeout: float, variables: Mapping[str, str] = {}
+    ) -> None:
         self.waiting = False
         self.task = replace(task, started=time.time(), result_file=str(folder / "result.json"))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "task.json").write_text(json.dumps(asdict(self.task)))
         Path(self.task.result_file).unlink(missing_ok=True)
         self.log = folder / "log.txt"
-        environment = os.environ | {
-            # Of several GPUs, the Trainer of transformers would use all.
-            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+        visible = variables.get("CUDA_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        own = {
+            "CUDA_VISIBLE_DEVICES": visible.partition(",")[
+                0
+            ],  # of several GPUs, the Trainer of transformers would use all
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TRITON_CACHE_DIR": str(folder / "triton"),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), path))),
+            "PYTHONPATH": os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ROOT), path))),
         }
+        environment = os.environ | variables | own
         self.process = subprocess.Popen(
             [python, "-m", f"benchmarks.subjects.{task.subject}", str(folder / "task.json")],
             cwd=ROOT, env=environment, text=True,

@@ -135,8 +135,10 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
             if (changed := _calls(groups.get(identity, {}), operations))
         ],
     }
-    if "time" in before:
-        found["host_seconds"] = after["time"] - before["time"]
+    if "start" in before:
+        found["host_seconds"], found["host_cpu_seconds"] = (
+            end - start for start, end in zip(before["start"], after["end"], strict=True)
+        )
     return found
 
 

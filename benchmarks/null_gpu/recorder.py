@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _FIRST_LAUNCH = b"first launch"
@@ -34,6 +34,14 @@ class Recorder:
     def start(self) -> None:
         self._device.null_gpu_set_callback(self._callback)
         atexit.register(self.stop)
+        process, exit_at_once = os.getpid(), os._exit
+
+        def stop_and_exit(code: int) -> NoReturn:
+            if os.getpid() == process:  # a fork has the counters of its parent
+                self.stop()
+            exit_at_once(code)
+
+        os._exit = stop_and_exit
 
     def _on_event(self, event: bytes) -> None:
         if event == _FIRST_LAUNCH:
@@ -56,12 +64,12 @@ class Recorder:
             self._mark()
 
     def _mark(self) -> None:
+        end = _clocks()
         counters = self._counters()
-        counters["time"] = time.perf_counter()
         import torch
 
         counters["allocated"] = torch.cuda.memory_allocated()
-        self.steps.append(counters)
+        self.steps.append(counters | {"end": end, "start": _clocks()})
 
     def _counters(self) -> dict[str, Any]:
         address = self._device.null_gpu_counters()
@@ -85,6 +93,16 @@ class Recorder:
         }
         folder = Path(os.environ["NULL_GPU_FOLDER"])
         (folder / f"process-{os.getpid()}.json").write_text(json.dumps(record))
+
+
+def _clocks() -> tuple[float, float]:
+    """Returns a time, and the CPU time of the threads that launch kernels: the main thread and those of autograd."""
+    threads = [os.getpid()]
+    for thread in Path("/proc/self/task").iterdir():
+        if (thread / "comm").read_text().startswith("pt_autograd"):
+            threads.append(int(thread.name))
+    # Linux has a clock for each thread, whose number is made of the thread's.
+    return time.perf_counter(), sum(time.clock_gettime(~thread << 3 | 6) for thread in threads)
 
 
 def _torch_counters() -> dict[str, Any]:

@@ -95,7 +95,8 @@ def main() -> None:
     task = Task.read()
     clock = Clock(task)
     device = torch.device(task.device)
-    model = Model(task.model, task.seq_len).to(device)
+    with device:
+        model = Model(task.model, task.seq_len)
     model.load_state_dict({renamed(name): value for name, value in task.weights.items()}, strict=False)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     not_decayed = [p for p in model.parameters() if p.dim() < 2]

@@ -50,6 +50,22 @@ def test_a_program_is_recorded_with_its_synchronization_and_its_leak(tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_model_compiled_as_one_graph_trains_without_synchronization(tmp_path: Path) -> None:
+    settings = {
+        "data.source": "synthetic", "training.steps": 4, "schedule.warmup_steps": 1, "training.loss_chunk": 512,
+        "training.compute_dtype": "bfloat16", "model.num_layers": 1, "run.hang_timeout": 3600,
+        "compile.mode": "model", "metrics.interval": 1, "metrics.trackers": "[]", "validation.interval": 0,
+        "checkpoint.enabled": "false", "sample.tokens": 0, "run.dir": tmp_path,
+    }  # fmt: skip
+    recipe = ["recipes/pretrain.py", "train_configs/debug.toml"]
+    code, found = run([*recipe, *(f"--{key}={value}" for key, value in settings.items())], devices=1)
+    assert code == 0
+    [process] = found["processes"]
+    assert process["graphs"] == 1 and not process["graph_breaks"]
+    assert process["steps"][-1]["synchronizations"] == 0  # the device is never behind: nothing is waited for
+
+
+@pytest.mark.slow
 def test_collectives_in_another_order_are_found_with_both_sequences() -> None:
     code, found = run(torchrun(2, "tests/null_gpu/collectives_out_of_order.py"))
     assert code == 0  # without the comparison, nothing shows

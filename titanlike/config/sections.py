@@ -172,9 +172,10 @@ class Training:
     """Backend of scaled dot product attention. `auto` uses the first one available of `cudnn`, `flash`, `efficient` and `math`;
     on GPUs before Hopper, `flash` is the first. `flash3` and `flash4` are FlashAttention 3 and 4, if their packages are installed.
     With `data.document_masks` on GPUs, `auto` uses FlexAttention, and `efficient` and `math` take a mask of seq_len x seq_len."""
-    loss_chunk: NonNegative = 1024
+    loss_chunk: NonNegative = 4096
     """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
-    vocabularies; values below a few hundred are slow. 0 disables chunking."""
+    vocabularies. Each chunk reads and writes the float32 gradient of the LM head: smaller values are slower, those below a few
+    hundred by far. 0 disables chunking."""
     gc_interval: NonNegative = 50
     """Steps between garbage collections, which all ranks run at the same step so that none waits for another. A full
     collection follows the first step. 0 leaves garbage collection to Python."""

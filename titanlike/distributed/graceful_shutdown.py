@@ -41,7 +41,7 @@ class GracefulShutdown:
         """Returns the signal that a rank had received before the last sum, or 0. The same on all ranks."""
         if process_group.world_size() == 1:
             self.agreed_signal = self.requested_signal  # a single process can stop at once
-        elif self._num_requests and self._num_requests.read()[0] > 0:
+        elif self._num_requests and self._num_requests.read(deferred=True)[0] > 0:
             self.agreed_signal = max(process_group.all_gather_object(self.requested_signal))
         return self.agreed_signal
 

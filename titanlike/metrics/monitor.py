@@ -90,7 +90,7 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
         """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it."""
-        self._flush()
+        self._flush(deferred=True)
         self._window_steps += 1
         if step % self.section.interval == 0 or step in (1, self.num_steps):
             of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
@@ -99,12 +99,12 @@ class Monitor(AbstractContextManager["Monitor"]):
             if values.is_on_host or step == self.num_steps:
                 self._flush()
 
-    def _flush(self) -> None:
-        """Records the pending step."""
+    def _flush(self, *, deferred: bool = False) -> None:
+        """Records the pending step. `deferred`: the next step has been enqueued."""
         if self._pending is None:
             return
         (step, values, learning_rate), self._pending = self._pending, None
-        loss, grad_norm, *of_ranks = values.read()
+        loss, grad_norm, *of_ranks = values.read(deferred=deferred)
         now = time.perf_counter()  # after the read: the device has completed the steps
         seconds = now - self._window_started
         tokens = self.num_tokens(step)

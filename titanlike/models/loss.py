@@ -192,6 +192,9 @@ def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, inplace: bool
     out = gradient if inplace and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.dtype == torch.float32:
         return torch.mul(gradient, scale, out=out)
+    if gradient.is_cuda:
+        # One kernel, without copies: of a scalar that has a dimension, type promotion keeps float32.
+        return torch.mul(gradient, scale[None], out=out)
     for first in range(0, gradient.shape[0], BLOCK_ROWS):
         rows = slice(first, first + BLOCK_ROWS)
         torch.mul(gradient[rows].float(), scale, out=out[rows])
@@ -202,6 +205,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds `left @ right` to `total`, which may be in float32 while the factors are not."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda and torch.compiler.is_compiling():  # inductor of torch 2.14 does not have the next one
+        total.add_(torch.mm(left, right, out_dtype=total.dtype))
     elif total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:  # only CUDA has this matmul; some rows at a time, because a product takes memory

@@ -55,7 +55,7 @@ class NonFiniteGuard:
         """Checks all pending steps but the last `keep`."""
         while len(self.pending) > keep:
             step, values, names = self.pending.pop(0)
-            cause = _cause(*values.read(), names=names)
+            cause = _cause(*values.read(deferred=keep > 0), names=names)
             if cause:
                 raise _error(step, cause)
 

@@ -1,0 +1,185 @@
+"""Runs the subjects of `benchmarks/run.py` one after another on the null GPU, and compares what a step does.
+
+    python -m benchmarks.null_gpu.side_by_side --out benchmarks/results/null_gpu_side_by_side.json \\
+        --python torchtitan=PYTHON --python litgpt=PYTHON --python hf=PYTHON --path nanochat=FOLDER --path nanogpt=FOLDER
+
+The rows are those that the file does not have yet; `--again` repeats them. The environments of peers need the PyTorch of this one.
+Prints the file as tables in Markdown.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.figures import cpu_name
+from benchmarks.models import MODELS, config_of
+from benchmarks.null_gpu import record
+from benchmarks.protocol import Task
+from benchmarks.run import Subject, take_turns
+
+WARMUP, STEPS = 4, 10  # the compiler is done, and a log line of every tenth step is in the measured ones
+LLAMA = ("plain", "titanlike", "torchtitan", "litgpt", "hf", "nanochat")
+
+
+class Case(NamedTuple):
+    """A table."""
+
+    model: str
+    precision: str
+    micro_batch: int  # sequences
+    subjects: tuple[str, ...]
+
+
+CASES = {
+    "gpt2": Case("gpt2_124m", "bfloat16", 64, ("plain", "titanlike", "nanogpt", "hf", "nanochat")),
+    "1b": Case("llama3_1b", "bfloat16", 4, LLAMA),
+    "1b-single": Case("llama3_1b", "bfloat16", 1, LLAMA),
+    "8b": Case("llama3_8b_8layers", "bfloat16", 2, LLAMA),
+    "1b-float8": Case("llama3_1b", "float8", 4, ("titanlike", "torchtitan", "nanochat")),
+    "8b-float8": Case("llama3_8b_8layers", "float8", 2, ("titanlike", "torchtitan", "nanochat")),
+}
+
+
+def task_of(case: Case, folder: Path) -> Task:
+    """Returns the task of a case, whose weights and tokens are zeros: nothing depends on them here."""
+    import torch
+
+    from titanlike.models import build_model
+
+    model = MODELS[case.model]
+    steps = WARMUP + STEPS + 2
+    with torch.device("meta"):
+        network = build_model(config_of(model))
+    # Each has a single element in the file.
+    torch.save(
+        {name: torch.zeros(()).expand(p.shape) for name, p in network.state_dict().items()}, folder / "weights.pt"
+    )
+    np.save(folder / "tokens.npy", np.zeros(steps * model.batch_size * model.seq_len + 1, np.uint32))
+    np.save(folder / "batches.npy", np.zeros((steps, model.batch_size, model.seq_len + 1), np.uint32))
+    return Task(
+        subject="", row="best", model=model.config, device="cuda", precision=case.precision, seq_len=model.seq_len,
+        batch_size=model.batch_size, micro_batch_size=case.micro_batch, warmup=WARMUP, steps=STEPS + 1, block=STEPS + 1,
+        lr=model.lr, batches_file=str(folder / "batches.npy"), weights_file=str(folder / "weights.pt"),
+        tokens_file=str(folder / "tokens.npy"),
+    )  # fmt: skip
+
+
+def measure(task: Task, folder: Path, python: str, path: str | None, timeout: float) -> dict[str, Any]:
+    """Returns a row."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="null-gpu-", dir=shared) as messages:
+        variables = record.environment("h100", 1, Path(messages))
+
+        def start(_: str, task: Task) -> Subject:
+            return Subject(task, folder, python, path, timeout, variables)
+
+        result = take_turns({task.subject: task}, start)[task.subject]
+        if "failed" in result:
+            return {"failed": reason(result["failed"]), "log": result["failed"]}
+        (process,) = record.read(Path(messages))["processes"]
+    steps = process["steps"][WARMUP:]
+    assert len(steps) == STEPS
+    counted = steps[-2]["launches"]  # without a log line
+    return {
+        "launches": {"total": sum(counted.values()), **counted},
+        "host_cpu_ms": [round(1e3 * step["host_cpu_seconds"], 2) for step in steps],
+        "host_wall_ms": [round(1e3 * step["host_seconds"], 2) for step in steps],
+        "synchronizations": sum(step["synchronizations"] for step in steps) / STEPS,
+        "locations": {place: n / STEPS for place, n in _sum(step["locations"] for step in steps).items()},
+        "allocated_peak_gib": round(process["allocated_peak"] / 2**30, 2),
+        "reserved_peak_gib": round(process["reserved_peak"] / 2**30, 2),
+        "seconds_to_second_step": round(result["seconds_to_second_step"], 1),
+        "graphs": process["graphs"],
+        "graph_breaks": sum(process["graph_breaks"].values()),
+        "kernels": steps[-2]["kernels"],
+        "versions": result["versions"],
+    }  # fmt: skip
+
+
+def _sum(counts: Any) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, n in each.items():
+            total[name] = total.get(name, 0) + n
+    return total
+
+
+def reason(log: str) -> str:
+    """Returns the last line of a log, without the addresses and figures of an error of memory."""
+    lines = [line for line in log.strip().splitlines() if line.strip()]
+    return "out of memory" if "OutOfMemoryError" in log else lines[-1].strip() if lines else "killed"
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as a Markdown table for each case."""
+    lines = []
+    for name, rows in result["cases"].items():
+        case, model = CASES[name], MODELS[CASES[name].model]
+        sequences = f"{model.batch_size // case.micro_batch} x {case.micro_batch} x {model.seq_len:,} tokens"
+        lines += [
+            f"**{case.model}, {case.precision}, {sequences}**\n",
+            "| | launches | matmul | attention | generated | other | host ms | synchronizations | allocated GiB | reserved GiB |",
+            "|---" * 10 + "|",
+        ]
+        for subject in case.subjects:
+            row = rows.get(subject)
+            if row is None:
+                continue
+            if "failed" in row:
+                lines.append(f"| {subject} | {row['failed']} |" + " |" * 8)
+                continue
+            counts = [f"{row['launches'][kind]:,}" for kind in ("total", *record.KINDS)]
+            lines.append(
+                f"| {subject} | {' | '.join(counts)} | {min(row['host_cpu_ms']):.1f} | {row['synchronizations']:g} | "
+                f"{row['allocated_peak_gib']:.2f} | {row['reserved_peak_gib']:.2f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures the rows that are missing, and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--case", default=",".join(CASES))
+    parser.add_argument("--subject", default=",".join(sorted({s for case in CASES.values() for s in case.subjects})))
+    parser.add_argument("--again", action="store_true", help="also measure the rows that the file has")
+    parser.add_argument("--python", action="append", default=[], metavar="SUBJECT=PYTHON")
+    parser.add_argument("--path", action="append", default=[], metavar="SUBJECT=FOLDER")
+    parser.add_argument("--option", action="append", default=[], metavar="SUBJECT:KEY=VALUE")
+    parser.add_argument("--timeout", type=float, default=900, help="time limit of a subject, in seconds")
+    options = parser.parse_args()
+    pythons = dict(item.split("=", 1) for item in options.python)
+    paths = dict(item.split("=", 1) for item in options.path)
+    changes = [(subject, *change.split("=", 1)) for subject, change in (item.split(":", 1) for item in options.option)]
+    result = json.loads(options.out.read_text()) if options.out.exists() else {"cases": {}}
+    result |= {
+        "command": f"python -m benchmarks.null_gpu.side_by_side --out {options.out}",
+        "date": time.strftime("%Y-%m-%d"), "device": "h100",
+        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}, "warmup": WARMUP, "steps": STEPS,
+    }  # fmt: skip
+    for name in options.case.split(","):
+        rows = result["cases"].setdefault(name, {})
+        with tempfile.TemporaryDirectory() as folder:
+            task = task_of(CASES[name], Path(folder))
+            for subject in CASES[name].subjects:
+                if subject not in options.subject.split(",") or (subject in rows and not options.again):
+                    continue
+                own = {key: value for other, key, value in changes if other == subject}
+                one = Task(**{**vars(task), "subject": subject, "options": own})
+                python = pythons.get(subject, sys.executable)
+                print(name, end=" ", flush=True, file=sys.stderr)
+                rows[subject] = measure(one, Path(folder, subject), python, paths.get(subject), options.timeout)
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
