@@ -70,7 +70,7 @@ def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if all_ranks else []
         ranks = 0 if all_ranks or gpus == 1 else gpus
         command = [sys.executable, *launcher, *program]
-        code, found = record.run(command, device, max(8, gpus), ranks=ranks, cwd=record.ROOT)
+        code, found = record.run(command, device, gpus if all_ranks else 8, ranks=ranks, cwd=record.ROOT)
         if code or found["mismatch"]:
             raise RuntimeError(found["mismatch"] or f"{name} ended with code {code}")
     process = max(found["processes"], key=lambda each: each["allocated_peak"])
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="instead of the number that the recipe is written for")
     parser.add_argument("--all-ranks", action="store_true", help="a process for each GPU")
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON with a row per recipe")
+    parser.add_argument("--table", action="store_true", help="print the table of the file, and train nothing")
     options, overrides = parser.parse_known_args()
     unknown = [name for name in options.recipes if name not in GPUS_OF]
     if unknown:
@@ -126,7 +127,7 @@ def main() -> None:
     if options.record and options.record.exists():
         rows = {row["recipe"]: row for row in json.loads(options.record.read_text())["rows"]}
     failed = []
-    for name in options.recipes or sorted(GPUS_OF):
+    for name in [] if options.table else options.recipes or sorted(GPUS_OF):
         gpus = options.gpus or GPUS_OF[name]
         try:
             rows[name] = measure(name, gpus, overrides, options.device, all_ranks=options.all_ranks)

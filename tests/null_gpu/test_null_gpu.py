@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.null_gpu import library, record
+from benchmarks.null_gpu import library, recipes, record
 from benchmarks.null_gpu.collectives import Call, Log, mismatch
 from tests.forkserver import ROOT
 
@@ -88,6 +88,19 @@ def test_all_layouts_train_over_nccl_in_the_same_order_on_all_ranks(tmp_path: Pa
     # The last layout, expert parallelism with selective checkpointing, exchanges the numbers of rows once in a micro-batch.
     locations = found["processes"][0]["steps"][-1]["locations"]
     assert [count for place, count in locations.items() if "exchange_counts" in place] == [4 * 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "graphs"), [("full", 4), ("selective", 7)])
+def test_a_rank_of_64_compiles_expert_parallel_blocks_and_needs_the_planned_memory(mode: str, graphs: int) -> None:
+    try:
+        library.build()
+    except library.Unavailable as reason:
+        pytest.skip(str(reason))
+    options = [f"--activation_checkpoint.mode={mode}", "--model.num_layers=2"]
+    row = recipes.measure("qwen3_30b_a3b", 64, options, "h100")
+    assert row["graphs"] == graphs
+    assert recipes.plan("qwen3_30b_a3b", 64, row["options"]).allocated == pytest.approx(row["allocated"], rel=0.02)
 
 
 def log(rank: int, *calls: Call) -> Log:
