@@ -11,10 +11,8 @@ from titanlike.planning.activations import DTYPE_BYTES, BlockActivations, block_
 from titanlike.planning.job import Job
 from titanlike.planning.muon import matrices as matrices_of_muon
 
-FRAGMENTATION = 1.06
-"""Reserved over allocated memory of CUDA's caching allocator."""
-WORKSPACES = 2 * 32 * 2**20
-"""Bytes that cuBLAS keeps on a Hopper GPU: the threads of the forward and of the backward pass have a workspace each."""
+FRAGMENTATION = 1.06  # reserved over allocated memory of CUDA's caching allocator
+WORKSPACES = 2 * 32 * 2**20  # of cuBLAS on a Hopper GPU, in the threads of the forward and of the backward pass
 STATE_BYTES = {"bfloat16": 4.0, "8bit": 2.0 + 2 * 4 / 64}  # of Adam's moments; quantized blocks of 64 share a scale
 LOGIT_BYTES = {"eager": 4, "compiled": 0}  # for each logit, beside those in the compute dtype
 
@@ -29,9 +27,7 @@ class Usage:
     gathered: int = 0  # weights that FSDP has all-gathered, and buffers of its collectives
     activations: int = 0  # saved for the backward pass
     loss: int = 0  # logits and the buffers of the loss
-    temporary: int = (
-        0  # what operators allocate and free, and gradients of a block or of pipeline stages before they are reduced
-    )
+    temporary: int = 0  # what operators allocate and free, and gradients of blocks or stages before they are reduced
 
     workspaces: int = 0  # of cuBLAS
 
@@ -291,15 +287,13 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
                 temporary = max(temporary, (act.early + act.kept - act.saved) * n + sizes.experts / 3)
             if forward:
                 temporary = 0.0 if loss > act.forward * n else act.forward * n
-            usages[key] = Usage(
-                parameters=sizes.states.parameters,
+            usages[key] = replace(
+                sizes.states,
                 gradients=0 if job.uses_fsdp() else sizes.states.gradients,
-                optimizer=sizes.states.optimizer,
                 gathered=round(gathered + buffers),
                 activations=round(saved),
                 loss=round(0.0 if temporary else loss),
                 temporary=round(temporary + unreduced),
-                workspaces=WORKSPACES,
             )
         label = f"{action.kind}, stage {action.stage}, micro-batch {action.microbatch}"
         moments.append(Moment(label, usages[key]))
