@@ -23,6 +23,7 @@ CATEGORIES = {
     "activations": "activations",
     "loss": "loss buffers",
     "temporary": "temporary buffers",
+    "workspaces": "workspaces of cuBLAS",
 }
 
 

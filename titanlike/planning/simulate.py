@@ -95,8 +95,8 @@ def _of_full_depth(job: Job, rank: int, device: str, depth: int) -> Memory:
     """Simulates stages of `depth` blocks and of one more, and returns the memory of the full ones."""
     depths = [job.split[stage] for stage in job.stages(rank)]
     if max(depths) <= depth + 1:
-        return _memory(_step(job, rank, device))
-    small, large = (_memory(_step(_with_depth(job, each), rank, device)) for each in (depth, depth + 1))
+        return _memory(_step(job, rank, device), device)
+    small, large = (_memory(_step(_with_depth(job, each), rank, device), device) for each in (depth, depth + 1))
     more = sum(depths) / len(depths) - (depth + 1)
     return Memory(tuple(_extrapolate(small, large, more, job.split[0] if len(job.split) == 1 else 0)))
 
@@ -157,12 +157,12 @@ def _extrapolate(small: Memory, large: Memory, more: float, num_blocks: int) -> 
     return moments
 
 
-def _memory(tracker: StorageTracker) -> Memory:
+def _memory(tracker: StorageTracker, device: str) -> Memory:
     """Returns the largest usage in each phase of the last micro-batch or, with a pipeline, of the step."""
     start = max(begin for begin, phase in tracker.phases if phase == "start")
     allocations = [a for a in tracker.allocations if a.size and (a.end is None or a.end > start)]
     changes = [(a.begin, a, 1) for a in allocations] + [(a.end, a, -1) for a in allocations if a.end is not None]
-    usage = dict.fromkeys(asdict(Usage()), 0) | {"workspaces": WORKSPACES}
+    usage = dict.fromkeys(asdict(Usage()), 0) | {"workspaces": WORKSPACES if device == "cuda" else 0}
     peaks: dict[str, dict[str, int]] = {}
     phases = sorted(tracker.phases)
     for time, allocation, sign in sorted(changes, key=lambda change: change[0]):
