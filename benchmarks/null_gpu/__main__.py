@@ -32,6 +32,8 @@ def main() -> None:
         parser.error(f"{command[0]!r} is not a program in PATH")
     if options.devices < 1:
         parser.error(f"--devices {options.devices}: use 1 or more")
+    if options.ranks < 0:
+        parser.error(f"--ranks {options.ranks}: use 1 or more")
     if options.record and not options.record.parent.is_dir():
         parser.error(f"--record {options.record}: there is no directory {options.record.parent}")
     try:

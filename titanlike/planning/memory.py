@@ -28,7 +28,6 @@ class Usage:
     activations: int = 0  # saved for the backward pass
     loss: int = 0  # logits and the buffers of the loss
     temporary: int = 0  # what operators allocate and free, and gradients of blocks or stages before they are reduced
-
     workspaces: int = 0  # of cuBLAS
 
     @property
