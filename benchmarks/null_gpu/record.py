@@ -53,8 +53,7 @@ def run(
         ranks: runs the command as rank 0 of this number of ranks, of which the others are absent.
         options: of `subprocess.run`.
     """
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="null-gpu-", dir=shared) as name:
+    with tempfile.TemporaryDirectory(prefix="null-gpu-") as name:
         folder = Path(name)
         variables = os.environ | environment(device, devices, folder, memory, ranks)
         code = subprocess.run(command, env=variables, check=False, **options).returncode

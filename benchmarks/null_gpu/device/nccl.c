@@ -1,4 +1,4 @@
-// NCCL. Each rank appends what it calls on a communicator to a log in shared memory: operation, type, size, peer, and the data of messages
+// NCCL. Each rank appends what it calls on a communicator to a log, a file that all ranks map: operation, type, size, peer, and the data of messages
 // of up to 64 KiB. The logs of all ranks are the record that the order check compares, and the way by which small messages arrive: the host
 // waits for a message when it reads the memory that receives it. As with NCCL, a call itself does not wait, unless it sends what has not
 // arrived yet.
@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 enum { MAX_RANKS = 1024, MAX_PENDING = 1024 };
-static const size_t LOG_SIZE = (size_t)1 << 32;  // of a sparse file
+static const size_t LOG_SIZE = (size_t)1 << 32, EXTENT = (size_t)1 << 20;  // of a sparse file, of which an extent at a time gets space
 
 enum operation { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER, SPLIT, SEND, RECEIVE, OPERATIONS };
 static const char *const operations[] = {
@@ -51,7 +51,8 @@ struct ncclComm {
     int size, rank;
     long collectives;
     char *log;
-    size_t end;
+    int file;
+    size_t end, space;
     struct reader *readers;
     struct pending *first, **last;
     int num_pending;
@@ -72,7 +73,7 @@ static size_t size_of(ncclDataType_t type) {
 }
 
 // Logs
-static char *open_log(const char *id, int rank, bool own) {
+static char *open_log(const char *id, int rank, int *own) {
     const char *folder = getenv("NULL_GPU_FOLDER");
     if (folder == NULL) fail("NULL_GPU_FOLDER is not set; start programs with python -m benchmarks.null_gpu");
     char path[512];
@@ -81,15 +82,26 @@ static char *open_log(const char *id, int rank, bool own) {
     if (file < 0) return NULL;
     if (own && ftruncate(file, LOG_SIZE)) fail("cannot extend %s", path);
     char *log = mmap(NULL, LOG_SIZE, own ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED | MAP_NORESERVE, file, 0);
-    close(file);
+    if (own) *own = file;
+    else close(file);
     return log == MAP_FAILED ? NULL : log;
 }
 
 static size_t next_entry(size_t offset, const struct entry *entry) { return offset + sizeof *entry + (entry->stored + 63) / 64 * 64; }
 
+// A write to a mapped file without space for it ends the process with SIGBUS.
+static void reserve(struct ncclComm *communicator, size_t end) {
+    if (end > LOG_SIZE) fail("the log of communicator %s is full", communicator->name);
+    if (end <= communicator->space) return;
+    size_t space = (end + EXTENT - 1) / EXTENT * EXTENT;
+    int error = posix_fallocate(communicator->file, communicator->space, space - communicator->space);
+    if (error) fail("no space for the log of communicator %s in %s: %s", communicator->name, getenv("NULL_GPU_FOLDER"), strerror(error));
+    communicator->space = space;
+}
+
 static void append(struct ncclComm *communicator, struct entry entry, const void *data) {
     size_t end = next_entry(communicator->end, &entry);
-    if (end > LOG_SIZE) fail("the log of communicator %s is full", communicator->name);
+    reserve(communicator, end);
     memcpy(communicator->log + communicator->end, &entry, sizeof entry);
     if (place_of(data, NULL) == DEVICE) read_device(communicator->log + communicator->end + sizeof entry, data, entry.stored);
     else memcpy(communicator->log + communicator->end + sizeof entry, data, entry.stored);
@@ -107,7 +119,7 @@ static struct entry *await(struct ncclComm *communicator, int rank, int receiver
     struct reader *reader = &communicator->readers[rank];
     struct cursor *cursor = receiver < 0 ? &reader->collectives : &reader->messages;
     for (int tries = 0;; tries++) {
-        if (reader->log == NULL) reader->log = open_log(communicator->id, rank, false);
+        if (reader->log == NULL) reader->log = open_log(communicator->id, rank, NULL);
         struct log_header *header = (struct log_header *)reader->log;
         size_t end = header ? atomic_load_explicit(&header->end, memory_order_acquire) : 0;
         if (cursor->offset == 0) cursor->offset = sizeof *header;
@@ -329,9 +341,10 @@ static struct ncclComm *new_communicator(const char *id, int size, int rank, con
     c->rank = rank;
     c->readers = calloc(size, sizeof *c->readers);
     c->last = &c->first;
-    c->log = open_log(id, rank, true);
+    c->log = open_log(id, rank, &c->file);
     if (c->log == NULL) fail("cannot create the log of communicator %s", id);
     struct log_header *header = (struct log_header *)c->log;
+    reserve(c, sizeof *header);
     memcpy(header->id, c->id, sizeof c->id);
     memcpy(header->name, c->name, sizeof c->name);
     header->size = size;
