@@ -3,7 +3,7 @@
 #
 # Starts one process per GPU, or NPROC processes. For several nodes, set NNODES, NODE_RANK and MASTER_ADDR on each of them, or use
 # `srun ./run_train.sh ...` under Slurm. MAX_RESTARTS=3 restarts all processes after a failure, at most three times, from the newest
-# checkpoint. The launcher is titanlike/cli/launch.py.
+# checkpoint. The launcher is titanlike/run/launch.py.
 set -euo pipefail
 
 repository=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
@@ -11,4 +11,4 @@ python=$(command -v python || command -v python3) || { echo "error: no python on
 
 # The library beside this script takes precedence over an installed one and over modules in the current directory.
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" "$repository/titanlike/cli/launch.py" "$@"
+exec "$python" "$repository/titanlike/run/launch.py" "$@"

@@ -53,7 +53,7 @@ def write_run(folder: Path, steps: int, seed: int) -> None:
 
 def measure(runs: Path, page: Path) -> tuple[float, float]:
     """Returns the seconds and the CPU seconds of the command, on one core."""
-    command = [sys.executable, "-m", "titanlike.cli.main", "compare", str(runs), "--html", str(page)]
+    command = [sys.executable, "-m", "titanlike.tools.cli.main", "compare", str(runs), "--html", str(page)]
     core = min(os.sched_getaffinity(0))
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.sched_setaffinity(0, {core}))

@@ -33,8 +33,8 @@ from typing import Any
 from benchmarks.figures import cpu_name
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.text.train_tokenizer import train
 from titanlike.data.token_shards import read_manifest, totals
+from titanlike.tools.data.train_tokenizer import train
 
 ROOT = Path(__file__).parents[1]
 BATCH = 512  # records per call of a library
@@ -125,7 +125,7 @@ def start(corpus: Path, out: Path, encoding: Path, workers: int, limit: int = 0)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     arguments = [str(corpus), "--out", str(out), "--tokenizer", str(encoding), "--workers", str(workers)]
-    command = [sys.executable, "-m", "titanlike.cli.main", "data", "prepare", *arguments]
+    command = [sys.executable, "-m", "titanlike.tools.cli.main", "data", "prepare", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=restrict)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import tomli
 
 from titanlike.distributed.environment import child_environment
-from titanlike.run.small_recipe import shrink
+from titanlike.tools.small_recipe import shrink
 
 ROOT = Path(__file__).parents[1]
 STEPS = 4
@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def measure(recipe: str, changes: dict[str, Any], device: str, *, small: bool, timeout: float) -> dict[str, Any]:
     """Trains a recipe for a few steps. Returns its peak memory, or the end of its error output."""
-    program = [sys.executable, str(ROOT / "titanlike/cli/launch.py"), str(ROOT / f"train_configs/{recipe}.toml")]
+    program = [sys.executable, str(ROOT / "titanlike/run/launch.py"), str(ROOT / f"train_configs/{recipe}.toml")]
     environment = child_environment({"NPROC": "1", "NNODES": "1", "PYTHONPATH": str(ROOT)})
 
     def run(options: dict[str, Any], *more: str) -> "subprocess.CompletedProcess[str]":

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published import ROWS, Row
-from titanlike.planning.collectives import Collective
-from titanlike.planning.cost import step_time
-from titanlike.planning.hardware import load_hardware
-from titanlike.planning.job import Job
-from titanlike.planning.memory import Memory, memory
-from titanlike.planning.traffic import traffic
+from titanlike.tools.planning.collectives import Collective
+from titanlike.tools.planning.cost import step_time
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import Memory, memory
+from titanlike.tools.planning.traffic import traffic
 
 GOALS = {"tokens per second": 0.15, "ratio": 0.05, "memory": 0.10}
 GIB = 2**30

@@ -26,8 +26,8 @@ def profile(task: Task, trace: Path) -> dict[str, Any]:
     recipe = recipe_of(task, folder)  # before torch is imported, like the recipe does
 
     from recipes import pretrain
-    from titanlike.metrics.trace import read_profile, traces
     from titanlike.run.run_dir import RunDirectory
+    from titanlike.tools.trace import read_profile, traces
 
     run = RunDirectory(recipe)
     with run.session() as (device, watchdog):

@@ -24,8 +24,8 @@ from benchmarks.figures import cpu_name
 from titanlike.config.load import dump
 from titanlike.distributed.environment import child_environment
 from titanlike.run.run_dir import versions
-from titanlike.sweep.processes import read_records
-from titanlike.sweep.results import draw_importance, read_results, table
+from titanlike.tools.sweep.processes import read_records
+from titanlike.tools.sweep.results import draw_importance, read_results, table
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "train_configs/debug.toml"
@@ -94,7 +94,7 @@ def write_sweep(folder: Path, steps: int) -> Path:
 
 def start(sweep: Path, folder: Path) -> subprocess.Popen[bytes]:
     """Starts or resumes the sweep in a directory."""
-    command = [sys.executable, "-m", "titanlike.cli.main", "sweep", str(sweep), f"--dir={folder}"]
+    command = [sys.executable, "-m", "titanlike.tools.cli.main", "sweep", str(sweep), f"--dir={folder}"]
     variables = child_environment({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     return subprocess.Popen(command, env=variables, cwd=ROOT)
 

@@ -9,13 +9,13 @@ import tomli
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.load import joined
 from titanlike.run.preflight import check_recipe
-from titanlike.run.programs import PRETRAIN, known_sections, run_program
 from titanlike.run.start import REPOSITORY, program_of
+from titanlike.tools.programs import PRETRAIN, known_sections, run_program
 
 RECIPE = "recipe.toml"
 LIBRARY = (
     "titanlike/**/*.py",
-    "titanlike/planning/hardware_files/*.toml",
+    "titanlike/tools/planning/hardware_files/*.toml",
     "recipes/*.py",
     "sagemaker/entry.py",
     "sagemaker/smoke.py",

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     error = install(CODE / "requirements.txt") or wait_for_host(environment["MASTER_ADDR"])
     if error:
         return fail(host, [f"error: {error}"], 2)
-    programs = [[str(CODE / "titanlike/cli/launch.py"), *arguments]]
+    programs = [[str(CODE / "titanlike/run/launch.py"), *arguments]]
     if arguments[:1] == ["--smoke"]:
         programs = [[str(CODE / "sagemaker/smoke.py")], [programs[0][0], *arguments[1:], *SMOKE_OVERRIDES]]
     for program in programs:

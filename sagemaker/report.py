@@ -15,8 +15,9 @@ from request import Job
 from validation import request_errors
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.planning.plan import Plan
-from titanlike.run.planned import hardware_of_device, plan_or_none
+from titanlike.tools.planning.hardware import hardware_of_device
+from titanlike.tools.planning.plan import Plan
+from titanlike.tools.planning.planned import plan_or_none
 from titanlike.utils.regular_file import read_regular
 
 GIB = 2**30

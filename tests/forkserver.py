@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36
 # Everything that a training process of any test imports.
 PRELOADED = (
-    "recipes.pretrain", "titanlike.cli.launch", "titanlike.cli.main", "titanlike.cli.torchrun", "titanlike.float8.all_gather",
+    "recipes.pretrain", "titanlike.run.launch", "titanlike.tools.cli.main", "titanlike.distributed.torchrun",
+    "titanlike.float8.all_gather",
     "titanlike.float8.linear", "titanlike.float8.tensor_parallel", "titanlike.parallelisms.pipeline", "torch._dynamo",
     "torch.distributed.pipelining", "torch.utils.tensorboard", "tests.training",
 )  # fmt: skip

@@ -28,7 +28,7 @@ SMALL = {
 
 def command(*words: str, real: bool = False, **overrides: str) -> list[str]:
     """Returns the command line of a run. The shell script only executes this program."""
-    program = [str(ROOT / "run_train.sh")] if real else [sys.executable, str(ROOT / "titanlike/cli/launch.py")]
+    program = [str(ROOT / "run_train.sh")] if real else [sys.executable, str(ROOT / "titanlike/run/launch.py")]
     return [*program, *words, *(f"--{key}={value}" for key, value in overrides.items())]
 
 

@@ -129,7 +129,7 @@ ERRORS = {
         "tests/unit tests/recipes/test_mistakes.py",
     ),
     "launcher": Planted(
-        "titanlike/cli/torchrun.py",
+        "titanlike/distributed/torchrun.py",
         "return failure.exitcode if failure.exitcode > 0 else 1",
         "return 0 if failure.exitcode < 0 else failure.exitcode",
         "tests/recipes/test_run_train.py",

@@ -39,8 +39,8 @@ from titanlike.parallelisms.pipeline import GRADIENT_GROUP
 from titanlike.parallelize import parallelize
 from titanlike.run.resume import check_resume
 from titanlike.run.run_dir import recipe_as_json
+from titanlike.tools.verify import Result, differences
 from titanlike.utils import compat
-from titanlike.verify import Result, differences
 
 mesh_of = functools.cache(build_mesh)
 

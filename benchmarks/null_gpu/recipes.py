@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks.null_gpu import library, record
 from titanlike.config import PretrainRecipe, load
-from titanlike.planning.job import Job
-from titanlike.planning.memory import Memory, memory
 from titanlike.run.start import program_of
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import Memory, memory
 
 FOLDER = record.ROOT / "train_configs"
 GPUS = {

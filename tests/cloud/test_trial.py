@@ -13,8 +13,8 @@ import trial
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, in_sequence, no_change
 from tests.cloud.test_simulated_jobs import TINY
 from tests.launching import ROOT
-from titanlike.cli import main as cli
-from titanlike.sweep.results import read_results
+from titanlike.tools.cli import main as cli
+from titanlike.tools.sweep.results import read_results
 
 RECIPE = str(ROOT / "train_configs/debug.toml")
 OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--instances=2"]

@@ -11,10 +11,10 @@ import pytest
 
 from tests.faults.test_killed_sweep import RUN, SWEEP
 from titanlike.config.load import dump
-from titanlike.sweep.config import load_sweep
-from titanlike.sweep.results import read_results
-from titanlike.sweep.scheduler import run_sweep
-from titanlike.sweep.study import Study
+from titanlike.tools.sweep.config import load_sweep
+from titanlike.tools.sweep.results import read_results
+from titanlike.tools.sweep.scheduler import run_sweep
+from titanlike.tools.sweep.study import Study
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip('Ray is not installed; run: pip install -e ".[ray]"', allow_module_level=True)

@@ -106,7 +106,7 @@ def submit(folder: Path, variables: dict[str, str], name: str) -> str:
         "training.steps": str(STEPS), "checkpoint.interval": "0", "run.device": "cpu", "run.name": name,
     }  # fmt: skip
     command = [
-        sys.executable, "-m", "titanlike.cli.main", "launch", "slurm", str(ROOT / "train_configs/debug.toml"), "--nodes=2",
+        sys.executable, "-m", "titanlike.tools.cli.main", "launch", "slurm", str(ROOT / "train_configs/debug.toml"), "--nodes=2",
         "--gpus-per-node=1", "--time=10", *(f"--{key}={value}" for key, value in overrides.items()),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ from tests.pool import Pool
 from tests.training import MODELS, full_tensor, result, tiny, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
-from titanlike.verify import Result, differences
+from titanlike.tools.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.pool import Pool
 from titanlike.config import UserError
-from titanlike.planning.calibrate import _link, calibrate, data_sheet, fit_half
-from titanlike.planning.hardware import load_hardware
+from titanlike.tools.planning.calibrate import _link, calibrate, data_sheet, fit_half
+from titanlike.tools.planning.hardware import load_hardware
 
 Ranks = Callable[[int], Pool]
 

@@ -24,8 +24,8 @@ from titanlike.config.model_configs import LlamaConfig
 from titanlike.models import blocks
 from titanlike.models.llama import Llama
 from titanlike.parallelisms.compile import apply_compile
-from titanlike.run.small_recipe import shrink
-from titanlike.verify import _toml
+from titanlike.tools.small_recipe import shrink
+from titanlike.tools.verify import _toml
 
 Ranks = Callable[[int], Pool]
 Mode = TypeVar("Mode", bound=TorchDispatchMode)

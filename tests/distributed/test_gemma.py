@@ -15,7 +15,7 @@ from tests.parity import COMPILED, FULL, SELECTIVE
 from tests.pool import Pool
 from tests.training import GEMMA2, GEMMA3, LLAMA, assert_same, baselines, tiny, train, world_size
 from titanlike.config.sections import Parallelism
-from titanlike.verify import Result
+from titanlike.tools.verify import Result
 
 Ranks = Callable[[int], Pool]
 DOCUMENTS: dict[str, Any] = {"data": dict(source="synthetic", document_masks=True)}

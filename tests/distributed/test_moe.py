@@ -37,7 +37,7 @@ from titanlike.models.experts import MixtureOfExperts, Router, routers
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.fsdp import apply_fsdp
-from titanlike.verify import Result, differences
+from titanlike.tools.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
 Case = tuple[str, dict[str, Any], int, dict[str, Any]]

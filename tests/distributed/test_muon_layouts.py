@@ -21,7 +21,7 @@ from titanlike.config.optimizer import OptimizerGroup
 from titanlike.config.sections import Parallelism
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
-from titanlike.planning.job import Job
+from titanlike.tools.planning.job import Job
 from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]

@@ -22,7 +22,7 @@ from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Par
 from titanlike.models import build_model
 from titanlike.models.loss import IGNORE
 from titanlike.parallelize import parallelize
-from titanlike.verify import Result
+from titanlike.tools.verify import Result
 
 Ranks = Callable[[int], Pool]
 SMOOTHING = 0.3

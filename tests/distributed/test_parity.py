@@ -13,7 +13,7 @@ from tests.parity import CASES, Case
 from tests.pool import Pool
 from tests.training import MODELS, assert_same, tiny, train
 from titanlike.config.sections import Parallelism
-from titanlike.verify import Result, differences
+from titanlike.tools.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
 Baseline = Callable[[str, float], Result]

@@ -21,9 +21,9 @@ from titanlike.config.model_configs import Gemma3Config, GPTConfig, LlamaConfig,
 from titanlike.data.loader import Batch
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
-from titanlike.planning.job import Job
-from titanlike.planning.simulate import simulate
-from titanlike.planning.storage_tracker import StorageTracker
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.simulate import simulate
+from titanlike.tools.planning.storage_tracker import StorageTracker
 
 Ranks = Callable[[int], Pool]
 

@@ -13,7 +13,7 @@ from tests.parity import COMPILED, FULL, SELECTIVE
 from tests.pool import Pool
 from tests.training import QWEN3, assert_same, baselines, tiny, train, world_size
 from titanlike.config.sections import Parallelism
-from titanlike.verify import Result
+from titanlike.tools.verify import Result
 
 Ranks = Callable[[int], Pool]
 LORA: dict[str, Any] = {"lora": dict(rank=4)}

@@ -25,8 +25,8 @@ from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.pipeline import Pipeline
-from titanlike.planning.job import Job
-from titanlike.planning.traffic import fsdp_axis, traffic
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.traffic import fsdp_axis, traffic
 
 Ranks = Callable[[int], Pool]
 Totals = dict[tuple[str, str], tuple[int, int]]  # (kind, mesh axis) -> (calls, bytes) in a step

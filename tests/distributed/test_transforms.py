@@ -19,7 +19,7 @@ from titanlike.models import blocks, build_model
 from titanlike.models.init import initialize
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
-from titanlike.verify import Result
+from titanlike.tools.verify import Result
 
 Ranks = Callable[[int], Pool]
 

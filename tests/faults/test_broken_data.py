@@ -10,7 +10,7 @@ from tests.faults.starting import Starter
 from tests.launching import losses
 from tests.web import Web, web
 from titanlike.config.sections import Tokenizer
-from titanlike.data.prepare.prepare import prepare
+from titanlike.tools.data.prepare import prepare
 
 # Four readers, two for each rank. Each file is read again after a few steps.
 STREAM = {"data.source": "stream", "validation.interval": "0", "checkpoint.interval": "0", "training.steps": "30"}

@@ -82,7 +82,7 @@ def assert_sentences(errors: str) -> None:
 
 def train(argv: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> Outcome:
     """Runs the program behind `./run_train.sh` with arguments that start nothing, such as `--check=2`."""
-    from titanlike.cli import launch
+    from titanlike.run import launch
 
     return run(launch.main, argv, folder, variables or {})
 

@@ -18,10 +18,10 @@ import yaml
 
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import Outcome, run_argparse, train
-from titanlike.cli import main as titanlike_main
 from titanlike.config import UserError
-from titanlike.run.slurm import SCRIPT
-from titanlike.sweep.config import METRICS, OWN_KEYS
+from titanlike.tools.cli import main as titanlike_main
+from titanlike.tools.clusters.slurm import SCRIPT
+from titanlike.tools.sweep.config import METRICS, OWN_KEYS
 
 DEBUG = ROOT / "train_configs/debug.toml"
 INJECTED = (
@@ -127,8 +127,8 @@ def launch_case(rng: random.Random, folder: Path) -> None:
         *(f"{key}={value}" for key, values in options.items() for value in values),
     ]
     with pytest.MonkeyPatch.context() as replaced:
-        replaced.setattr("titanlike.run.cluster_job.run_program", run_here)
-        replaced.setattr("titanlike.run.docker.build_wheel", fake_wheel)
+        replaced.setattr("titanlike.tools.clusters.cluster_job.run_program", run_here)
+        replaced.setattr("titanlike.tools.clusters.docker.build_wheel", fake_wheel)
         outcome = titanlike(words, folder)
     if not outcome.accepted:
         return
@@ -274,7 +274,7 @@ def sweep_case(rng: random.Random, folder: Path) -> None:
     words = [
         f"--{rng.choice(SWEEP_KEYS)}={rng.choice((*LITERALS, *INJECTED))}" for _ in range(rng.choice((0, 0, 0, 1, 2)))
     ]
-    with patch("titanlike.sweep.config.run_program", lambda program, *arguments: run_here(program, *arguments)):
+    with patch("titanlike.tools.sweep.config.run_program", lambda program, *arguments: run_here(program, *arguments)):
         outcome = titanlike(["sweep", file, "--dry-run", *words], folder)
     if outcome.accepted:
         *_, last = outcome.output.splitlines()

@@ -26,14 +26,14 @@ from rich.console import Console
 
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
-from titanlike.cli import main as titanlike_main
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.planning import report
-from titanlike.planning.advice import Advice, limits
-from titanlike.planning.hardware import FILES, Hardware, load_hardware
-from titanlike.planning.job import Job
-from titanlike.planning.plan import Plan, make_plan
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.cli import main as titanlike_main
+from titanlike.tools.planning import report
+from titanlike.tools.planning.advice import Advice, limits
+from titanlike.tools.planning.hardware import FILES, Hardware, load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.plan import Plan, make_plan
 
 SEED = 0
 CHUNK = 100  # cases of one test

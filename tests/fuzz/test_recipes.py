@@ -22,12 +22,12 @@ from options import build_parser as sagemaker_options
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import run, run_argparse, train
 from tests.fuzz.job_arguments import launch_case, sweep_case
-from titanlike.cli import main as titanlike_main
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.load import RENAMED
 from titanlike.config.schema import Key, describe
 from titanlike.distributed.environment import fail, launch_config, rank_info, rank_variables_from_slurm
 from titanlike.run.start import Arguments
+from titanlike.tools.cli import main as titanlike_main
 
 SEED = 0
 CHUNK = 50  # cases of one test

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, records, run
-from titanlike.metrics.trace import read_profile, traces
+from titanlike.tools.trace import read_profile, traces
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}

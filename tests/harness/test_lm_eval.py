@@ -94,7 +94,7 @@ def run_harness(model: str, arguments: str, folder: Path) -> dict[str, dict[str,
     """Runs the program of the harness. Returns the metrics of each task."""
     out = folder / f"{model}.out"
     command = [
-        *(sys.executable, "-m", "titanlike.cli.main", "lm_eval", "--model", model, "--model_args", arguments),
+        *(sys.executable, "-m", "titanlike.tools.cli.main", "lm_eval", "--model", model, "--model_args", arguments),
         *("--tasks", ",".join(f"local_{format}" for format in YAML), "--include_path", str(folder)),
         *("--output_path", str(out), "--batch_size", "4", "--device", "cpu"),
     ]
@@ -132,7 +132,7 @@ def test_requests_of_the_harness(folder: Path, alone: None) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from titanlike.inference.harness import TitanlikeLM
+    from titanlike.tools.harness import TitanlikeLM
 
     path = str(folder / "grouped-query")
     reference = HFLM(pretrained=path, device="cpu", batch_size=3, dtype="float32")

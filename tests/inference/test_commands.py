@@ -17,11 +17,11 @@ from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import python
 from tests.pool import Pool
 from tests.training import tiny, train
-from titanlike.cli import main as program
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.model_configs import MixtralConfig, Qwen3MoeConfig
 from titanlike.distributed import environment
 from titanlike.run.preflight import check_machine
+from titanlike.tools.cli import main as program
 
 Ranks = Callable[[int], Pool]
 CONFIG = dataclasses.replace(LLAMA, vocab_size=320, max_seq_len=64)
@@ -136,7 +136,7 @@ def test_a_run_with_experts_and_its_export_have_the_same_results(
 def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parity is tested in the pool; this is the start of the processes."""
     started: list[Any] = []
-    monkeypatch.setattr("titanlike.cli.torchrun.torchrun", lambda *arguments: started.append(arguments) or 0)
+    monkeypatch.setattr("titanlike.distributed.torchrun.torchrun", lambda *arguments: started.append(arguments) or 0)
     for arguments in (
         ["generate", str(folder / "hf"), "--prompt", "a"],
         ["evaluate", "hf", "--data", str(folder / "text.txt")],
@@ -148,7 +148,7 @@ def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.Monk
         assert stopped.value.code == 0
         config, words, _ = started.pop()
         assert config.world_size == 2
-        assert words == ["-m", "titanlike.cli.main", *arguments]
+        assert words == ["-m", "titanlike.tools.cli.main", *arguments]
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_processes_print_once(folder: Path) -> None:
     for words in (generate, evaluate):
         outputs = []
         for processes in ("1", "2"):
-            done = python(folder, "-m", "titanlike.cli.main", *words, variables={"NPROC": processes})
+            done = python(folder, "-m", "titanlike.tools.cli.main", *words, variables={"NPROC": processes})
             assert done.returncode == 0, done.stderr
             outputs.append(done.stdout)
         if words is generate:
@@ -236,7 +236,7 @@ def test_the_harness_that_is_not_installed_is_named(
 
 
 def test_help_imports_no_torch() -> None:
-    code = "import sys; sys.argv = ['titanlike', sys.argv[1], '--help']; from titanlike.cli.main import main\n"
+    code = "import sys; sys.argv = ['titanlike', sys.argv[1], '--help']; from titanlike.tools.cli.main import main\n"
     code += "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules"
     for name in ("generate", "evaluate"):
         subprocess.run([sys.executable, "-c", code, name], check=True, stdout=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def titanlike(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return python(folder, "-m", "titanlike.cli.main", *words)
+    return python(folder, "-m", "titanlike.tools.cli.main", *words)
 
 
 def test_export_and_import(runs: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.compare import SPIKE, write_run
 from tests.debian import require
-from titanlike.comparison.page import page
-from titanlike.comparison.runs import Runs
+from titanlike.tools.comparison.page import page
+from titanlike.tools.comparison.runs import Runs
 
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2500")
 STEPS = 12_000  # more than a page has points

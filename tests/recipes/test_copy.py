@@ -80,7 +80,7 @@ def test_a_copied_program_with_a_section_and_a_line_of_its_own(tmp_path: Path) -
 
 
 def test_the_copy_block_of_the_readme_runs_the_changed_program(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks(ROOT / "README.md") if "custom/train.py" in block]
+    (block,) = [block for block in blocks(ROOT / "docs/commands.md") if "custom/train.py" in block]
     *copying, running = block.splitlines()
     for folder in ("recipes", "train_configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)

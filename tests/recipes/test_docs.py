@@ -30,17 +30,17 @@ from tests.launching import ROOT, SMALL, free_port, python, run
 from tests.parity import CASES, moe_table, summary, table
 from tests.training import tiny, train
 from titanlike.checkpoint import read_whole
-from titanlike.cli.main import build_parser
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
 from titanlike.data.packed_dataset import BatchSource
-from titanlike.data.prepare.prepare import prepare
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
-from titanlike.sweep.results import table as sweep_table
-from titanlike.verify import TOLERANCES, _parse
+from titanlike.tools.cli.main import build_parser
+from titanlike.tools.data.prepare import prepare
+from titanlike.tools.sweep.results import table as sweep_table
+from titanlike.tools.verify import TOLERANCES, _parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEYS = {key.name for key in describe(PretrainRecipe)}
@@ -135,6 +135,13 @@ def test_the_python_code_of_the_readme_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_loop_of_the_readme_is_that_of_the_program() -> None:
+    (excerpt,) = blocks(ROOT / "README.md", "py")
+    program = [line.strip() for line in (ROOT / "recipes/pretrain.py").read_text().splitlines()]
+    for line in excerpt.splitlines():
+        assert line.strip().partition("model, mesh, ...)")[0] in program
+
+
 def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> None:
     """A dimension that was added later is not described as missing."""
     text = (ROOT / "docs/coming_from.md").read_text()
@@ -145,12 +152,12 @@ def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> 
 
 @pytest.mark.slow
 def test_the_quickstart_ends_with_a_continuation_by_transformers(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks(ROOT / "README.md") if "pipeline(" in block]
+    (block,) = [block for block in blocks(ROOT / "docs/commands.md") if "pipeline(" in block]
     train_line, export_line, generate_line = (shlex.split(line, comments=True)[1:] for line in block.splitlines())
     # Fewer steps: the continuation is nonsense, and all lines run.
     trained = run(tmp_path, *train_line, **SMALL)
     assert trained.returncode == 0, trained.stderr
-    exported = python(tmp_path, "-m", "titanlike.cli.main", *export_line)
+    exported = python(tmp_path, "-m", "titanlike.tools.cli.main", *export_line)
     assert exported.returncode == 0, exported.stderr
     done = subprocess.run([sys.executable, *generate_line], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("def ") and len(done.stdout) > 10, done.stderr
@@ -344,15 +351,15 @@ def test_keys_of_other_projects_that_are_the_same_exist() -> None:
 
 
 def test_the_repository_layout_lists_every_package() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/how_it_works.md").read_text()
     layout = text.split("```\nrun_train.sh")[1].split("```")[0]
     for path in (ROOT / "titanlike").iterdir():
         name = f"{path.name}/" if path.is_dir() else path.name
-        assert name.startswith("__") or f"  {name} " in layout, f"{name} is not in the repository layout of the README"
+        assert name.startswith("__") or f"  {name} " in layout, f"{name} is not in the repository layout"
 
 
 def test_the_table_of_recipes_has_the_parameter_counts() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/recipes.md").read_text()
     for path in (ROOT / "train_configs").glob("*.toml"):
         count = load(PretrainRecipe, path).model.num_parameters()
         assert re.search(rf"/{path.stem}\.toml\).*\| {count:,} \|", text), f"{path.stem}: {count:,}"

@@ -20,8 +20,8 @@ import pytest
 from tests.forkserver import ROOT, Forked
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import environment
-from titanlike.cli import launch
-from titanlike.cli.main import MULTILINE, WITH_OVERRIDES, build_parser, main
+from titanlike.run import launch
+from titanlike.tools.cli.main import MULTILINE, WITH_OVERRIDES, build_parser, main
 
 DEBUG = str(ROOT / "train_configs/debug.toml")
 SLOW = ("launch docker",)  # builds a wheel, in new interpreters
@@ -114,7 +114,7 @@ def start_on_full_disk(folder: Path, words: list[str]) -> tuple[int, str]:
 
 
 PROGRAMS = {
-    **{name: ["-m", "titanlike.cli.main", *name.split()] for name in COMMANDS},
+    **{name: ["-m", "titanlike.tools.cli.main", *name.split()] for name in COMMANDS},
     "run_train.sh --help": [launch.__file__, "--help"],
     "run_train.sh --resolved": [launch.__file__, DEBUG, "--resolved"],
     "run_train.sh --check": [launch.__file__, DEBUG, "--check=1"],
@@ -144,7 +144,14 @@ def test_output_on_a_full_disk_is_one_sentence(name: str, folder: Path, tmp_path
 
 def test_output_that_is_still_buffered_at_the_exit(tmp_path: Path) -> None:
     """A pipe and a file are buffered by an interpreter, unlike in forked processes."""
-    command = [sys.executable, "-m", "titanlike.cli.main", "sweep", str(ROOT / "sweep_configs/debug.toml"), "--dry-run"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanlike.tools.cli.main",
+        "sweep",
+        str(ROOT / "sweep_configs/debug.toml"),
+        "--dry-run",
+    ]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             command, cwd=tmp_path, env=environment(PYTHONUNBUFFERED=""), stdout=full, stderr=subprocess.PIPE, text=True, check=False

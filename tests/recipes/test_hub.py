@@ -97,7 +97,7 @@ def hub() -> Iterator[str]:
 
 def inspect(hub: str, folder: Path, *arguments: str) -> str:
     variables = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = ("-m", "titanlike.cli.main", "data", "inspect", *arguments, "--tokenizer.encoding=bytes")
+    command = ("-m", "titanlike.tools.cli.main", "data", "inspect", *arguments, "--tokenizer.encoding=bytes")
     done = python(ROOT, *command, variables=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout

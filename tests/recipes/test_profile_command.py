@@ -14,7 +14,7 @@ SMALL = [
 
 
 def profile(folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
-    done = launching.python(folder, "-m", "titanlike.cli.main", "profile", *words, variables=variables)
+    done = launching.python(folder, "-m", "titanlike.tools.cli.main", "profile", *words, variables=variables)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -23,12 +23,12 @@ from titanlike.data.packed_dataset import SequenceBatch
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.run.preflight import check_recipe
-from titanlike.run.small_recipe import fitting_batch, shrink
-from titanlike.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
+from titanlike.tools.small_recipe import fitting_batch, shrink
+from titanlike.tools.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
 
 
 def verify(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return python(folder, "-m", "titanlike.cli.main", "verify", *words)
+    return python(folder, "-m", "titanlike.tools.cli.main", "verify", *words)
 
 
 def copied(folder: Path, old: str, new: str) -> str:

@@ -13,10 +13,10 @@ from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.loader import BatchLoader
 from titanlike.data.packed_dataset import BatchSource, ShuffledMixture
-from titanlike.planning.hardware import load_hardware
-from titanlike.planning.job import Job
-from titanlike.planning.plan import make_plan
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.plan import make_plan
 
 RAMP: Ramp = ((3, 2), (4, 4))
 SIZES = [2, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]

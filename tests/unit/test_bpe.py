@@ -13,7 +13,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.text.train_tokenizer import BOS, EOS, train
+from titanlike.tools.data.train_tokenizer import BOS, EOS, train
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_training_errors(corpus: Path, tmp_path: Path) -> None:
 
 def test_command_prints_the_next_command(corpus: Path, tmp_path: Path) -> None:
     arguments = [str(corpus / "json.txt"), "--out", "my.model", "--vocab-size", "5000"]
-    done = python(tmp_path, "-m", "titanlike.cli.main", "data", "train-tokenizer", *arguments)
+    done = python(tmp_path, "-m", "titanlike.tools.cli.main", "data", "train-tokenizer", *arguments)
     assert re.match(
         r"my\.model: \d,?\d{3} tokens, trained on \d+\.\d KB of text in \d+\.\d s; \d\.\d\d bytes of text per token\n"
         r"  fewer than 5,000: no other pair occurs twice; more text yields more tokens\n",

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from benchmarks import compare as benchmark
-from titanlike.cli import main as cli
-from titanlike.comparison import reader
-from titanlike.comparison.differences import differences
-from titanlike.comparison.page import page
-from titanlike.comparison.reader import TRAINING, VALIDATION, MetricsReader
-from titanlike.comparison.runs import Run, Runs, find, unique_names
-from titanlike.comparison.series import downsample, make_series, wall_seconds, without_repeated_steps
+from titanlike.tools.cli import main as cli
+from titanlike.tools.comparison import reader
+from titanlike.tools.comparison.differences import differences
+from titanlike.tools.comparison.page import page
+from titanlike.tools.comparison.reader import TRAINING, VALIDATION, MetricsReader
+from titanlike.tools.comparison.runs import Run, Runs, find, unique_names
+from titanlike.tools.comparison.series import downsample, make_series, wall_seconds, without_repeated_steps
 from titanlike.utils.file_lock import FileLock
 
 ROOT = Path(__file__).parents[2]
@@ -267,7 +267,7 @@ def test_mistakes_are_refused_in_one_sentence(
         assert exit_info.value.code == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
-    monkeypatch.setattr("titanlike.planning.figure.find_spec", lambda name: None)
+    monkeypatch.setattr("titanlike.tools.planning.figure.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         compare(monkeypatch, run, "--png", "a.png")
     assert 'error: --png requires matplotlib; run: pip install "titanlike[plot]"' in capsys.readouterr().err
@@ -309,7 +309,7 @@ def test_the_table_of_the_documentation_is_the_measurement() -> None:
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     make(tmp_path / "run", record(1))
     program = (
-        "import sys; from titanlike.cli import main; sys.argv = ['titanlike', 'compare', 'run', '--html', 'a.html']; "
+        "import sys; from titanlike.tools.cli import main; sys.argv = ['titanlike', 'compare', 'run', '--html', 'a.html']; "
         "main.main(); print('imported', {'torch', 'matplotlib'} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", program]

@@ -275,9 +275,7 @@ def test_a_binary_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_loading_and_checking_a_recipe_does_not_import_torch() -> None:
-    code = (
-        "import titanlike.run.start, titanlike.cli.launch, titanlike.cli.main, sys; assert 'torch' not in sys.modules"
-    )
+    code = "import titanlike.run.start, titanlike.run.launch, titanlike.tools.cli.main, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from titanlike.cli import main as cli
-from titanlike.run import doctor
-from titanlike.run.doctor import Finding
+from titanlike.tools import doctor
+from titanlike.tools.cli import main as cli
+from titanlike.tools.doctor import Finding
 from titanlike.utils import compat, system
 
 Usage = namedtuple("Usage", "total used free")

@@ -18,7 +18,7 @@ from titanlike.data.text import documents
 from titanlike.data.text.documents import BadRecord, Document, Fields, read_chunks, read_documents, split_chunks
 from titanlike.data.text.files import File, list_files
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.text.train_tokenizer import train
+from titanlike.tools.data.train_tokenizer import train
 
 Span = tuple[int, int]
 

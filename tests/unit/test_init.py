@@ -9,15 +9,15 @@ from unittest.mock import Mock
 import pytest
 
 from tests.launching import losses, run
-from titanlike.cli import main as cli
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.sections import Tokenizer
-from titanlike.data.prepare.prepare import prepare
-from titanlike.planning.hardware import load_hardware
-from titanlike.planning.job import Job
-from titanlike.planning.plan import make_plan
-from titanlike.run import new_recipe
 from titanlike.run.preflight import check_recipe
+from titanlike.tools import new_recipe
+from titanlike.tools.cli import main as cli
+from titanlike.tools.data.prepare import prepare
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.plan import make_plan
 
 
 @pytest.fixture(autouse=True)

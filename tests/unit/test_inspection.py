@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from titanlike.cli.main import main
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.sections import Tokenizer
-from titanlike.data.inspection import inspect_recipe
-from titanlike.data.prepare.prepare import prepare
 from titanlike.data.text.documents import Fields
+from titanlike.tools.cli.main import main
+from titanlike.tools.data.inspection import inspect_recipe
+from titanlike.tools.data.prepare import prepare
 
 DEBUG = Path(__file__).parents[2] / "train_configs/debug.toml"
 

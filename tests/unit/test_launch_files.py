@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from tests.launching import environment
-from titanlike.cli import main as cli
 from titanlike.config import PretrainRecipe, load
-from titanlike.run.cluster_job import check_image
 from titanlike.run.start import program_of
+from titanlike.tools.cli import main as cli
+from titanlike.tools.clusters.cluster_job import check_image
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
@@ -45,7 +45,7 @@ def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=1-12", "--signal=B:USR1@120", "--requeue",
         "--open-mode=append", "--partition=gpu",
     }  # fmt: skip
-    assert f"-m titanlike.cli.launch {out}/recipe.toml" in file.read_text()
+    assert f"-m titanlike.run.launch {out}/recipe.toml" in file.read_text()
     assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
     # The recipe of the job: with a name, so that a requeued job resumes, and with time to save.
     recipe = load(PretrainRecipe, out / "recipe.toml")
@@ -143,7 +143,7 @@ def test_docker_folder_has_all_that_the_image_needs(tmp_path: Path, monkeypatch:
     # The wheel, the recipe and the program are enough to start, without the repository.
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(installed)
-    command = [sys.executable, "-m", "titanlike.cli.launch", str(out / "recipe.toml"), "--check=1"]
+    command = [sys.executable, "-m", "titanlike.run.launch", str(out / "recipe.toml"), "--check=1"]
     variables = environment(PYTHONPATH=str(installed))
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "valid for 1 process" in done.stdout, done.stderr

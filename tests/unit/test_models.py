@@ -40,7 +40,7 @@ from titanlike.models import build_model, layers
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
 from titanlike.models.llama import rotary_angles, scale_rope_frequencies
-from titanlike.run import doctor
+from titanlike.tools import doctor
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, vocab_size=37, max_seq_len=64)

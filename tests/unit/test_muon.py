@@ -16,9 +16,9 @@ from titanlike.models import build_model
 from titanlike.optim.muon import Muon, orthogonalize
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
-from titanlike.planning.job import Job
-from titanlike.planning.memory import memory
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import memory
 
 MODEL = LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=48, vocab_size=320)
 MUON = OptimizerGroup(pattern="layers", optimizer="muon")

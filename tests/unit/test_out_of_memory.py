@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.planning.job import Job
-from titanlike.planning.memory import memory
-from titanlike.run.out_of_memory import out_of_memory_error, savings
+from titanlike.config import PretrainRecipe, load
 from titanlike.run.run_dir import RunDirectory
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import memory
+from titanlike.tools.planning.out_of_memory import advice, savings
 
 LLAMA_8B = Path(__file__).parents[2] / "train_configs" / "llama3_8b.toml"
 
@@ -31,12 +31,10 @@ def test_the_changes_save_what_the_planner_says_and_have_different_keys() -> Non
     assert by_key["activation_checkpoint.mode"] == allocated(recipe, 8) - allocated(full, 8)
 
 
-def test_the_message_names_the_rank_the_cause_and_the_changes() -> None:
+def test_the_advice_names_the_planned_peak_and_the_changes() -> None:
     recipe = load(PretrainRecipe, LLAMA_8B, {})
-    lines = str(out_of_memory_error(recipe, 8, 3, "CUDA out of memory. Tried to allocate 2 GiB.\nMore.")).split("\n")
-    peak = allocated(recipe, 8) / 2**30
-    assert lines[0].startswith("rank 3 is out of memory: CUDA out of memory. Tried to allocate 2 GiB; the plan expects")
-    assert f"{peak:,.2f} GiB" in lines[0]
+    lines = advice(recipe, 8).split("\n")
+    assert lines[0].startswith(f"the plan expects a peak of {allocated(recipe, 8) / 2**30:,.2f} GiB per GPU")
     assert len(lines) == 4
     assert any("changes rounding" in line for line in lines[1:])
 
@@ -45,15 +43,19 @@ def test_a_run_ends_with_this_message(tmp_path: Path, capsys: pytest.CaptureFixt
     recipe = PretrainRecipe()
     recipe = replace(recipe, run=replace(recipe.run, dir=str(tmp_path), name="run", device="cpu"))
     with pytest.raises(SystemExit) as exit_code, RunDirectory(recipe).session():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nMore.")
     assert exit_code.value.code == 2  # not restarted: it would meet the same error
     errors = capsys.readouterr().err
     assert "error: rank 0 is out of memory: CUDA out of memory. Tried to allocate 1 GiB; the plan" in errors
     assert "saves" in errors
 
 
-def test_an_error_of_the_planner_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlike.run.out_of_memory.savings", lambda *_: 1 / 0)
-    error = out_of_memory_error(PretrainRecipe(), 1, 0, "CUDA out of memory.")
-    assert isinstance(error, UserError)
-    assert str(error).startswith("rank 0 is out of memory: CUDA out of memory; no plan")
+def test_an_error_of_the_planner_does_not_hide_the_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titanlike.tools.planning.out_of_memory.savings", lambda *_: 1 / 0)
+    recipe = PretrainRecipe()
+    recipe = replace(recipe, run=replace(recipe.run, dir=str(tmp_path), name="run", device="cpu"))
+    with pytest.raises(SystemExit), RunDirectory(recipe).session():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert "rank 0 is out of memory: CUDA out of memory; plan: ZeroDivisionError" in capsys.readouterr().err

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from titanlike.cli import main as cli
-from titanlike.planning import comparison, report
-from titanlike.planning.advice import advice, checkpointing_modes
-from titanlike.planning.figure import draw_memory, draw_scaling
-from titanlike.planning.hardware import load_hardware
-from titanlike.planning.job import Job
-from titanlike.planning.plan import make_plan
-from titanlike.planning.scaling import scaling
 from titanlike.run.preflight import check_recipe
-from titanlike.run.programs import load_known
+from titanlike.tools.cli import main as cli
+from titanlike.tools.planning import comparison, report
+from titanlike.tools.planning.advice import advice, checkpointing_modes
+from titanlike.tools.planning.figure import draw_memory, draw_scaling
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.plan import make_plan
+from titanlike.tools.planning.scaling import scaling
+from titanlike.tools.programs import load_known
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "train_configs/llama3_8b.toml")
@@ -110,7 +110,7 @@ def test_mistakes_are_one_sentence(
 def test_hardware_files_with_a_wrong_peak(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, message: str
 ) -> None:
-    shipped = (ROOT / "titanlike/planning/hardware_files/h100.toml").read_text().splitlines()
+    shipped = (ROOT / "titanlike/tools/planning/hardware_files/h100.toml").read_text().splitlines()
     lines = [line if text.startswith("bf16_tflops") else text for text in shipped]
     file = tmp_path / "mine.toml"
     file.write_text("\n".join(lines))

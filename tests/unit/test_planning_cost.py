@@ -30,15 +30,15 @@ from titanlike.models import blocks, build_model
 from titanlike.models.llama import rotary_angles
 from titanlike.models.lora import apply_lora
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from titanlike.planning.collectives import Collective
-from titanlike.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
-from titanlike.planning.hardware import Hardware, hardware_names, load_hardware
-from titanlike.planning.job import Job
-from titanlike.planning.kernels import Kernels
-from titanlike.planning.links import Links
-from titanlike.planning.operators import Counts, Program
-from titanlike.planning.traffic import traffic
-from titanlike.planning.work import Matmul, Passes, Work
+from titanlike.tools.planning.collectives import Collective
+from titanlike.tools.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
+from titanlike.tools.planning.hardware import Hardware, hardware_names, load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.kernels import Kernels
+from titanlike.tools.planning.links import Links
+from titanlike.tools.planning.operators import Counts, Program
+from titanlike.tools.planning.traffic import traffic
+from titanlike.tools.planning.work import Matmul, Passes, Work
 
 LLAMA_8B = LlamaConfig(**{"size": "3.1-8B", **LlamaConfig.sizes["3.1-8B"]})
 LLAMA_70B = LlamaConfig(**{"size": "3.1-70B", **LlamaConfig.sizes["3.1-70B"]})

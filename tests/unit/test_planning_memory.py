@@ -17,10 +17,10 @@ from titanlike.models import blocks, build_model
 from titanlike.models.llama import rotary_angles
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
-from titanlike.planning.activations import block_activations
-from titanlike.planning.job import Job
-from titanlike.planning.memory import memory
-from titanlike.planning.simulate import can_simulate, simulate
+from titanlike.tools.planning.activations import block_activations
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import memory
+from titanlike.tools.planning.simulate import can_simulate, simulate
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 
@@ -188,7 +188,7 @@ def test_a_deep_model_is_extrapolated_from_a_few_blocks() -> None:
     deep = job("llama3_8b", 8, model=dict(num_layers=12), activation_checkpoint=dict(mode="full"))
     with pytest.MonkeyPatch.context() as patch:
         found = simulate(deep)
-        patch.setattr("titanlike.planning.simulate.DEPTH", 11)
+        patch.setattr("titanlike.tools.planning.simulate.DEPTH", 11)
         all_blocks = simulate(deep)
     assert [moment.label for moment in found.moments if "block" in moment.label] == [
         moment.label for moment in all_blocks.moments if "block" in moment.label

@@ -14,8 +14,8 @@ from titanlike.models import blocks, build_model
 from titanlike.models.lora import apply_lora
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
-from titanlike.planning.job import Job
-from titanlike.planning.parameters import Parameter, fsdp_units, stage_of
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.parameters import Parameter, fsdp_units, stage_of
 from titanlike.utils.dtensor import local_tensor
 
 

@@ -8,7 +8,7 @@ from torch.distributed import pipelining
 
 from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, stages_of
-from titanlike.planning.schedules import Action, Kind, Order, order, peak_in_flight, simulate_time
+from titanlike.tools.planning.schedules import Action, Kind, Order, order, peak_in_flight, simulate_time
 
 SEVERAL_STAGES = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank > 1]
 

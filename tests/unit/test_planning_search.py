@@ -8,16 +8,16 @@ import pytest
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.model_configs import MixtralConfig
-from titanlike.planning.advice import may_fit, smallest_peak
-from titanlike.planning.changes import expert_sizes, single_changes
-from titanlike.planning.comparison import layout_text
-from titanlike.planning.hardware import load_hardware
-from titanlike.planning.job import Job
-from titanlike.planning.memory import memory
-from titanlike.planning.plan import least_seconds, make_plan
-from titanlike.planning.search import SearchResult, confirmed, search
-from titanlike.planning.written import write
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.planning.advice import may_fit, smallest_peak
+from titanlike.tools.planning.changes import expert_sizes, single_changes
+from titanlike.tools.planning.comparison import layout_text
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import memory
+from titanlike.tools.planning.plan import least_seconds, make_plan
+from titanlike.tools.planning.search import SearchResult, confirmed, search
+from titanlike.tools.planning.written import write
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 H100 = load_hardware("h100")

@@ -12,15 +12,16 @@ import pytest
 import tomli
 
 from tests.unit.preparing import BYTES, MANY, content, random_text, read_split
-from titanlike.cli.data import recipe_lines
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.prepare import work_units
-from titanlike.data.prepare.prepare import Progress, prepare
-from titanlike.data.prepare.work_units import split_of, split_work_units
 from titanlike.data.text.documents import CHUNK_SIZE, BadRecord, Fields, read_documents
 from titanlike.data.text.files import File, list_files
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.data.token_shards import TRAIN, VALIDATION, Shards
+from titanlike.data.tokenization import split_of
+from titanlike.tools.cli.data import recipe_lines
+from titanlike.tools.data import work_units
+from titanlike.tools.data.prepare import Progress, prepare
+from titanlike.tools.data.work_units import split_work_units
 
 
 def test_shards_hold_each_document_once_and_in_order(corpus: Path, tmp_path: Path, small_units: None) -> None:

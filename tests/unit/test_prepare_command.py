@@ -18,8 +18,8 @@ import tomli
 
 from tests.launching import ROOT, descendants, environment
 from tests.unit.preparing import content, random_text
-from titanlike.cli.data import progress_text
-from titanlike.data.prepare.prepare import Progress
+from titanlike.tools.cli.data import progress_text
+from titanlike.tools.data.prepare import Progress
 
 
 def test_progress_text() -> None:
@@ -40,8 +40,8 @@ class Ended(NamedTuple):
 def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
     # The command, with work units so small that a second of work has many.
     program = (
-        "from titanlike.data.prepare import work_units; work_units.MIN_SIZE = 400_000; "
-        "from titanlike.cli.main import main; main()"
+        "from titanlike.tools.data import work_units; work_units.MIN_SIZE = 400_000; "
+        "from titanlike.tools.cli.main import main; main()"
     )
     command = [sys.executable, "-c", program, "data", "prepare", *arguments]
     return subprocess.Popen(
@@ -213,8 +213,8 @@ def test_full_disk_is_one_line(large: Path, tmp_path: Path) -> None:
 
 def test_command_does_not_import_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, titanlike.cli.data, titanlike.data.prepare.prepare; "
-        "import titanlike.data.text.train_tokenizer, titanlike.data.prepare.workers; "
+        "import sys, titanlike.tools.cli.data, titanlike.tools.data.prepare; "
+        "import titanlike.tools.data.train_tokenizer, titanlike.tools.data.workers; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(PYTHONPATH=str(ROOT)), check=True)
@@ -225,8 +225,8 @@ def test_workers_do_not_import_the_calling_program(large: Path, tmp_path: Path) 
 import os
 from pathlib import Path
 from titanlike.config.sections import Tokenizer
-from titanlike.data.prepare import work_units
-from titanlike.data.prepare.prepare import prepare
+from titanlike.tools.data import work_units
+from titanlike.tools.data.prepare import prepare
 
 with open("imports", "a") as file:
     file.write("imported\\n")
@@ -243,7 +243,7 @@ def test_terminal_shows_a_live_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text " * 1000)
     master, slave = os.openpty()
     arguments = ["data", "prepare", "a.txt", "--out", "out", "--tokenizer", "bytes"]
-    command = [sys.executable, "-m", "titanlike.cli.main", *arguments]
+    command = [sys.executable, "-m", "titanlike.tools.cli.main", *arguments]
     env = environment(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="120")
     subprocess.run(command, cwd=tmp_path, env=env, stdout=slave, stderr=slave, check=True, timeout=60)
     os.close(slave)
@@ -257,7 +257,7 @@ def test_terminal_shows_a_live_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the peak memory of a process")
 def test_memory_does_not_grow_with_a_text_file(tmp_path: Path) -> None:
     code = (
-        "import re, sys; from pathlib import Path; from titanlike.data.prepare.prepare import prepare; "
+        "import re, sys; from pathlib import Path; from titanlike.tools.data.prepare import prepare; "
         "from titanlike.config.sections import Tokenizer; "
         "prepare([sys.argv[1]], Path(sys.argv[1] + '.out'), Tokenizer(), workers=0); "
         # Not getrusage, which includes the parent's memory before exec.

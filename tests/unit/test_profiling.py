@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from titanlike.cli.profile import _print
 from titanlike.config import UserError
 from titanlike.config.sections import Profiling
-from titanlike.metrics.profiler import Profiler
-from titanlike.metrics.trace import DATA_WAIT, Profile, read_profile, trace_name, traces
+from titanlike.metrics.profiler import DATA_WAIT, Profiler, trace_name
+from titanlike.tools.cli.profile import _print
+from titanlike.tools.trace import Profile, read_profile, traces
 
 HOST, STREAM, OTHER_STREAM = 1, 7, 20
 

@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 import tomli
 
-from titanlike.cli.main import main
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.schema import describe, editor_schema, help_text, markdown
+from titanlike.tools.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))

@@ -15,12 +15,13 @@ from titanlike.config.sections import Checkpoint, Data, Validation
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data import sources
 from titanlike.data.packed_dataset import ShuffledMixture
-from titanlike.data.prepare.prepare import prepare
 from titanlike.data.sources import Sources, open_sources
 from titanlike.data.stream import Stream
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.tokenization import write_shards
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.data.prepare import prepare
 
 BYTES = build_tokenizer(Section())
 
@@ -64,9 +65,9 @@ def test_concurrent_processes_tokenize_text_once(tmp_path: Path, cache: Path, mo
 
     def counted(files: Any, out: Path, *others: Any, **options: Any) -> Any:
         calls.append(out)
-        return prepare(files, out, *others, **options)
+        return write_shards(files, out, *others, **options)
 
-    monkeypatch.setattr(sources, "prepare", counted)
+    monkeypatch.setattr(sources, "write_shards", counted)
     found: list[Sources] = []
     threads = [threading.Thread(target=lambda: found.append(open_(source="text", path=str(folder)))) for _ in range(4)]
     for thread in threads:

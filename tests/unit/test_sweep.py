@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from optuna.storages import JournalStorage
 
-from titanlike.cli import main as cli
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.schema import describe
 from titanlike.run.preflight import check_recipe
-from titanlike.sweep import scheduler
-from titanlike.sweep.config import Sweep, SweepPlan, load_sweep
-from titanlike.sweep.processes import RunProcess, run_command, slots, wait_for_lock
-from titanlike.sweep.results import Trial, read_results, table
-from titanlike.sweep.scheduler import Interrupted, Scheduler
-from titanlike.sweep.study import JOURNAL, Study
+from titanlike.tools.cli import main as cli
+from titanlike.tools.sweep import scheduler
+from titanlike.tools.sweep.config import Sweep, SweepPlan, load_sweep
+from titanlike.tools.sweep.processes import RunProcess, run_command, slots, wait_for_lock
+from titanlike.tools.sweep.results import Trial, read_results, table
+from titanlike.tools.sweep.scheduler import Interrupted, Scheduler
+from titanlike.tools.sweep.study import JOURNAL, Study
 from titanlike.utils.file_lock import FileLock
 
 ROOT = Path(__file__).parents[2]

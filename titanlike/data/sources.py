@@ -23,11 +23,11 @@ from titanlike.data.packed_dataset import (
     TokenArray,
     hash_of,
 )
-from titanlike.data.prepare.prepare import prepare
 from titanlike.data.text.documents import Fields
 from titanlike.data.text.files import DiskFull, File, is_address, list_files, local_file
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.data.token_shards import FORMAT, MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
+from titanlike.data.tokenization import write_shards
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import cache_folder
 
@@ -240,7 +240,7 @@ def _tokenize(files: Sequence[File], section: Data, tokenizer: Tokenizer, path: 
         size = sum(file.size for file in files)
         if size > LARGE_TEXT:
             print(f"{path}: {size / 2**30:.2f} GiB of text; `titanlike data prepare` would use all cores, once")
-        prepare(files, out, tokenizer.section, fields=fields, bad=section.bad_records, workers=0)
+        write_shards(files, out, tokenizer, fields, skip_bad_records=section.bad_records == "skip")
 
     return _cache(out, path, write, lambda: out if (out / MANIFEST).exists() else None)
 

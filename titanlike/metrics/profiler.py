@@ -9,8 +9,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlike.config.sections import Profiling
 from titanlike.distributed import environment
-from titanlike.metrics.trace import DIRECTORY, trace_name
 from titanlike.utils import compat
+
+DIRECTORY = "profile"  # in the run directory
+DATA_WAIT = "data wait"  # annotation in a trace
+
+
+def trace_name(step: int, rank: int) -> str:
+    """Returns the file name of a trace."""
+    return f"step-{step}-rank-{rank}.json.gz"
 
 
 class Profiler(AbstractContextManager["Profiler"]):

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import torch
 
-from titanlike.distributed import environment, process_group
+from titanlike.distributed import process_group
 from titanlike.metrics import Measured
-from titanlike.metrics.hardware import device_name
-from titanlike.metrics.trackers import JSONLWriter
+from titanlike.run.hooks import call_hooks
 from titanlike.run.run_dir import RunDirectory
 
 
 def completion_message(run: RunDirectory, device: torch.device, measured: Measured) -> str | None:
-    """Returns the message for a complete run, on rank 0. On GPUs, memory and throughput are compared with the plan and recorded."""
+    """Returns the message for a complete run, on rank 0."""
     if not process_group.is_main():
         return None
     lines = [_best_validation(run.metrics), *_next_commands(run)]
-    if device.type == "cuda":
-        lines.append(_compare_with_plan(run, device, measured))
+    lines += call_hooks("completed", recipe=run.recipe, metrics=run.metrics, device=device, measured=measured)
     return "\n".join([f"done: {run.path}", *filter(None, lines)])
 
 
@@ -48,25 +46,3 @@ def _next_commands(run: RunDirectory) -> list[str]:
         f"        titanlike export {path} FOLDER",
         f"        titanlike compare {path} OTHER_RUN",
     ]
-
-
-def _compare_with_plan(run: RunDirectory, device: torch.device, measured: Measured) -> str:
-    from titanlike.run.planned import compare, comparison_line, hardware_of_device  # not needed to start
-
-    ranks = environment.rank_info()
-    size = torch.cuda.get_device_properties(device).total_memory / 2**30
-    try:
-        values = compare(
-            run.recipe,
-            ranks.world_size,
-            ranks.local_world_size,
-            hardware_of_device(device_name(device), size),
-            memory_gib=measured.memory_gib,
-            tokens_per_second=measured.tokens_per_second,
-        )
-        writer = JSONLWriter(run.metrics)
-        writer.log(run.recipe.training.steps, values)
-        writer.close()
-    except Exception as error:  # noqa: BLE001  a run that is complete does not fail because of its plan
-        return f"plan    not compared: {error}"
-    return comparison_line(values)

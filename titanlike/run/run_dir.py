@@ -27,7 +27,7 @@ from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
 from titanlike.metrics.hardware import device_name
-from titanlike.run.out_of_memory import out_of_memory_error
+from titanlike.run.hooks import call_hooks
 from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.regular_file import read_regular
@@ -64,8 +64,11 @@ class RunDirectory:
             try:
                 yield device, watchdog
             except torch.OutOfMemoryError as error:
-                ranks = environment.rank_info()
-                raise out_of_memory_error(self.recipe, ranks.world_size, ranks.rank, str(error)) from None
+                cause = str(error).splitlines()[0].rstrip(".")
+                advice = call_hooks("out_of_memory", recipe=self.recipe)
+                raise UserError(
+                    "; ".join([f"rank {environment.rank_info().rank} is out of memory: {cause}", *advice])
+                ) from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from titanlike.config.schema import describe, help_text
 from titanlike.config.sections import Run
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
+from titanlike.run.hooks import call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int, refuse_control_characters, refuse_undecodable
@@ -126,7 +127,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             print(to_toml(recipe), end="")
             sys.exit(0)
         check_recipe(recipe, arguments.check or ranks.world_size)
-        planned = _plan_line(recipe, arguments)
+        texts = []
+        if arguments.check and not arguments.check_files:
+            texts = call_hooks("checked", recipe=recipe, num_processes=arguments.check, hardware=arguments.hardware)
         program = Path(sys.argv[0]).resolve()
         if arguments.check_files:
             _check_program(program, arguments)
@@ -147,8 +150,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if arguments.check:
         processes = f"{arguments.check} process{'es' if arguments.check > 1 else ''}"
         print(f"{arguments.recipe}: valid for {processes} (data files not checked)")
-        if planned:
-            print(planned)
+        for text in texts:
+            print(text)
         sys.exit(0)
     recipe = replace(recipe, run=run)
     if ranks.restart_count:  # the first start has applied it, and a restart resumes from the newest checkpoint
@@ -174,15 +177,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory
     return recipe
-
-
-def _plan_line(recipe: PretrainRecipe, arguments: Arguments) -> str | None:
-    """Returns the plan that `--check` prints, in one line."""
-    if not arguments.check or arguments.check_files:
-        return None
-    from titanlike.run.planned import DEFAULT_HARDWARE, plan_line  # not needed to train
-
-    return plan_line(recipe, arguments.check, arguments.hardware or DEFAULT_HARDWARE)
 
 
 def _sagemaker_defaults(recipe: Path) -> dict[str, Any]:

@@ -1,0 +1,116 @@
+"""The structure of the package: what imports what, and where the environment and private names of PyTorch are used."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.planted_errors import ERRORS, Planted
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "titanlike"
+TOOLS = PACKAGE / "tools"
+
+# From top to bottom: a package imports only from lower layers. Packages of one layer do not import each other.
+CORE = [
+    {"run"},
+    {"inference"},
+    {"parallelize", "interop"},
+    {"parallelisms", "float8", "optim", "data", "metrics"},
+    {"checkpoint"},
+    {"models"},
+    {"distributed"},
+    {"utils"},
+    {"config"},
+]
+LAYERS_OF_TOOLS = [
+    {"cli"},
+    {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify"},
+    {"data", "harness", "planning", "programs", "small_recipe", "trace"},
+]
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yields what a module imports, inside of functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def layer(layers: list[set[str]], package: str) -> int:
+    """Returns the number of a package's layer; the number of layers for a package's `__init__.py`."""
+    return next((number for number, members in enumerate(layers) if package in members), len(layers))
+
+
+def upward(folder: Path, layers: list[set[str]], sources: list[Path]) -> Iterator[str]:
+    """Yields the imports between the packages of a folder that do not go to a lower layer."""
+    prefix = f"{module_of(folder)}."
+    for path in sources:
+        package = path.relative_to(folder).with_suffix("").parts[0]
+        for target in imports(path):
+            other = target.removeprefix(prefix).split(".")[0]
+            if target.startswith(prefix) and other != package and layer(layers, other) <= layer(layers, package):
+                yield f"{module_of(path)} imports {target}"
+
+
+@pytest.mark.parametrize(("folder", "layers"), [(PACKAGE, [{"tools"}, *CORE]), (TOOLS, LAYERS_OF_TOOLS)])
+def test_every_package_has_a_layer(folder: Path, layers: list[set[str]]) -> None:
+    found = {path.stem for path in folder.iterdir() if path.stem not in ("__init__", "__pycache__")}
+    assert found == set().union(*layers)
+
+
+def test_imports_go_downward() -> None:
+    assert list(upward(PACKAGE, [{"tools"}, *CORE], SOURCES)) == []
+    assert list(upward(TOOLS, LAYERS_OF_TOOLS, [path for path in SOURCES if TOOLS in path.parents])) == []
+    assert [name for path in SOURCES for name in imports(path) if name.split(".")[0] in ("recipes", "tests")] == []
+
+
+def test_the_core_never_imports_a_tool() -> None:
+    # Neither by a statement nor by a name that importlib would get.
+    assert [module_of(path) for path in CORE_SOURCES if "titanlike.tools" in path.read_text()] == []
+    code = "import recipes.pretrain, sys; print([name for name in sys.modules if name.startswith('titanlike.tools')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_only_two_modules_read_environment_variables() -> None:
+    readers = {"titanlike.distributed.environment", "titanlike.utils.system"}
+    texts = {module_of(path): path.read_text() for path in SOURCES}
+    assert {name for name, text in texts.items() if "os.environ" in text or "getenv" in text} <= readers
+
+
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    # The launcher overrides methods of torchrun's agent, which `compat.REQUIRED` has.
+    allowed = {"titanlike.utils.compat", "titanlike.distributed.torchrun"}
+    assert [name for path in SOURCES if module_of(path) not in allowed for name in private_names(path)] == []
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yields names with a leading underscore that a module takes from torch."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in ("torch", "dist", "collectives", "pipelining", "F"):
+                yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+    for name in imports(path):
+        if name.startswith("torch.") and any(part.startswith("_") for part in name.split(".")):
+            yield f"{path}: import of {name}"
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=list(ERRORS))
+def test_planted_errors_match_the_code(error: Planted) -> None:
+    assert (ROOT / error.file).read_text().count(error.old) == 1
+    assert all((ROOT / path).exists() for path in error.tests.split())

@@ -1,0 +1,207 @@
+"""Tokenizes text into token shards. No torch.
+
+Training does this once for text that has no shards yet; `titanlike data prepare` does it in several processes and resumes.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlike.config import UserError
+from titanlike.config.sections import Tokenizer as Section
+from titanlike.data.text.documents import LINES, PARQUET, BadRecord, Fields, read_chunks
+from titanlike.data.text.files import DiskFull, File, convert_write_errors, is_address
+from titanlike.data.text.tokenizer import Tokenizer, files_of
+from titanlike.data.token_shards import TRAIN, VALIDATION, Manifest, Shard, ShardWriter
+from titanlike.utils.atomic_io import fsync_directory
+
+MAX_EXAMPLES = 5  # bad records whose error messages are kept
+BYTE_VOCAB_SIZE = 258  # of a tokenizer without merges
+MAX_TOKEN_BYTES = 16  # of an average token: bounds the size of the output from below
+
+ReportProgress = Callable[[int, int], None]  # receives numbers of bytes read and tokens made
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """A file, or a range of it."""
+
+    file: File
+    size: int  # bytes, estimated for Parquet
+    bounds: tuple[int, int] | None = (
+        None  # byte offsets of JSON lines, or row groups of Parquet; None: the complete file
+    )
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """The input of one shard per split."""
+
+    number: int
+    spans: tuple[FileSpan, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(span.size for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that apply to all work units."""
+
+    folder: Path
+    tokenizer: Section
+    fields: Fields
+    validation_share: float
+    skip_bad_records: bool
+
+
+@dataclass
+class WorkUnitResult:
+    """The shards and statistics of a finished work unit."""
+
+    unit: int
+    splits: dict[str, Shard] = field(default_factory=dict)
+    text_bytes: int = 0
+    empty: int = 0  # documents without text
+    skipped: int = 0  # bad records
+    examples: list[str] = field(default_factory=list)  # error messages of the first bad records
+
+
+def write_shards(
+    files: Sequence[File], folder: Path, tokenizer: Tokenizer, fields: Fields, *, skip_bad_records: bool
+) -> None:
+    """Tokenizes files into a new folder of token shards. It gets its name when it is complete."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    with convert_write_errors(folder):
+        shutil.rmtree(partial, ignore_errors=True)  # of a start that was interrupted
+        partial.mkdir(parents=True)
+        spans = tuple(FileSpan(file, file.size) for file in files)
+        check_free_space(partial, spans, tokenizer)
+        options = Options(partial, tokenizer.section, fields, 0.0, skip_bad_records)
+        result = tokenize(WorkUnit(0, spans), options, tokenizer, lambda *_: None)
+        finish(partial, folder, [result], tokenizer, options, files)
+
+
+def tokenize(unit: WorkUnit, options: Options, tokenizer: Tokenizer, report: ReportProgress) -> WorkUnitResult:
+    """Tokenizes a work unit into one shard per split."""
+    writers: dict[str, ShardWriter] = {}
+    result = WorkUnitResult(unit.number)
+
+    def skip(problem: BadRecord) -> None:
+        result.skipped += 1
+        if len(result.examples) < MAX_EXAMPLES:
+            result.examples.append(str(problem))
+
+    def add(span: FileSpan) -> None:
+        first, split, unread = True, TRAIN, span.size
+        on_bad_record = skip if options.skip_bad_records else None
+        for chunk in read_chunks(span.file, options.fields, span=span.bounds, bad=on_bad_record):
+            if not chunk.text and first and chunk.last:
+                result.empty += 1
+                continue
+            content = chunk.text.encode()
+            if first:
+                split = split_of(content, options.validation_share)
+            if split not in writers:
+                writers[split] = ShardWriter(options.folder, f"{split}-{unit.number:05d}", tokenizer.dtype)
+            tokens, prompt_length = tokenizer.document(chunk.text, chunk.prompt, first=first, last=chunk.last)
+            writers[split].add(tokens, prompt_length, last=chunk.last)
+            result.text_bytes += len(content)
+            first = chunk.last
+            read = min(chunk.size, unread)
+            unread -= read
+            report(read, len(tokens))
+        _check_unchanged(span.file)
+        report(unread, 0)
+
+    with convert_write_errors(options.folder):
+        try:
+            for span in unit.spans:
+                add(span)
+            result.splits = {split: writer.close() for split, writer in writers.items()}
+        except BaseException:
+            for writer in writers.values():
+                writer.drop()
+            raise
+    return result
+
+
+def split_of(content: bytes, validation_share: float) -> str:
+    """Returns the split of a document. It depends on the text only (of a long document, on its first chunk), so copies agree."""
+    if not validation_share:
+        return TRAIN
+    value = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    return VALIDATION if value < validation_share * 2**64 else TRAIN
+
+
+def _check_unchanged(file: File) -> None:
+    if is_address(file.name):
+        return
+    stat = Path(file.name).stat() if Path(file.name).exists() else None
+    if stat is None or (stat.st_size, str(stat.st_mtime_ns)) != (file.size, file.version):
+        raise UserError(f"{file.name}: changed while it was read; run the command again when the file is complete")
+
+
+def check_free_space(folder: Path, spans: Sequence[FileSpan], tokenizer: Tokenizer) -> None:
+    """Raises if not even a low estimate of the output fits: long tokens, and records that are mostly not text."""
+    token_bytes = 1 if tokenizer.vocab_size <= BYTE_VOCAB_SIZE else MAX_TOKEN_BYTES
+    kinds = (PARQUET, *LINES)
+    text = sum(s.size // 4 if s.file.kind in kinds and not s.file.compressed else s.size for s in spans)
+    needed, free = text // token_bytes * np.dtype(tokenizer.dtype).itemsize, shutil.disk_usage(folder).free
+    if needed > free:
+        raise DiskFull(
+            f"{folder}: the tokens of this text take at least about {needed:,} bytes, and {free:,} are free on the disk"
+        )
+
+
+def finish(
+    partial: Path,
+    out: Path,
+    results: Sequence[WorkUnitResult],
+    tokenizer: Tokenizer,
+    options: Options,
+    files: Sequence[File],
+) -> Manifest:
+    """Writes the manifest and renames the folder."""
+    names = [TRAIN, VALIDATION] if options.validation_share else [TRAIN]
+    splits = {split: [result.splits[split] for result in results if split in result.splits] for split in names}
+    empty, skipped = sum(result.empty for result in results), sum(result.skipped for result in results)
+    if not splits[TRAIN]:
+        shutil.rmtree(partial)  # nothing to resume
+        if any(splits.values()):
+            raise UserError(
+                f"--validation = {options.validation_share} leaves no document for training; give a smaller fraction"
+            )
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise UserError(f"{files[0].name}{more}: no documents: {empty} without text, {skipped} bad records")
+    section = tokenizer.section
+    tokenizer_files = files_of(section.encoding)
+    for file in tokenizer_files:
+        shutil.copyfile(file, partial / file.name)
+    about: dict[str, Any] = {
+        "fingerprint": tokenizer.fingerprint, **asdict(section), "vocab_size": tokenizer.vocab_size,
+    }  # fmt: skip
+    source = {
+        "files": len(files),
+        "first": files[0].name,
+        "bytes": sum(file.size for file in files),
+        "text_bytes": sum(result.text_bytes for result in results),
+        "text_field": options.fields.text,
+        "prompt_field": options.fields.prompt,
+        "validation": options.validation_share,
+        "tokenizer_file": tokenizer_files[0].name if tokenizer_files else "",
+        "empty": empty,
+        "skipped": [example for result in results for example in result.examples][:MAX_EXAMPLES],
+    }
+    manifest = Manifest(np.dtype(tokenizer.dtype).name, about, splits, source, skipped)
+    manifest.write(partial)
+    fsync_directory(partial)
+    partial.replace(out)
+    fsync_directory(out.parent)
+    return manifest

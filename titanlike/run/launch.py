@@ -1,0 +1,78 @@
+"""The program behind `run_train.sh`: checks the recipe, then runs its program in this process or in several."""
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Before the first slow import: Ctrl-C ends the process without a stack trace.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    missing = [name for name in ("torch", "pydantic", "tiktoken", "tomli") if importlib.util.find_spec(name) is None]
+    if missing:
+        repository = Path(__file__).resolve().parents[2]
+        print(f"error: {sys.executable} lacks {', '.join(missing)}; run: pip install -e {repository}", file=sys.stderr)
+        sys.exit(2)
+
+import runpy
+import subprocess
+from typing import NoReturn
+
+from titanlike.config import UserError
+from titanlike.distributed import environment
+from titanlike.distributed.command_line import command_line
+from titanlike.run.start import Arguments, program_of, shutdown_timeout_of
+from titanlike.utils import system
+from titanlike.utils.live_line import LiveLine
+
+
+@command_line()
+def main() -> NoReturn:
+    """Runs the training program, or launches several processes that do."""
+    argv = sys.argv[1:]
+    try:
+        arguments = Arguments(argv)
+        program = program_of(arguments.recipe, arguments.overrides.get("recipe"))
+        starts_nothing = arguments.help is not None or arguments.check or arguments.resolved
+        if starts_nothing or environment.rank_info().started_by_launcher:
+            _run_in_process(program, argv)
+        slurm_variables = environment.rank_variables_from_slurm()
+        if slurm_variables is not None:
+            system.set_variables(slurm_variables)
+            _run_in_process(program, argv)
+        config = environment.launch_config()
+        if config.world_size == 1 and not config.max_restarts:
+            _run_in_process(program, argv)
+        if config.num_nodes > 1:
+            environment.check_address(config.master_address)
+        preflight = [sys.executable, str(program), *argv, f"--preflight={config.world_size}"]
+        code = subprocess.run(preflight, stdout=subprocess.DEVNULL, check=False).returncode
+        if code:
+            sys.exit(code)
+        if config.num_nodes > 1 and config.node_rank == 0 and not system.port_is_free(config.master_port):
+            raise UserError(
+                f"MASTER_PORT={config.master_port} is in use on this machine, perhaps by an earlier job; end that job, or set "
+                "MASTER_PORT to a free port on all nodes"
+            )
+    except UserError as error:
+        environment.fail(error)
+    processes = config.processes_per_node
+    system.set_variables(system.share_cores(processes))
+    system.raise_open_file_limit()  # the launcher of node 0 has the key-value store
+    environment.set_launch_id()
+    LiveLine().print(f"launch  {processes} process{'es' if processes > 1 else ''}")  # before the slow import of torch
+    from titanlike.distributed.torchrun import torchrun
+
+    sys.exit(torchrun(config, [str(program), *argv], shutdown_timeout_of(arguments)))
+
+
+def _run_in_process(program: Path, argv: list[str]) -> NoReturn:
+    """Runs the program in this process, as `python program.py ...` would."""
+    sys.argv = [str(program), *argv]
+    sys.path[0] = str(program.parent)
+    runpy.run_path(str(program), run_name="__main__")
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Programs and libraries that help beside training. What trains imports none of them."""

@@ -1,0 +1,160 @@
+"""`titanlike compare`: tables, a page and a picture of runs. Imports late, to start fast."""
+
+import argparse
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlike.config import UserError
+from titanlike.config.base import shown
+from titanlike.distributed import environment
+
+if TYPE_CHECKING:
+    from titanlike.tools.comparison.runs import Run
+
+DESCRIPTION = """\
+Compares runs: progress, losses, throughput with the ratio to the first run, memory, and the keys of their recipes that differ.
+RUN is the directory of a run, a directory that contains runs, or a metrics file. Without RUN, all runs in runs/ are compared.
+
+  titanlike compare runs/baseline runs/muon
+  titanlike compare runs/baseline runs/muon --html compare.html --png compare.png
+  titanlike compare --baseline runs/first --html compare.html --watch 10"""
+
+
+def add(commands: Any) -> None:
+    """Adds `compare` to the commands of `titanlike`."""
+    parser = commands.add_parser(
+        "compare",
+        help="tables, a page and a picture of runs side by side",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs to compare (default: runs/)")
+    text = "run of which ratios are relative, listed first (default: the first one)"
+    parser.add_argument("--baseline", type=Path, metavar="RUN", help=text)
+    text = "write a page with curves, throughput and recipe differences: one file, which needs no network"
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help=text)
+    text = "draw the losses and the throughput; requires matplotlib"
+    parser.add_argument("--png", type=Path, metavar="FILE.png", help=text)
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
+    text = "update every so often until all runs are complete; the page reloads itself and keeps its view"
+    parser.add_argument("--watch", type=_seconds, metavar="SECONDS", help=text)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the command, or exits with the user's error."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _run(arguments)
+    except UserError as error:
+        environment.fail(error)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    for option, suffix in (("html", ".html"), ("png", ".png")):
+        path = getattr(arguments, option)
+        if path is not None and path.suffix != suffix:
+            raise UserError(f"--{option} {shown(str(path))}: give the name of a {suffix} file")
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"--{option} {shown(str(path))}: directory {shown(str(path.parent))} does not exist")
+    if arguments.watch and arguments.json:
+        raise UserError("--watch updates a terminal and a page; leave out --json")
+    if arguments.png:
+        from titanlike.tools.planning.figure import require_matplotlib
+
+        require_matplotlib("--png")
+    if arguments.watch:
+        _watch(arguments)
+        return
+    from titanlike.tools.comparison.runs import Runs
+
+    runs = Runs().load(_paths(arguments), keep=False)
+    if arguments.json:
+        from titanlike.tools.comparison.table import as_json
+
+        print(json.dumps(as_json(runs), indent=1))
+    else:
+        from titanlike.tools.comparison.table import render
+        from titanlike.utils.rich_console import Console
+
+        console = Console(highlight=False, markup=False, emoji=False)
+        console.print(render(runs, console))
+    for path in _write(arguments, runs, refresh=0.0):
+        print(f"wrote {path}", file=sys.stderr if arguments.json else sys.stdout)
+
+
+def _paths(arguments: argparse.Namespace) -> list[Path]:
+    """Returns the runs that are compared, with the baseline first."""
+    from titanlike.tools.comparison.runs import find
+
+    named = arguments.runs
+    if not named:
+        named = [Path("runs")]
+        if not named[0].is_dir():
+            raise UserError("give the runs to compare: titanlike compare RUN RUN; there is no directory runs/ here")
+    if arguments.baseline:
+        named = [*find([arguments.baseline])[:1], *named]
+    return find(named)
+
+
+def _write(arguments: argparse.Namespace, runs: "Sequence[Run]", *, refresh: float) -> list[Path]:
+    """Writes the files that the command line names. A page reloads itself every `refresh` seconds, unless that is 0."""
+    if arguments.html:
+        from titanlike.tools.comparison.page import page
+        from titanlike.utils.atomic_io import atomic_write_text
+
+        try:
+            atomic_write_text(arguments.html, page(runs, refresh=refresh), durable=False)
+        except OSError as error:
+            raise UserError(f"--html {arguments.html}: {error.strerror}; choose another file") from None
+    if arguments.png:
+        from titanlike.tools.comparison.figure import draw
+
+        draw(runs, arguments.png)
+    return [path for path in (arguments.html, arguments.png) if path]
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    """Updates the tables and the files until all runs are complete, or until Ctrl-C."""
+    from rich.live import Live
+
+    from titanlike.tools.comparison.runs import Runs
+    from titanlike.tools.comparison.table import render
+    from titanlike.utils.rich_console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    source = Runs()
+    runs: list[Run] = []
+    try:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                runs = source.load(_paths(arguments), keep=True)
+                live.update(render(runs, console), refresh=console.is_terminal)
+                if all(each.summary.state == "complete" for each in runs):
+                    break
+                _write(arguments, runs, refresh=arguments.watch)
+                time.sleep(arguments.watch)
+    finally:
+        # A page that is not rewritten any more does not reload itself.
+        with suppress(UserError):
+            for path in _write(arguments, runs, refresh=0.0) if runs else ():
+                print(f"wrote {path}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds from 0.1 to 86400, got {shown(text)!r}")
+    return seconds

@@ -1,0 +1,69 @@
+"""`titanlike data inspect`: prints the sequences that a rank reads, or the contents of token shards."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.distributed import environment
+from titanlike.run.start import Arguments
+from titanlike.utils.arguments import non_negative_int, positive_int
+
+DESCRIPTION = """\
+Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.
+For a folder of token shards: its splits, shards and document lengths.
+
+  titanlike data inspect train_configs/debug.toml --step 3 --rank 1 --ranks 4
+  titanlike data inspect train_configs/gpt2_124m.toml --data.path=data/corpus --validation
+  titanlike data inspect data/corpus --verify"""
+
+
+def add(commands: Any) -> None:
+    """Adds `inspect` to the subcommands of `titanlike data`."""
+    parser = commands.add_parser(
+        "inspect",
+        help="print the sequences that a rank reads, or the contents of token shards",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "path", metavar="RECIPE.toml|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
+    )
+    parser.add_argument("--step", type=positive_int, default=1, metavar="N", help="training step, from 1 (default: 1)")
+    parser.add_argument(
+        "--rank", type=non_negative_int, default=0, metavar="N", help="data-parallel rank, from 0 (default: 0)"
+    )
+    parser.add_argument(
+        "--ranks", type=positive_int, default=1, metavar="N", help="number of data-parallel ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--sequences", type=positive_int, default=2, metavar="N", help="most sequences or shards (default: 2)"
+    )
+    parser.add_argument("--validation", action="store_true", help="print validation sequences, not training sequences")
+    parser.add_argument("--verify", action="store_true", help="token shards: check the hash of every file")
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Runs the command, or exits with the user's error."""
+    from titanlike.tools.data.inspection import inspect_recipe, inspect_shards
+    from titanlike.utils.rich_console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        if not arguments.path.endswith(".toml"):
+            if overrides:
+                raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")
+            inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)
+            return
+        command_line = Arguments([arguments.path, *overrides])
+        inspect_recipe(
+            load(PretrainRecipe, command_line.recipe, command_line.overrides),
+            step=arguments.step,
+            rank=arguments.rank,
+            ranks=arguments.ranks,
+            limit=arguments.sequences,
+            validation=arguments.validation,
+            console=console,
+        )
+    except UserError as error:
+        environment.fail(error)

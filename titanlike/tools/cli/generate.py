@@ -1,0 +1,158 @@
+"""`titanlike generate`: continues prompts with a model. Imports torch late, to start fast."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from titanlike.config import UserError
+from titanlike.distributed import environment
+from titanlike.tools.cli.processes import add_model_options, read_lines, session, start_processes
+from titanlike.utils.arguments import non_negative_int, positive_int
+
+if TYPE_CHECKING:
+    import torch
+
+DESCRIPTION = """\
+Continues prompts with the model of a run, a checkpoint or a Hugging Face folder. Without --prompt and --prompts, standard input is
+the prompt. Several prompts are computed in batches, and printed in their order. NPROC=n shards the model over n processes with
+tensor parallelism, as torchrun -m titanlike.tools.cli.main generate does.
+
+  titanlike generate runs/NAME --prompt "def main" --tokens 100
+  titanlike generate llama/ --prompts questions.txt --temperature 0 --stop "\\n\\n" --json > answers.jsonl
+  NPROC=8 titanlike generate runs/NAME --step 2000 < prompt.txt"""
+
+
+def add(commands: Any) -> None:
+    """Adds `generate` to the commands of `titanlike`."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts with a model",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    parser.add_argument("--prompts", metavar="FILE", help="file with a prompt in each line; - is standard input")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=200, metavar="N", help="tokens to generate at most (200)"
+    )
+    text = "0 always chooses the most likely token; above 1 increases randomness (0.7)"
+    parser.add_argument("--temperature", type=_temperature, default=0.7, metavar="X", help=text)
+    text = "sample from the N most likely tokens (all)"
+    parser.add_argument("--top-k", type=non_negative_int, default=0, metavar="N", help=text)
+    text = "sample from the fewest most likely tokens whose probabilities sum to at least P (1)"
+    parser.add_argument("--top-p", type=_probability, default=1.0, metavar="P", help=text)
+    text = r"end before this text; \n is a line break; may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
+    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="of the random numbers (0)")
+    parser.add_argument("--batch-size", type=positive_int, default=16, metavar="N", help="prompts at a time (16)")
+    parser.add_argument("--json", action="store_true", help="print an object with prompt and text for each prompt")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the command, or exits with the user's error."""
+    stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in arguments.stop]
+    if "" in stop:
+        environment.fail(UserError("--stop: the text is empty; give at least one character"))
+    start_processes(default=1)
+    prompts = [*arguments.prompt, *(read_lines(arguments.prompts) if arguments.prompts else [])]
+    with session(arguments.device) as device:
+        from titanlike.distributed import process_group
+
+        if not arguments.prompt and not arguments.prompts:
+            prompts = [sys.stdin.read().removesuffix("\n")] if process_group.is_main() else []
+        prompts = process_group.broadcast_object(prompts)
+        if not prompts:
+            raise UserError(f"{arguments.prompts} has no prompts; give one in each line")
+        _generate(arguments, prompts, stop, device)
+
+
+def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str], device: "torch.device") -> None:
+    from titanlike.data.text.tokenizer import build_tokenizer
+    from titanlike.distributed import process_group
+    from titanlike.inference.generation import check_prompts, generate
+    from titanlike.inference.load import default_dtype, load_for_generation
+    from titanlike.inference.logits import CachedLogits
+    from titanlike.inference.sampling import Sampling
+    from titanlike.interop.generation_config import stop_tokens
+    from titanlike.interop.weights import open_weights
+    from titanlike.models.layers import attention_backend
+    from titanlike.parallelisms.mesh import build_mesh
+
+    mesh = build_mesh(device.type, tensor=process_group.world_size())
+    share = process_group.rank(), process_group.world_size()
+    weights = open_weights(arguments.path, step=arguments.step, verify_share=share)
+    max_length = weights.config.max_seq_len
+    tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    encoded = [tokenizer.opening(prompt) for prompt in prompts]
+    check_prompts(encoded, max_length)
+    ends = stop_tokens(weights, tokenizer)
+    model = load_for_generation(weights, mesh, device, arguments.dtype or default_dtype(device))
+    printer = _Printer(prompts, is_json=arguments.json) if process_group.is_main() else None
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    with attention_backend("auto"):
+        for first in range(0, len(prompts), arguments.batch_size):
+            ids = range(first, min(first + arguments.batch_size, len(prompts)))
+            cached = CachedLogits(model, mesh, max_new_tokens=arguments.tokens, max_length=max_length, device=device)
+            with cached:
+                texts = generate(
+                    cached,
+                    [encoded[number] for number in ids],
+                    tokenizer,
+                    sampling,
+                    max_new_tokens=arguments.tokens,
+                    seed=arguments.seed,
+                    sequence_ids=ids,
+                    max_length=max_length,
+                    stop=stop,
+                    stop_tokens=ends,
+                    on_text=printer.stream if printer else None,
+                )
+            if printer:
+                printer.finish(ids, texts)
+
+
+class _Printer:
+    """Prints the text of a single prompt as it is generated, and that of several prompts in their order."""
+
+    def __init__(self, prompts: list[str], *, is_json: bool) -> None:
+        self.prompts, self.is_json = prompts, is_json
+        self.is_streaming = len(prompts) == 1 and not is_json
+        # Text that the terminal cannot show, in another encoding than UTF-8, must not end the command.
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if self.is_streaming:
+            print(prompts[0], end="", flush=True)
+
+    def stream(self, index: int, text: str) -> None:
+        if self.is_streaming:
+            print(text, end="", flush=True)
+
+    def finish(self, ids: range, texts: list[str]) -> None:
+        if self.is_streaming:
+            print(flush=True)
+            return
+        for number, text in zip(ids, texts, strict=True):
+            if self.is_json:
+                record = {"prompt": self.prompts[number], "text": text}
+                print(json.dumps(record, ensure_ascii=False), flush=True)
+            else:
+                print(f"[{number + 1} of {len(self.prompts)}]\n{self.prompts[number]}{text}\n", flush=True)
+
+
+def _temperature(text: str) -> float:
+    return _number(text, 0.0, 100.0)
+
+
+def _probability(text: str) -> float:
+    return _number(text, 1e-9, 1.0)
+
+
+def _number(text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"expected a number from {least:g} to {most:g}, got {text!r}")
+    return value

@@ -1,0 +1,131 @@
+"""`titanlike COMMAND`: all commands except training."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import shown
+from titanlike.config.schema import editor_schema, markdown
+from titanlike.distributed import environment
+from titanlike.distributed.command_line import command_line
+from titanlike.tools.cli import (
+    clusters,
+    compare,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    harness,
+    init,
+    plan,
+    profile,
+    sweep,
+    weights,
+)
+from titanlike.tools.verify import verify
+from titanlike.utils import system
+from titanlike.utils.arguments import positive_int, refuse_control_characters, refuse_undecodable
+
+VERIFY = """\
+Trains a reduced model with the recipe's program twice, in one process and under the layout. Prints losses, gradient norms and the
+largest difference of any weight. Exits with code 0 if they agree up to rounding, otherwise with code 1.
+
+  titanlike verify train_configs/llama3_8b.toml --layout tensor=2,pipeline=2
+  titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
+
+# Modules of commands, in the order of --help.
+MODULES = (init, doctor, plan, clusters, profile, compare, sweep, weights, data, generate, evaluate, harness)
+
+# Arguments that may have several lines.
+MULTILINE = ("prompt", "stop", "arguments")
+
+Command = Callable[[argparse.Namespace], None]
+CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
+
+COMMANDS: dict[str, Command] = {
+    "schema": lambda arguments: _print_schema(as_markdown=arguments.markdown),
+    "init": init.run,
+    "doctor": lambda arguments: sys.exit(doctor.run(arguments)),
+    "compare": compare.run,
+    "export": weights.run,
+    "import": weights.run,
+    "generate": generate.run,
+    "evaluate": evaluate.run,
+    "lm_eval": lambda arguments: harness.run(arguments.arguments),
+}
+# Those that accept --section.key=value.
+WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
+    "plan": plan.run,
+    "launch": clusters.run,
+    "profile": profile.run,
+    "sweep": sweep.run,
+    "data": data.run,
+    "verify": lambda arguments, overrides: verify(
+        arguments.recipe, arguments.layout, arguments.steps, arguments.tolerance, overrides
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="titanlike", description="Tools for recipes, data, runs and checkpoints. ./run_train.sh trains."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
+    schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
+    command = commands.add_parser(
+        "verify",
+        help="compare a layout with a single process numerically, on this machine",
+        description=VERIFY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("recipe", type=Path, help="recipe; override its keys with --section.key=value")
+    command.add_argument("--layout", required=True, help="keys of [parallelism]; dimensions that are not named are 1")
+    command.add_argument("--steps", type=positive_int, default=5, help="optimizer steps (default: 5)")
+    command.add_argument(
+        "--tolerance",
+        default="",
+        metavar="NUMBER",
+        help="maximum relative difference, for all quantities, or for some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
+    )
+    for module in MODULES:
+        module.add(commands)
+    return parser
+
+
+@command_line()
+def main() -> None:
+    """Runs the command named on the command line."""
+    system.exit_on_interrupt()
+    parser = build_parser()
+    try:
+        refuse_undecodable(sys.argv)
+    except UserError as error:
+        environment.fail(error)
+    arguments, overrides = parser.parse_known_args()
+    command, is_inspection = arguments.command, getattr(arguments, "data_command", "") == "inspect"
+    if overrides and (command not in WITH_OVERRIDES or (command == "data" and not is_inspection)):
+        parser.error(f"{command} takes no {shown(' '.join(overrides))}")
+    try:
+        refuse_control_characters({name: value for name, value in vars(arguments).items() if name not in MULTILINE})
+    except UserError as error:
+        environment.fail(error)
+    if command in WITH_OVERRIDES:
+        WITH_OVERRIDES[command](arguments, overrides)
+    else:
+        COMMANDS[command](arguments)
+
+
+def _print_schema(*, as_markdown: bool) -> None:
+    if as_markdown:
+        print(markdown(PretrainRecipe), end="")
+    else:
+        print(json.dumps(editor_schema(PretrainRecipe), indent=2))
+
+
+if __name__ == "__main__":
+    main()

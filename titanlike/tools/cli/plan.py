@@ -1,0 +1,310 @@
+"""`titanlike plan`: memory, communication, time and cost of a recipe before it runs. Imports late, to start fast."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import shown
+from titanlike.config.load import nearest
+from titanlike.distributed import environment
+from titanlike.tools.cli import processes
+from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
+from titanlike.utils import system
+from titanlike.utils.arguments import parse_int
+from titanlike.utils.live_line import LiveLine
+
+if TYPE_CHECKING:
+    from titanlike.tools.planning.hardware import Hardware
+    from titanlike.utils.rich_console import Console
+
+DESCRIPTION = """\
+Computes what a recipe needs on N GPUs, on any machine: memory of each kind, collectives, time of a step, tokens/s, hours, dollars
+and energy. Names what limits the layout, and the change that helps most. Formulas first, then the recipe's real model with fake
+tensors for the pipeline ranks that decide (--quick leaves that out). Exits with code 0 if the recipe fits, otherwise with code 1.
+
+  titanlike plan train_configs/llama3_8b.toml --gpus 64 --hardware h100
+  titanlike plan train_configs/llama3_70b.toml --gpus 256 --search --write best.toml
+  titanlike plan train_configs/llama3_8b.toml --gpus 8,64,512,4096 --figure scaling.png
+  titanlike plan --calibrate mine.toml && titanlike plan train_configs/debug.toml --gpus 1 --hardware mine.toml"""
+
+DOES_NOT_FIT = 1  # exit code
+MAX_BLOCKS = 1000
+"""Blocks of a model that is planned: each is planned by itself, many times. The deepest published models have some hundred."""
+
+
+def add(commands: Any) -> None:
+    """Adds `plan` to the commands of `titanlike`."""
+    parser = commands.add_parser(
+        "plan",
+        help="memory, speed and cost of a recipe before it runs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE.toml", help="recipe; override its keys with --section.key=value"
+    )
+    text = "number of GPUs; several, such as 8,64,512, print a table of scaling"
+    parser.add_argument("--gpus", metavar="N[,N...]", help=text)
+    text = f"name of the hardware, or a hardware file (default: {DEFAULT_HARDWARE}); docs/planning.md lists the names"
+    parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help=text)
+    parser.add_argument("--quick", action="store_true", help="formulas only, without the real model under fake tensors")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
+    text = "draw memory over a step or, for several numbers of GPUs, scaling; requires matplotlib"
+    parser.add_argument("--figure", type=Path, metavar="FILE.png", help=text)
+    text = "strong keeps the recipe's global batch, and so the result (default); weak makes it proportional to the GPUs"
+    parser.add_argument("--scaling", choices=["strong", "weak"], default="strong", help=text)
+    text = "compare all layouts, schedules, micro-batch sizes, checkpointing modes and float8; keys that are overridden stay"
+    parser.add_argument("--search", action="store_true", help=text)
+    text = "with --search: write the best candidate as a recipe that extends this one"
+    parser.add_argument("--write", type=Path, metavar="BEST.toml", help=text)
+    text = "measure this machine's GPUs and links (or CPU), write a hardware file, and exit"
+    parser.add_argument("--calibrate", type=Path, metavar="FILE.toml", help=text)
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Runs the command, or exits with the user's error."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    progress = Progress(enabled=sys.stdout.isatty() and not arguments.json)
+    try:
+        _refuse_unknown(overrides)
+        code = _run(arguments, overrides, progress)
+    except UserError as error:
+        progress.close()
+        environment.fail(error)
+    except KeyboardInterrupt:
+        progress.close()
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    sys.exit(code)
+
+
+class Progress:
+    """A progress bar on a terminal; nothing elsewhere, where the output may be read by a program."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._line = LiveLine(bar=True, transient=True) if enabled else None
+
+    def __call__(self, text: str, done: int, total: int) -> None:
+        """Shows how much is done."""
+        if self._line:
+            self._line.update(text, done, total)
+
+    def close(self) -> None:
+        """Removes the bar, so that other lines can be printed."""
+        if self._line:
+            self._line.close()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line, with its files read."""
+
+    arguments: argparse.Namespace
+    path: Path
+    overrides: Mapping[str, str]
+    recipe: PretrainRecipe
+    hardware: "Hardware"
+    progress: Progress
+
+
+def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Progress) -> int:
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    counts = _counts(arguments)
+    if arguments.write and not arguments.search:
+        raise UserError("--write needs --search, which finds the recipe to write")
+    if arguments.search and len(counts) > 1:
+        raise UserError(f"--search takes one number of GPUs, not {arguments.gpus}")
+    if arguments.figure and arguments.search:
+        raise UserError("--figure draws a plan or scaling; leave it out with --search")
+    if arguments.figure and arguments.figure.suffix != ".png":
+        raise UserError(f"--figure {shown(str(arguments.figure))}: give the name of a .png file")
+
+    from titanlike.run.start import Arguments
+    from titanlike.tools.planning.hardware import load_hardware
+    from titanlike.tools.programs import load_known
+
+    hardware = load_hardware(arguments.hardware)
+    command_line = Arguments([arguments.recipe, *overrides])
+    recipe = load_known(command_line.recipe, command_line.overrides)
+    if recipe.model.num_layers > MAX_BLOCKS:
+        raise UserError(
+            f"model.num_layers = {recipe.model.num_layers:,}: plans are for up to {MAX_BLOCKS:,} blocks; use a smaller number"
+        )
+    request = Request(arguments, command_line.recipe, command_line.overrides, recipe, hardware, progress)
+    if arguments.figure:
+        from titanlike.tools.planning.figure import require_matplotlib
+
+        require_matplotlib()  # before what takes long
+    if arguments.write:
+        from titanlike.tools.planning.written import refuse_to_replace
+
+        refuse_to_replace(arguments.write)
+    if len(counts) > 1:
+        return _scaling(request, counts)
+    return _search(request, counts[0]) if arguments.search else _plan(request, counts[0])
+
+
+def _plan(request: Request, num_gpus: int) -> int:
+    from titanlike.run.preflight import check_recipe
+    from titanlike.tools.planning import report
+    from titanlike.tools.planning.advice import advice, checkpointing_modes
+    from titanlike.tools.planning.confirmation import confirm
+    from titanlike.tools.planning.job import Job
+    from titanlike.tools.planning.plan import make_plan
+
+    check_recipe(request.recipe, num_gpus)
+    formula = make_plan(Job(request.recipe, num_gpus), request.hardware)
+    recommendation = advice(formula, check_recipe)
+    if recommendation.impossible:
+        raise UserError(recommendation.text)
+    plan = formula if request.arguments.quick else confirm(formula, request.progress)
+    if plan.fits != formula.fits:
+        recommendation = advice(plan, check_recipe)
+    modes = checkpointing_modes(formula, check_recipe)
+    request.progress.close()
+    if request.arguments.json:
+        print(json.dumps(report.as_json(plan, recommendation, modes), indent=1))
+    else:
+        report.print_plan(plan, recommendation, modes, formula, _console())
+    if request.arguments.figure:
+        from titanlike.tools.planning.figure import draw_memory
+
+        draw_memory(plan, request.arguments.figure)
+        _print_written(request, request.arguments.figure)
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _search(request: Request, num_gpus: int) -> int:
+    from titanlike.run.preflight import check_recipe
+    from titanlike.tools.planning import comparison
+    from titanlike.tools.planning.confirmation import confirm
+    from titanlike.tools.planning.job import Job
+    from titanlike.tools.planning.plan import make_plan
+    from titanlike.tools.planning.search import confirmed, search
+    from titanlike.tools.planning.written import write
+    from titanlike.tools.programs import load_known
+
+    def on_progress(done: int, total: int) -> None:
+        request.progress(f"layout {done} of {total}", done, total)
+
+    result = search(
+        request.recipe,
+        num_gpus,
+        request.hardware,
+        check_recipe,
+        fixed=request.overrides.keys(),
+        on_progress=on_progress,
+    )
+    if result.best and not request.arguments.quick:
+        result = confirmed(result, lambda plan: confirm(plan, request.progress))
+    request.progress.close()
+    if not result.best:
+        raise UserError(
+            f"no layout of {request.path} fits on {num_gpus} x {request.hardware.name} ({comparison.counts_line(result)}); use "
+            "more GPUs, a smaller optimizer.state_dtype or parallelism.cpu_offload = true"
+        )
+    original = None
+    with suppress(UserError):  # the recipe's own layout need not be valid on this number of GPUs
+        check_recipe(request.recipe, num_gpus)
+        original = make_plan(Job(request.recipe, num_gpus), request.hardware)
+    if request.arguments.json:
+        print(json.dumps(comparison.search_as_json(result), indent=1))
+    else:
+        comparison.print_search(result, original, _console())
+    if request.arguments.write:
+        write(request.arguments.write, request.path, request.recipe, request.overrides, result.best[0])
+        check_recipe(load_known(request.arguments.write, {}), num_gpus)
+        _print_written(request, request.arguments.write)
+    return 0
+
+
+def _scaling(request: Request, counts: list[int]) -> int:
+    from titanlike.run.preflight import check_recipe
+    from titanlike.tools.planning import comparison
+    from titanlike.tools.planning.scaling import scaling
+
+    mode = request.arguments.scaling
+    points = scaling(request.recipe, counts, request.hardware, check_recipe, mode)
+    plans = [point.plan for point in points if point.plan]
+    if not plans:
+        raise UserError(f"none of --gpus {request.arguments.gpus} works: {points[0].problem}")
+    if request.arguments.json:
+        print(json.dumps(comparison.scaling_as_json(points, mode), indent=1))
+    else:
+        comparison.print_scaling(points, mode, request.hardware, _console())
+    if request.arguments.figure:
+        from titanlike.tools.planning.figure import draw_scaling
+
+        draw_scaling(plans, request.arguments.figure)
+        _print_written(request, request.arguments.figure)
+    return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measures the hardware of this machine in one process per GPU or, without a GPU, in two processes."""
+    processes.start_processes(None if system.num_gpus() else 2)
+    from titanlike.tools.planning.calibrate import calibrate
+
+    with processes.session("auto") as device:
+        progress = Progress(enabled=sys.stderr.isatty())
+        calibrate(device, Path(arguments.calibrate), progress)
+        progress.close()
+    return 0
+
+
+def _counts(arguments: argparse.Namespace) -> list[int]:
+    """Returns the numbers of GPUs in ascending order."""
+    if not arguments.recipe:
+        raise UserError("give the recipe to plan: titanlike plan RECIPE.toml --gpus N")
+    if not arguments.gpus:
+        raise UserError("--gpus is missing: the number of GPUs to plan for, such as --gpus 64")
+    counts = []
+    for text in arguments.gpus.split(","):
+        count = parse_int(text)
+        if count is None or not 1 <= count <= environment.MAX_PROCESSES:
+            raise UserError(
+                f"--gpus {shown(arguments.gpus)}: {shown(text)!r} is not a number of GPUs; give 1 to {environment.MAX_PROCESSES:,}"
+                ", or several with commas, such as 8,64,512"
+            )
+        counts.append(count)
+    return sorted(set(counts))
+
+
+def _refuse_unknown(overrides: Sequence[str]) -> None:
+    """Refuses misspelt options: an argument without a dot is not an override."""
+    options = [
+        "--gpus",
+        "--hardware",
+        "--quick",
+        "--json",
+        "--figure",
+        "--scaling",
+        "--search",
+        "--write",
+        "--calibrate",
+    ]
+    for argument in overrides:
+        name = argument.partition("=")[0]
+        if argument.startswith("-") and "." not in name and name != "--recipe":
+            near = nearest(name, options)
+            raise UserError(
+                f"{shown(name)}: unknown option; " + (f"did you mean {near}?" if near else "see titanlike plan --help")
+            )
+
+
+def _console() -> "Console":
+    from titanlike.utils.rich_console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _print_written(request: Request, path: Path) -> None:
+    print(f"wrote {path}", file=sys.stderr if request.arguments.json else sys.stdout)

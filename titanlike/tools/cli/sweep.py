@@ -1,0 +1,90 @@
+"""`titanlike sweep`: hyperparameter search over the keys of a recipe. Imports Optuna late, to start fast."""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import UserError
+from titanlike.distributed import environment
+
+DESCRIPTION = """\
+Searches over keys of a recipe with Optuna: TPE suggests values, and trials that are worse than the median are pruned. Each trial is
+an ordinary run. The same command resumes a sweep that was stopped or killed, and prints the results of one that is complete.
+
+  titanlike sweep sweep_configs/debug.toml
+  titanlike sweep sweep_configs/debug.toml --trials=20 --resources.parallel=2    keys of the sweep file can be overridden
+  titanlike sweep sweep_configs/debug.toml --dry-run                             check it, and print the first command
+  titanlike sweep runs/debug_sweep                                               print the table of a sweep's directory"""
+
+
+def add(commands: Any) -> None:
+    """Adds `sweep` to the commands of `titanlike`."""
+    parser = commands.add_parser(
+        "sweep",
+        help="search over keys of a recipe, each trial a run",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml|DIRECTORY", help="sweep file, or directory of a sweep")
+    parser.add_argument("--table", action="store_true", help="print the table of the results so far, and start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check the sweep and its space, and start nothing")
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Runs the command, or exits with the user's error."""
+    from titanlike.run.start import Arguments
+
+    try:
+        sys.exit(_run(arguments, Arguments([str(arguments.sweep), *overrides]).overrides))
+    except UserError as error:
+        environment.fail(error)
+
+
+def _run(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    from titanlike.tools.sweep.config import load_sweep
+    from titanlike.tools.sweep.results import read_results, table
+
+    if arguments.sweep.is_dir():
+        print(table(read_results(arguments.sweep)))
+        return 0
+    plan = load_sweep(arguments.sweep, overrides)
+    if arguments.table:
+        print(table(read_results(plan.path)))
+        return 0
+    from titanlike.tools.sweep.processes import run_command, slots
+    from titanlike.tools.sweep.scheduler import Interrupted, run_sweep
+
+    parallel = len(slots(plan))
+    number = f"{plan.sweep.trials} trials, {parallel} at a time"
+    print(f"sweep   {plan.path}: {number}, {plan.sweep.direction} {plan.sweep.metric}")
+    for dimension in plan.dimensions:
+        print(f"search  {dimension.key}: {dimension.describe()}")
+    if arguments.dry_run:
+        settings = {dimension.key: dimension.extremes()[0] for dimension in plan.dimensions}
+        command = run_command(plan, 0, settings)
+        print(f"command {shlex.join(command)}")
+        if plan.sweep.resources.backend == "sagemaker":
+            command[command.index(str(plan.path / "recipe.toml"))] = str(plan.recipe)
+            return subprocess.run([*command, "--dry-run"], check=False).returncode
+        return 0
+    repeat = shlex.join(["titanlike", "sweep", str(arguments.sweep), *(f"--{k}={v}" for k, v in overrides.items())])
+    try:
+        run_sweep(plan)
+    except Interrupted as stopped:
+        print(f"stopped by {stopped}; to resume the sweep: {repeat}")
+        return stopped.code
+    results = read_results(plan.path)
+    print(f"\n{table(results)}\n\nresults {plan.path / 'sweep.json'}")
+    if all(trial["state"] == "failed" for trial in results["trials"]):
+        raise UserError(
+            f"all {len(results['trials'])} trials failed, the last one because: {results['trials'][-1]['reason']}; correct this, "
+            f"delete {plan.path} and start the sweep again"
+        )
+    best = plan.path / "best.toml"
+    if best.exists():
+        print(f"best    {best}; to train it: ./run_train.sh {shlex.quote(str(best))}")
+    return 0

@@ -1,0 +1,149 @@
+"""A recipe as a job of a cluster: checked for its processes, with the name and the timeouts that make a restart resume it."""
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import shown
+from titanlike.distributed import environment
+from titanlike.run.start import name_of, program_of
+from titanlike.tools.programs import PRETRAIN, known_sections, load_known, run_program
+
+MIN_GRACE = 60  # seconds
+EXIT_MARGIN = 30  # seconds between the end of the processes and that of the job
+STOPPED = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143}  # exit codes of the launcher after a graceful stop
+USER_ERROR = 2  # exit code that a restart would repeat
+
+# A file name that needs no quotes in a Dockerfile and is a key of a ConfigMap.
+PROGRAM_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+# RFC 1123 subdomain: the name of a Kubernetes object.
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+OBJECT_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*")
+# The grammar of image references: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
+_HOST = (
+    r"([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])(:[0-9]+)?"
+)
+_PART = r"[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*"
+_DIGEST = r"[A-Za-z][A-Za-z0-9]*([-_+.][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,}"
+IMAGE = re.compile(
+    rf"(?P<name>({_HOST}/)?{_PART}(/{_PART})*)(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(?P<digest>@{_DIGEST})?", re.ASCII
+)
+MAX_IMAGE_NAME = 255  # characters
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """What the files of all schedulers are made from."""
+
+    name: str
+    recipe: PretrainRecipe
+    resolved: str
+    """The resolved recipe as TOML, with the sections of its own program, too."""
+    program: Path
+    num_nodes: int
+    processes_per_node: int
+    grace: int
+    """Seconds between the stop signal and the end of the job."""
+    planned: str
+    """What `--check` printed: the recipe is valid, and its planned memory, speed and cost."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs to request: one per process, and none on the CPU."""
+        return self.processes_per_node if self.recipe.run.allows_cuda else 0
+
+    def write(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Writes files into a folder that is new or empty. Raises `UserError` if it is not."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise UserError(f"--out {folder} is not empty; choose another folder, or remove it")
+            for name, text in files.items():
+                (folder / name).write_text(text)
+        except OSError as error:
+            raise UserError(f"--out {folder}: {error.strerror}; choose another folder") from None
+
+
+def make_job(
+    path: Path,
+    overrides: Mapping[str, str],
+    *,
+    num_nodes: int,
+    processes_per_node: int,
+    hardware: str,
+    grace: int,
+    program_beside_recipe: bool,
+) -> ClusterJob:
+    """Checks a recipe for all processes of a job and resolves it. Raises `UserError` before anything is written.
+
+    Args:
+        path: The recipe.
+        overrides: Its keys on the command line.
+        num_nodes: Number of nodes.
+        processes_per_node: Number of processes of a node.
+        hardware: Hardware of the plan.
+        grace: Seconds between the stop signal and the end of the job.
+        program_beside_recipe: Whether the program is copied beside the recipe, or used where it is.
+    """
+    if grace < MIN_GRACE:
+        raise UserError(
+            f"--grace {grace} leaves no time for a last checkpoint; give {MIN_GRACE} or more, the seconds that a save takes, and "
+            f"{EXIT_MARGIN}"
+        )
+    program = program_of(path, overrides.get("recipe")).resolve()  # the recipe of the job is in another directory
+    if program_beside_recipe and not PROGRAM_NAME.fullmatch(program.name):
+        raise UserError(f"recipe = '{shown(program.name)}': name the program with letters, digits and . _ - only")
+    name = load_known(path, overrides).run.name
+    name = name or f"{name_of(path.stem)}-{environment.new_launch_id()}"
+    keys = {
+        **overrides,
+        "recipe": program.name if program_beside_recipe else str(program),
+        "run.name": name,
+        "run.shutdown_timeout": str(grace - EXIT_MARGIN),
+    }
+    if program == PRETRAIN:
+        keys["recipe"] = "pretrain"
+    arguments = [str(path), *(f"--{key}={value}" for key, value in keys.items())]
+    planned = run_program(program, *arguments, f"--check={num_nodes * processes_per_node}", f"--hardware={hardware}")
+    resolved = run_program(program, *arguments, "--resolved")
+    return ClusterJob(
+        name=name,
+        recipe=known_sections(resolved),
+        resolved=f"# The recipe of the job {name}, resolved from {path}.\n{resolved}",
+        program=program,
+        num_nodes=num_nodes,
+        processes_per_node=processes_per_node,
+        grace=grace,
+        planned=planned,
+    )
+
+
+def dns_name(job: ClusterJob) -> ClusterJob:
+    """Returns the job with a name that Kubernetes allows for its objects. The run keeps its name."""
+    name = re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")[:40].strip("-")  # pods add to it; the limit is 63
+    return replace(job, name=name if name[:1].isalpha() else f"run-{name}".strip("-"))
+
+
+def check_image(image: str, *, digest: bool) -> None:
+    """Raises `UserError` for text that is not a reference to a container image, or has a digest where none is possible."""
+    found = IMAGE.fullmatch(image)
+    if not found or len(found["name"]) > MAX_IMAGE_NAME or (found["digest"] and not digest):
+        example = "registry.example.com/team/titanlike:1"
+        raise UserError(f"--image {shown(image)} is not the name of a container image; give one such as {example}")
+
+
+def check_object_name(option: str, name: str) -> None:
+    """Raises `UserError` for text that cannot be the name of a Kubernetes object."""
+    if not OBJECT_NAME.fullmatch(name):
+        raise UserError(
+            f"{option} {shown(name)} is not the name of a Kubernetes object; use lowercase letters, digits, dashes and points"
+        )
+
+
+def require(command: str) -> None:
+    """Raises `UserError` if a program that submits jobs is not installed here."""
+    if shutil.which(command) is None:
+        raise UserError(f"{command} is not on the PATH; install it, or write the files only with --dry-run")

@@ -1,0 +1,110 @@
+"""What a block keeps for its backward pass, from formulas. Does not import torch.
+
+Sizes are bytes for each token of a rank. Tensor parallelism shards the width of what matmuls and attention produce, and the
+sequence of what lies between blocks; the inputs of its matmuls are gathered, and full. All experts are assumed to compute the same
+number of tokens.
+"""
+
+from dataclasses import dataclass
+
+from titanlike.config.model_configs import MoeConfig
+from titanlike.tools.planning.experts import routed_activations
+from titanlike.tools.planning.job import Job
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes for each token of a micro-batch."""
+
+    saved: float  # from the forward to the backward pass
+    kept: float  # the same without activation checkpointing; the difference is recomputed
+    input: float  # the input of the block, the least that can be saved
+    forward: float  # allocated and freed within the forward pass
+    backward: float  # within the backward pass, without what is recomputed
+    hidden: float  # one tensor of the model dimension, sharded along the sequence
+    early: float = 0.0  # as `backward`, before experts have gradients of other weights than w2
+
+
+def block_activations(job: Job) -> BlockActivations:
+    """Returns the activations of a block under the recipe's compilation, activation checkpointing and layout."""
+    model, layout, mode = job.recipe.model, job.layout, job.recipe.activation_checkpoint.mode
+    element = DTYPE_BYTES[job.recipe.training.compute_dtype]
+    tensor = layout.tensor
+    matrices = model.block_matrices()
+    hidden = element * model.dim
+    queries = element * matrices["attention.wo"][1] / tensor
+    keys = element * matrices["attention.wk"][0] / tensor if "attention.wk" in matrices else queries
+    ffn = element * matrices.get("feed_forward.w2", matrices.get("feed_forward.shared.w2", (0, 0)))[1] / tensor
+    is_gated = "feed_forward.w3" in matrices or "feed_forward.shared.w3" in matrices
+    stream = hidden / tensor  # the residual stream
+    attention = queries + 4 * model.num_heads / tensor  # the output and the log-sum-exp of the scores
+    gathered = 2 * hidden if tensor > 1 else 0.0  # the inputs of attention and feed-forward
+    # Context parallelism gathers keys and values of the full sequence, and computes attention in two parts.
+    sequence = 2 * keys * (layout.context - 1)
+    compiled = job.recipe.compile.mode != "none"
+    norms = gathered or 2 * hidden
+    copies = 0.0
+    if compiled:
+        # What the compiler's partitioner keeps, counted in compiled blocks: it recomputes the product of a gated feed-forward.
+        intermediates = (3 if is_gated else 2) * ffn
+    else:
+        intermediates = (4 if is_gated else 2) * ffn
+        copies = queries if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
+    num_kv_heads = getattr(model, "num_kv_heads", model.num_heads)
+    # QK-norm reads its inputs and their root mean squares in the backward pass.
+    qk_norm = queries + keys + 4 * (model.num_heads + num_kv_heads) / tensor if model.qk_norm else 0.0
+    norm_input = stream
+    if model.unit_offset_norm and not compiled:  # in float32
+        norm_input = 4 * model.dim / tensor
+        qk_norm *= 4 / element
+    # The inputs of attention and feed-forward, and what they compute.
+    kept = 2 * norm_input + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
+    kept += 2 * norm_input if model.post_norms else 0.0
+    selective = stream + attention + _every_second_product(job)
+    recomputed = 0.0
+    if layout.context > 1:
+        # Keeps the collectives' results, and puts them in order again: both are there in the backward pass.
+        selective += 2 * keys * layout.context
+        recomputed = 2 * keys * layout.context if mode == "selective" else 0.0
+    if tensor > 1:
+        selective += gathered + (stream if compiled else 2 * stream)
+    forward = 4 * ffn if mode != "none" else 4 * stream
+    backward, early = 2 * ffn, 0.0
+    if compiled:  # with a gate, the gradients of three products, or of the two inputs with what these are computed from
+        backward = max(3 * ffn, 2 * hidden + ffn) if is_gated else ffn
+    if isinstance(model, MoeConfig):
+        routed = routed_activations(job, model)
+        kept += routed.kept
+        selective += routed.selective
+        if tensor > 1 and model.num_shared_experts:
+            selective += stream  # the shared experts' own reduce-scatter
+        forward = max(forward, routed.forward)
+        backward = max(backward, routed.backward) if model.num_shared_experts else routed.backward
+        early = routed.early
+    budget = job.recipe.activation_checkpoint
+    saved = {
+        "none": kept,
+        "selective": selective,
+        "full": stream,
+        "every_n": (stream + (budget.every_n - 1) * kept) / budget.every_n,
+        "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
+    }[mode]
+    return BlockActivations(saved, kept + recomputed, stream, forward, backward, stream, early)
+
+
+def _every_second_product(job: Job) -> float:
+    """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
+    router and its experts have four."""
+    model, lora, tensor = job.recipe.model, job.recipe.lora, job.layout.tensor
+    matrices = model.block_matrices()
+    widths: list[float] = []
+    for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices)):
+        width = matrices[name][0] / (1 if name in model.rowwise_matrices else tensor)
+        widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
+    kept = widths[::2]
+    # Compiled code does not keep the last one unless a post-norm reads it: otherwise no gradient depends on it.
+    if len(widths) % 2 and job.recipe.compile.mode != "none" and not model.post_norms:
+        kept.pop()
+    return DTYPE_BYTES[job.recipe.training.compute_dtype] * sum(kept)

@@ -1,0 +1,132 @@
+"""What the router and the experts of a block compute, keep and send, from formulas. Does not import torch.
+
+Counted from `models/experts.py` and `parallelisms/expert.py`. All experts are assumed to compute the same number of tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlike.config.model_configs import MoeConfig, TransformerConfig
+from titanlike.tools.planning.collectives import FLOAT32, INT64, Totals
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.parameters import Stage
+from titanlike.tools.planning.work import SIZE, Matmul
+
+
+@dataclass(frozen=True)
+class RoutedActivations:
+    """Bytes for each token of a micro-batch, as in `activations.BlockActivations`."""
+
+    kept: float  # without activation checkpointing
+    selective: float  # with selective activation checkpointing
+    forward: float
+    early: float
+    backward: float  # relative to what is kept, of which a part is freed
+
+
+def routed_activations(job: Job, model: MoeConfig) -> RoutedActivations:
+    """Returns the activations of a block's router and experts."""
+    layout, number, mode = job.layout, model.experts_per_token, job.recipe.activation_checkpoint.mode
+    element = SIZE[job.recipe.training.compute_dtype]
+    exchanged = layout.expert > 1
+    compiled = job.recipe.compile.mode != "none" and not exchanged
+    rows = element * number * model.dim  # a copy of each token for each of its experts
+    ffn = element * number * model.ffn_dim / layout.tensor
+    # Scores in float32, indices and permutations in int64, and the weights of a token's experts.
+    router = 4 * model.num_experts + number * (8 + 4 + element + 8 * (4 if exchanged else 2))
+    # The inputs of w1 and w3, their products, SiLU and the product with it, and the results, which the router's gradients read.
+    kept = 2 * rows + (3 if compiled else 4) * ffn + router
+    # The router and w3, and what all-to-alls return.
+    selective = element * model.num_experts + ffn + (2 * rows if exchanged else 0)
+    held = 2 * rows if exchanged else 0.0  # by functions that wait for the experts: what is sent, and what is received
+    computing = (2 * rows if exchanged else rows) if mode == "none" else max(rows + 3 * ffn, 2 * rows + ffn)
+    # At first, all that is kept and the gradients of the results, or what the experts allocate while they are recomputed.
+    early = rows * (2 if mode == "none" or not exchanged else 4 if mode == "selective" else 3)
+    # At last, two input gradients and their sum instead of the results and of what w1, SiLU and w3 have returned.
+    return RoutedActivations(kept, selective, held + computing, max(early, 2 * ffn), 2 * rows - 4 * ffn)
+
+
+def routed_matmuls(job: Job) -> list[Matmul]:
+    """Returns the matmuls of a router, of which each tensor-parallel rank computes all, and of its experts, in the order of the
+    forward pass. Expert-parallel ranks have fewer experts, and each of these the tokens of more ranks."""
+    model, layout, tokens = job.recipe.model, job.layout, job.tokens
+    if not isinstance(model, MoeConfig):
+        return []
+    rows = tokens * model.experts_per_token
+    number = min(model.num_experts / layout.expert, rows)
+    hidden = model.ffn_dim // layout.tensor
+    gates = [Matmul(rows / number, hidden, model.dim, count=number)] * 2
+    return [
+        Matmul(tokens, model.num_experts, model.dim),
+        *gates,
+        Matmul(rows / number, model.dim, hidden, count=number),
+    ]
+
+
+def routing_bytes(job: Job) -> tuple[float, float]:
+    """Returns the bytes of the router's scores, of the permutations of tokens and of the elementwise operations of the experts,
+    forward and backward. With expert parallelism, experts are not compiled, and permute twice as often."""
+    model, layout, tokens = job.recipe.model, job.layout, job.tokens
+    if not isinstance(model, MoeConfig):
+        return 0.0, 0.0
+    element, exchanged = SIZE[job.recipe.training.compute_dtype], layout.expert > 1
+    router_compiled = job.recipe.compile.mode != "none"
+    compiled = router_compiled and not exchanged
+    num_rows = tokens * model.experts_per_token
+    rows, hidden = num_rows * model.dim, num_rows * model.ffn_dim // layout.tensor
+    # A permutation 4; product with the router's weights and sum 2, or 6 in several kernels. Backward: of these 4 or 8; the sum of
+    # the input gradients of two matmuls 6; the sum over the experts of a token 2.
+    permutations = (16 if exchanged else 8) * rows
+    forward = permutations + (2 if compiled else 6) * rows + 2 * tokens * model.dim + (6 if compiled else 10) * hidden
+    backward = permutations + (4 if compiled else 8) * rows + 8 * rows + (10 if compiled else 18) * hidden
+    backward += (6 + 2) * tokens * model.dim  # the router reads the same input as the experts
+    scores = tokens * model.num_experts  # in float32
+    router = (10 if router_compiled else 18 + 2 * model.experts_per_token) * scores
+    if model.balance_loss:
+        router += (4 if router_compiled or model.router_score == "softmax" else 16) * scores
+    # Eight passes over keys and indices of 8 bytes, and the inverse of the permutation.
+    sorts = (2 if exchanged else 1) * (256 + 24) * num_rows
+    return forward * element / 2 + router + sorts, backward * element / 2 + 20.0 * scores
+
+
+def exchanged_tokens(job: Job, recomputed: bool, needs_grad: bool, totals: Totals) -> None:
+    """Adds the collectives of a block with expert parallelism: an all-to-all sends each token to the ranks of its experts, after
+    their counts, and another one returns the results. The backward pass does the reverse."""
+    model, layout, num = job.recipe.model, job.layout, job.num_microbatches
+    if not isinstance(model, MoeConfig) or layout.expert == 1:
+        return
+    forward = num * (1 + recomputed)
+    totals.add("all-to-all", "expert", "expert counts", num, model.num_experts * INT64)  # kept for the recomputation
+    size = job.tokens * model.experts_per_token * model.dim * SIZE[job.recipe.training.compute_dtype]
+    totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)
+
+
+def has_balance_loss(model: TransformerConfig) -> bool:
+    """Whether pipeline stages pass on, and the last one reads, what routers have counted."""
+    return isinstance(model, MoeConfig) and model.balance_loss > 0
+
+
+def counts_bytes(job: Job) -> int:
+    """Returns the bytes of what routers count for the auxiliary loss in a micro-batch."""
+    model = job.recipe.model
+    return job.sequences * 2 * model.num_experts * FLOAT32 if isinstance(model, MoeConfig) else 0
+
+
+def balancing(job: Job, stages: Mapping[int, Stage], axes: Sequence[str], totals: Totals) -> None:
+    """Adds the sums of the counts. With context parallelism, the auxiliary loss reads those and the number of labels of the full
+    sequence. The biases of a rank's routers are stepped by the sums over the ranks that hold them, on these axes."""
+    model = job.recipe.model
+    if not isinstance(model, MoeConfig):
+        return
+    if model.balance_loss and job.layout.context > 1 and len(job.split) - 1 in stages:
+        size = job.sequences * (model.num_experts + 1) * FLOAT32
+        totals.add("all-reduce", "context", "expert counts", job.num_microbatches, size)
+    if model.balance_bias_rate and job.recipe.lora.rank == 0:
+        size = sum(len(stage.blocks) for stage in stages.values()) * model.num_experts * INT64
+        for axis in axes:
+            totals.add("all-reduce", axis, "expert counts", 1, size)
+
+
+def ends_with_experts(model: TransformerConfig) -> bool:
+    """Whether the last matmul of a block is that of routed experts, whose output the gradients of the router read."""
+    return isinstance(model, MoeConfig) and not model.num_shared_experts

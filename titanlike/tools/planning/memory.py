@@ -1,0 +1,319 @@
+"""Memory of a GPU over a training step, by category, from formulas. Does not import torch.
+
+`simulate` computes the same from the real model under fake tensors.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from titanlike.tools.planning.activations import DTYPE_BYTES, BlockActivations, block_activations
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.muon import matrices as matrices_of_muon
+
+FRAGMENTATION = 1.06  # reserved over allocated memory of CUDA's caching allocator
+WORKSPACES = 2 * 32 * 2**20  # of cuBLAS on a Hopper GPU, in the threads of the forward and of the backward pass
+STATE_BYTES = {"bfloat16": 4.0, "8bit": 2.0 + 2 * 4 / 64}  # of Adam's moments; quantized blocks of 64 share a scale
+LOGIT_BYTES = {"eager": 4, "compiled": 0}  # for each logit, beside those in the compute dtype
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes in use at one moment, by category."""
+
+    parameters: int = 0  # shards of the master weights
+    gradients: int = 0  # shards, and what accumulates over micro-batches before it is reduced
+    optimizer: int = 0
+    gathered: int = 0  # weights that FSDP has all-gathered, and buffers of its collectives
+    activations: int = 0  # saved for the backward pass
+    loss: int = 0  # logits and the buffers of the loss
+    temporary: int = 0  # what operators allocate and free, and gradients of blocks or stages before they are reduced
+    workspaces: int = 0  # of cuBLAS
+
+    @property
+    def total(self) -> int:
+        """Sum over all categories."""
+        held = self.parameters + self.gradients + self.optimizer + self.gathered + self.workspaces
+        return held + self.activations + self.loss + self.temporary
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The largest usage during one phase of a step, such as the backward pass of a block."""
+
+    label: str
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the ranks that hold one pipeline rank's stages, over one step after the first."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the largest usage."""
+        return max(self.moments, key=lambda moment: moment.usage.total)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that `torch.cuda.max_memory_allocated` reports."""
+        return self.peak.usage.total
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that `torch.cuda.max_memory_reserved` reports: with the fragmentation of the caching allocator.
+
+        Gradients that are allocated after the peak lie between activations that are freed later, and keep their space from being
+        used as a whole. Published runs of one model on 8 and on 128 GPUs differ by 16 bytes for each parameter, not by 12.
+        Gradients that replace what has accumulated before the reduction find its space.
+        """
+        gradients = max(moment.usage.gradients for moment in self.moments) - self.peak.usage.gradients
+        return round((self.allocated + gradients) * FRAGMENTATION)
+
+
+def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
+    """Returns the memory of a pipeline rank. Without `every_block`, the moments without a pipeline are those of the first and last
+    two blocks, between which usage is linear: the peak is the same, and is found as fast for any number of blocks."""
+    sizes = _Sizes.of(job, rank)
+    if job.layout.pipeline > 1:
+        return Memory(tuple(_pipeline_moments(job, rank, sizes)))
+    blocks = range(job.split[0])
+    ends = blocks if every_block else sorted({*blocks[:2], *blocks[-2:]})
+    return Memory(tuple(_moments(job, sizes, ends)))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one rank."""
+
+    block: float  # the weights of a block in the compute dtype, as FSDP gathers them
+    experts: float  # of these, those of the experts
+    full_block: float  # the same as `block` without float8 all-gather
+    whole_block: float  # the same with the experts of all expert-parallel ranks
+    head: float  # of the norm and the LM head, 0 if the rank has none
+    embedding: float
+    reduced: float  # bytes of a gradient in the dtype of the reduction, over those of a weight in the compute dtype
+    states: Usage  # parameters, gradients and optimizer state of all stages of the rank
+    trained: float  # fraction of the weights that have gradients
+    activations: BlockActivations
+    tokens: int
+    loss: float  # buffers of the loss
+    loss_kept: float  # of these, what the backward pass reads
+
+    @classmethod
+    def of(cls, job: Job, rank: int) -> "_Sizes":
+        """Returns the sizes of a pipeline rank."""
+        recipe, layout, model = job.recipe, job.layout, job.recipe.model
+        training = recipe.training
+        stages = job.stages(rank)
+        compute, master = DTYPE_BYTES[training.compute_dtype], DTYPE_BYTES[training.master_dtype]
+        matrices = sum(outputs * inputs for outputs, inputs in model.block_matrices().values()) / layout.tensor
+        matrices += sum(map(math.prod, model.router_parameters().values()))
+        experts = sum(map(math.prod, model.expert_parameters().values())) / layout.tensor
+        vocabulary = model.vocab_size * model.dim / layout.tensor
+        has_embedding, has_head = 0 in stages, len(job.split) - 1 in stages
+        ends = (has_embedding + (has_head and not (model.tied_head and has_embedding))) * vocabulary
+        num_parameters = sum(job.split[stage] for stage in stages) * (matrices + experts) + ends
+        trained = 1.0
+        if recipe.lora.rank:
+            selected = [
+                shape for name, shape in model.matrices().items() if recipe.lora.selects(name) and "layers" in name
+            ]
+            trained = recipe.lora.rank * sum(map(sum, selected)) / model.num_parameters()
+        shard = master / job.num_shards
+        state = STATE_BYTES.get(recipe.optimizer.state_dtype, 2.0 * master) / master
+        # Muon has one moment, in the dtype of the weights.
+        muon = matrices_of_muon(job, stages)
+        orthogonalized = sum(matrix.size for group in muon.values() for matrix in group) / layout.tensor
+        states = Usage(
+            parameters=round(num_parameters * shard),
+            gradients=round(num_parameters * shard * trained),
+            optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
+            workspaces=WORKSPACES,
+        )
+        element = 1.0 if recipe.float8.all_gather else compute
+        tokens = job.tokens
+        chunk = min(training.loss_chunk or tokens, tokens)
+        several = chunk < tokens
+        hidden = tokens * model.dim * compute
+        logits = loss_logits(job)
+        weight_gradient = vocabulary * (4 if several else compute if job.uses_fsdp() else master)
+        cast = 0.0 if job.uses_fsdp() else vocabulary * compute
+        kept = hidden + weight_gradient
+        gathered = hidden if layout.tensor > 1 else 0.0
+        return cls(
+            block=matrices * element + experts / layout.expert * compute,
+            experts=experts / layout.expert * compute,
+            full_block=(matrices + experts / layout.expert) * compute,
+            whole_block=(matrices + experts) * compute,
+            head=vocabulary * compute * has_head,
+            embedding=vocabulary * compute * has_embedding,
+            reduced=DTYPE_BYTES[training.reduce_dtype] / compute,
+            states=states,
+            trained=trained,
+            activations=block_activations(job),
+            tokens=tokens,
+            loss=(kept + logits + gathered + cast) * has_head,
+            loss_kept=kept * has_head,
+        )
+
+
+def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
+    """Returns the moments of the last micro-batch of a step without a pipeline, in the passes of these blocks."""
+    layout, fsdp, act, n = job.layout, job.uses_fsdp(), sizes.activations, sizes.tokens
+    num_blocks = job.split[0]
+    block = sizes.block if fsdp else 0.0
+    head, embedding = (sizes.head, sizes.embedding) if fsdp else (0.0, 0.0)
+    compute = DTYPE_BYTES[job.recipe.training.compute_dtype]
+    full_block = sizes.full_block
+    reduction = full_block * sizes.reduced if fsdp else 0.0
+    never = layout.reshard_after_forward == "never"
+    tied = job.recipe.model.tied_head
+    root = head if tied else 0.0  # FSDP's root keeps a tied embedding gathered until the end of the backward pass
+    # What is kept until the last micro-batch: gradients that are not reduced at all, or not over the replicas.
+    unreduced = 0.0
+    if job.num_microbatches > 1 and fsdp:
+        total = num_blocks * full_block + head + embedding
+        if layout.gradient_sync == "last_microbatch":
+            unreduced = total * sizes.reduced * sizes.trained
+        elif layout.replicate > 1:
+            total = num_blocks * sizes.whole_block + head + embedding
+            unreduced = total * sizes.reduced * sizes.trained / job.num_shards
+    first_gradients = 1.0 if job.num_microbatches > 1 and not unreduced else 0.0
+    # Without FSDP, each linear layer casts its weight, and keeps the copy for the backward pass unless it is recomputed.
+    casts = 0.0 if fsdp or compute == DTYPE_BYTES[job.recipe.training.master_dtype] else full_block
+    checkpointing = job.recipe.activation_checkpoint
+    kept = {"none": 1.0, "every_n": 1.0 - 1.0 / checkpointing.every_n, "memory_budget": checkpointing.memory_budget}
+    kept_casts = casts * kept.get(checkpointing.mode, 0.0)
+    stack = act.saved * n + kept_casts  # of each block
+    recomputed = (act.kept - act.saved) * n + casts - kept_casts
+    final = 2 * act.hidden * n  # the last block's output and the norm of it
+
+    def moment(
+        label: str, saved: float, done: float, gathered: float, loss: float = 0.0, temporary: float = 0.0
+    ) -> Moment:
+        """`saved` blocks have saved activations, and the gradients of `done` blocks have been reduced."""
+        share = max(first_gradients, done / (num_blocks + (sizes.head + sizes.embedding) / max(sizes.whole_block, 1)))
+        share = min(1.0, share)
+        gradients = round(sizes.states.gradients * share + unreduced * (1.0 - share))
+        usage = replace(
+            sizes.states,
+            gradients=gradients,
+            gathered=round(gathered + root),
+            activations=round(saved * stack + (final if loss else 0)),
+            loss=round(loss),
+            temporary=round(temporary),
+        )
+        return Moment(label, usage)
+
+    # Experts of expert-parallel ranks are gathered by themselves, while their block computes.
+    ahead = block - sizes.experts if layout.expert > 1 else block
+    gathering = 2 * block - (sizes.experts if layout.expert > 1 and job.num_expert_shards == 1 else 0.0)
+    kept_gathered = (num_blocks * block + embedding) if never else 0.0
+    moments = []
+    for i in blocks:
+        so_far = (i * block + embedding) if never else 0.0
+        following = block if i < num_blocks - 1 else head
+        if layout.expert > 1 and i < num_blocks - 1:
+            following = 0.0
+        moments.append(
+            moment(f"forward, block {i}", i + 1, 0, so_far + gathering + following, temporary=act.forward * n)
+        )
+    moments.append(moment("loss", num_blocks, 0, kept_gathered + 2 * head * (not tied), loss=sizes.loss))
+    head_gradients = sizes.head if fsdp else 0.0
+    moments.append(
+        moment(
+            "backward, loss",
+            num_blocks,
+            0,
+            kept_gathered + head + block,
+            loss=sizes.loss_kept,
+            temporary=head_gradients,
+        )
+    )
+    head_blocks = sizes.head / max(sizes.whole_block, 1)
+    weight_gradients = full_block if fsdp else full_block / compute * DTYPE_BYTES[job.recipe.training.master_dtype]
+    temporary = act.backward * n + recomputed + (weight_gradients if fsdp else 0)
+    early = act.early * n + recomputed + sizes.experts / 3
+    for i in reversed(blocks):
+        is_last = i == num_blocks - 1
+        previous = head * sizes.reduced if is_last else reduction
+        weights = kept_gathered + (0 if never else block + (ahead if i else 0))
+        done = num_blocks - 1 - i + head_blocks + (0 if fsdp else 1)
+        peak = temporary
+        if act.early and (is_last or early > temporary + previous):
+            # What another block has reduced is freed before the experts have gradients, but not what the LM head has.
+            previous, peak = (previous, max(temporary, early)) if is_last else (0.0, early)
+        moments.append(moment(f"backward, block {i}", i + 1, done, weights + previous, temporary=peak))
+    full = num_blocks + head_blocks + sizes.embedding / max(sizes.whole_block, 1)
+    moments.append(moment("optimizer", 0, full, 0))
+    return moments
+
+
+def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
+    """Returns the moments of a pipeline rank's actions: activations of several micro-batches are in flight."""
+    from titanlike.tools.planning.schedules import actions
+
+    act, n = sizes.activations, sizes.tokens
+    stages = job.stages(rank)
+    blocks = {stage: job.split[stage] for stage in stages}
+    last = len(job.split) - 1
+    full_block = sizes.full_block
+    # With several stages per rank, torch's schedules keep the weights of three of them.
+    weights = sum(sorted(blocks.values())[-3:]) * sizes.block + sizes.head + sizes.embedding
+    full_weights = sum(blocks.values()) * full_block + sizes.head + sizes.embedding
+    gathered = weights if job.uses_fsdp() else 0.0
+    # Schedules reduce gradients after the last micro-batch.
+    unreduced = full_weights * sizes.trained * (sizes.reduced if job.uses_fsdp() else 0.0)
+    hidden = act.hidden * n
+    buffers = job.num_microbatches * receive_buffers(job, rank)
+    stack = {stage: blocks[stage] * act.saved * n + hidden for stage in stages}
+    if last in stages:
+        stack[last] += sizes.loss_kept + hidden
+    saved = 0.0
+    moments = []
+    usages: dict[tuple[str, int, float], Usage] = {}  # a full pipeline repeats the same few
+    for action in actions(job)[rank]:
+        forward = action.kind == "forward"
+        saved += stack[action.stage] if forward else 0.0
+        key = action.kind, action.stage, saved
+        if key not in usages:
+            loss = sizes.loss - sizes.loss_kept if action.stage == last and forward else 0.0
+            temporary = act.backward * n + (act.kept - act.saved) * n + full_block
+            if act.early:
+                temporary = max(temporary, (act.early + act.kept - act.saved) * n + sizes.experts / 3)
+            if forward:
+                temporary = 0.0 if loss > act.forward * n else act.forward * n
+            usages[key] = replace(
+                sizes.states,
+                gradients=0 if job.uses_fsdp() else sizes.states.gradients,
+                gathered=round(gathered + buffers),
+                activations=round(saved),
+                loss=round(0.0 if temporary else loss),
+                temporary=round(temporary + unreduced),
+            )
+        label = f"{action.kind}, stage {action.stage}, micro-batch {action.microbatch}"
+        moments.append(Moment(label, usages[key]))
+        if action.kind in ("backward", "backward_weight"):
+            saved -= stack[action.stage]
+    optimizer = replace(sizes.states, gathered=round(gathered))
+    return [*moments, Moment("optimizer", optimizer)]
+
+
+def loss_logits(job: Job) -> int:
+    """Returns the bytes of the logits of one chunk of the loss, and of what it computes from them."""
+    training = job.recipe.training
+    chunk = min(training.loss_chunk or job.tokens, job.tokens)
+    beside = LOGIT_BYTES["eager" if job.recipe.compile.mode == "none" else "compiled"]
+    logits = chunk * job.recipe.model.vocab_size // job.layout.tensor
+    return logits * (DTYPE_BYTES[training.compute_dtype] + beside)
+
+
+def receive_buffers(job: Job, rank: int) -> int:
+    """Returns the bytes in which the stages of a pipeline rank receive activations and gradients of one micro-batch."""
+    stages, last = job.stages(rank), len(job.split) - 1
+    neighbours = [n for stage in stages for n in (stage - 1, stage + 1) if 0 <= n <= last and n not in stages]
+    element = DTYPE_BYTES[job.recipe.training.compute_dtype]
+    return len(neighbours) * job.tokens * job.recipe.model.dim * element // job.layout.tensor

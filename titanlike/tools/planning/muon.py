@@ -1,0 +1,60 @@
+"""What ranks exchange and compute for Muon: the rounds of `titanlike.optim.whole_matrices`. Does not import torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titanlike.config.layout import blocks_of, shard_range
+from titanlike.config.optimizer import OptimizerGroup
+from titanlike.tools.planning.job import Job
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A whole matrix of a block."""
+
+    outputs: int
+    inputs: int
+    rowwise: bool  # tensor parallelism shards the inputs
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.outputs * self.inputs
+
+    def shard(self, job: Job) -> int:
+        """Returns the number of elements of the largest shard, which the first rank has."""
+        rows, columns = range(self.outputs), range(self.inputs)
+        if self.rowwise:
+            columns = shard_range(columns, job.layout.tensor, 0)
+        else:
+            rows = shard_range(rows, job.layout.tensor, 0)
+        return len(shard_range(rows, job.num_shards, 0)) * len(columns)
+
+
+def matrices(job: Job, stages: Sequence[int]) -> dict[OptimizerGroup, list[Matrix]]:
+    """Returns the matrices that Muon updates on the ranks that hold these pipeline stages, by group."""
+    model, optimizer = job.recipe.model, job.recipe.optimizer
+    found: dict[OptimizerGroup, list[Matrix]] = {}
+    if any(group.optimizer == "muon" for group in optimizer.groups):
+        for index in (index for stage in stages for index in blocks_of(stage, job.split)):
+            for name, (outputs, inputs) in model.block_matrices().items():
+                group = optimizer.group_of(f"layers.{index}.{name}.weight", is_matrix=True)
+                if group and group.optimizer == "muon":
+                    found.setdefault(group, []).append(Matrix(outputs, inputs, name in model.rowwise_matrices))
+    return found
+
+
+def rounds(job: Job, stages: Sequence[int]) -> list[list[Matrix]]:
+    """Returns the matrices of each round, at most one for each rank that shares them."""
+    number = job.layout.replicate * job.num_shards * job.layout.tensor
+    found = []
+    for group in matrices(job, stages).values():
+        ordered = sorted(group, key=lambda matrix: (-matrix.size, matrix.outputs))
+        found += [ordered[start : start + number] for start in range(0, len(ordered), number)]
+    return found
+
+
+def element_size(job: Job) -> int:
+    """Returns the bytes of an element in which ranks exchange and orthogonalize matrices."""
+    dtype = job.recipe.optimizer.muon_dtype
+    return 4 if dtype == "float32" or (dtype == "auto" and not job.recipe.run.allows_cuda) else 2

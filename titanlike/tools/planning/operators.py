@@ -1,0 +1,268 @@
+"""The operators of a training step on one rank: matmuls, attention, bytes of elementwise kernels. Does not import torch.
+
+Counted from `models/llama.py`, `models/gpt.py`, `models/experts.py`, `models/loss.py` and `float8/linear.py`. Bytes are those of
+bfloat16 activations; `Counts.work` scales them to float32. All experts are assumed to compute the same number of tokens.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Literal
+
+from titanlike.config.model_configs import TransformerConfig
+from titanlike.config.sections import Float8
+from titanlike.float8.selection import HEAD, skip_reasons
+from titanlike.tools.planning.experts import ends_with_experts, routed_matmuls, routing_bytes
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.work import SIZE, Matmul, Passes, Work
+
+EAGER_CASTS = 4.6  # bytes of a cast to float8 in eager code, relative to compiled code: 23 to 5
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a training program computes what the recipe leaves open. The defaults are this toolkit's; other programs' measurements
+    are predicted with theirs. Bytes are per element and of eager code: compiled code fuses these operations."""
+
+    attention: Literal["", "fused", "flash"] = ""  # kernel; "": that of the recipe
+    norm_bytes: tuple[int, int] = (4, 10)  # of the fused RMSNorm kernel, forward and backward
+    rope_bytes: int = 58  # forward, and the same backward: float32, two halves and their concatenation
+    eager_loss: bool = False  # not compiled, and of all logits at once
+    logit_bytes: int = 0  # memory of the loss for each logit, beyond that of the same recipe here
+    gathers_once: bool = False  # a pipeline keeps the weights of all its stages for a step
+    cast_share: float = 1.0  # of the bytes of casts to float8; less if norms and activation functions write float8
+    regathers: bool = False  # selective activation checkpointing repeats tensor-parallel all-gathers
+    async_tensor_share: float = 0.0  # share of tensor-parallel collectives that is hidden; 0: that of the recipe
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts the operators of a job for one micro-batch of one rank."""
+
+    job: Job
+    program: Program = Program()
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return SIZE[self.job.recipe.training.compute_dtype]
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether elementwise operations are fused."""
+        return self.job.recipe.compile.mode != "none"
+
+    @cached_property
+    def local_tokens(self) -> float:
+        """Tokens outside of attention and feed-forward: sequence parallelism shards them over tensor-parallel ranks."""
+        return self.job.tokens / self.job.layout.tensor
+
+    @cached_property
+    def float8_names(self) -> frozenset[str]:
+        """Linear layers that multiply in float8, by their full names."""
+        return _float8_names(self.job.recipe.float8, self.job.recipe.model)
+
+    def float8_layers(self, index: int) -> frozenset[str]:
+        """Returns the float8 layers of a block, by their names in it."""
+        return _float8_layers(self.job.recipe.float8, self.job.recipe.model, index)
+
+    def block(self, float8: frozenset[str], local: bool = False) -> Passes:
+        """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without."""
+        tensor, tokens = self.job.layout.tensor, self.job.tokens
+        recipe, model = self.job.recipe, self.job.recipe.model
+        matrices = model.block_matrices()
+        # In the order of the forward pass: of attention and of the feed-forward layer, the rowwise matrix comes last.
+        names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices))
+        forward, inputs, weights = [], [], []
+        num_attention = 0  # products of attention, before those of the experts
+        for name in names:
+            outputs, width = matrices[name]
+            outputs, width = (
+                (outputs, width // tensor) if name in model.rowwise_matrices else (outputs // tensor, width)
+            )
+            in_float8 = name in float8
+            forward.append(Matmul(tokens, outputs, width, in_float8))
+            inputs.append(Matmul(tokens, width, outputs, in_float8))
+            in_float8 = in_float8 and recipe.float8.scaling != "rowwise_with_gw_hp"
+            if recipe.lora.rank == 0:
+                weights.append(Matmul(outputs, width, tokens, in_float8))
+            elif recipe.lora.selects(f"layers.0.{name}"):
+                rank = recipe.lora.rank
+                low = (Matmul(tokens, rank, width), Matmul(tokens, outputs, rank))
+                forward += low
+                inputs += low
+                weights += [Matmul(rank, width, tokens), Matmul(outputs, rank, tokens)]
+            if name.startswith("attention"):
+                num_attention = len(forward)
+        routed = routed_matmuls(self.job)
+        forward[num_attention:num_attention] = routed
+        inputs += [Matmul(each.m, each.k, each.n, count=each.count) for each in routed]
+        if recipe.lora.rank == 0:
+            weights += [Matmul(each.n, each.k, each.m, count=each.count) for each in routed]
+        attention = self._attention_flops(local)
+        elementwise_forward, elementwise_backward = self._elementwise_bytes()
+        casts_forward, casts_backward = self._cast_bytes(float8)
+        routing_forward, routing_backward = routing_bytes(self.job)
+        launches = [len(forward) + (6 if self.compiled else 34), len(inputs) + (10 if self.compiled else 60)]
+        if routed:
+            launches = [number + (20 if self.compiled else 36) for number in launches]
+            if self.job.layout.expert > 1:
+                launches = [number + 20 for number in launches]
+        full = Work(tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0])
+        recomputed = self._recomputed(forward, full)
+        # The outputs of rowwise and the inputs of other matmuls are summed or kept by the elementwise kernels.
+        return Passes(
+            full,
+            recomputed,
+            Work(
+                tuple(inputs),
+                0.0,
+                2.5 * attention,
+                elementwise_backward + casts_backward + routing_backward,
+                launches[1],
+            ),
+            Work(tuple(weights), 0.0, 0.0, 0.0, len(weights)),
+        )
+
+    def _recomputed(self, matmuls: list[Matmul], forward: Work) -> Work:
+        """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms, and that
+        of experts by the gradients of the router."""
+        recipe = self.job.recipe
+        mode = recipe.activation_checkpoint.mode
+        final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
+        is_read = recipe.model.dropout or recipe.model.post_norms or ends_with_experts(recipe.model)
+        read = matmuls if is_read else matmuls[:-1]
+        elementwise = Work(bytes=forward.bytes - final_residual, kernels=forward.kernels)
+        full = replace(elementwise, matmuls=tuple(read), attention_forward=forward.attention_forward)
+        if mode == "selective":  # keeps attention and the first of every two matmuls
+            return replace(elementwise, matmuls=tuple(read[1::2]))
+        checkpointing = recipe.activation_checkpoint
+        share = {"full": 1.0, "every_n": 1.0 / checkpointing.every_n, "memory_budget": 1 - checkpointing.memory_budget}
+        return full.times(share[mode]) if mode in share else Work()
+
+    def _attention_flops(self, local: bool) -> float:
+        """Two matmuls over the keys before each token, which are half of the sequence on average, or those of a window that slides
+        over it. Context-parallel ranks have equal shares. Documents are assumed to be as long as sequences."""
+        model, length = self.job.recipe.model, self.job.recipe.training.seq_len
+        width = model.num_heads * model.head_dim // self.job.layout.tensor
+        window = min(model.sliding_window, length) if local else length
+        keys = window - window**2 / (2 * length)  # the first tokens have less than a window before them
+        return 4.0 * self.job.tokens * keys * width
+
+    def _elementwise_bytes(self) -> tuple[float, float]:
+        """Bytes of the norms, rotary embeddings, activation function and residuals of a block, forward and backward."""
+        model, tensor, tokens = self.job.recipe.model, self.job.layout.tensor, self.job.tokens
+        head_dim = model.head_dim
+        queries = tokens * model.num_heads * head_dim // tensor
+        keys = tokens * getattr(model, "num_kv_heads", model.num_heads) * head_dim // tensor
+        ffn = [size for name, size in model.block_matrices().items() if not name.startswith("attention")]
+        hidden = tokens * sum(inputs for outputs, inputs in ffn if outputs == model.dim) // tensor
+        local, gathered = self.local_tokens * model.dim, tokens * model.dim
+        rotated = queries + keys if hasattr(model, "rope_theta") else 0
+        normed = queries + keys if model.qk_norm else 0
+        gated = len(ffn) > 2
+        post_norms = 2 if model.post_norms else 0
+        if self.compiled:
+            # norm 4; residual and norm 8; residual 6. Backward: twice norm and residual 8; sums of input gradients, 2 and 3 terms.
+            # RoPE 4, and 2 more if it reads the statistics of QK-norm first, or in the backward pass its input.
+            forward = (18 + 4 * post_norms) * local + 4 * rotated + 2 * normed + (6 if gated else 4) * hidden
+            backward = (
+                (16 + 8 * post_norms) * local
+                + (6 * gated + 8) * gathered
+                + 4 * rotated
+                + 2 * normed
+                + (10 if gated else 6) * hidden
+            )
+        else:
+            norm, norm_backward = self.program.norm_bytes
+            forward = (
+                ((2 + post_norms) * norm + 12) * local
+                + self.program.rope_bytes * rotated
+                + (10 if gated else 4) * hidden
+            )
+            forward += norm * normed
+            backward = ((2 + post_norms) * norm_backward + 12) * local + (6 * gated + 12) * gathered
+            backward += self.program.rope_bytes * rotated + (18 if gated else 6) * hidden + norm_backward * normed
+        context = self.job.layout.context
+        if context > 1:  # gathered keys and values are put in order: a copy of each
+            forward, backward = (size + 8 * keys * context for size in (forward, backward))
+        return forward * self.element / 2, backward * self.element / 2
+
+    def _cast_bytes(self, float8: frozenset[str]) -> tuple[float, float]:
+        """Bytes of the casts to float8 of a block, forward and backward: a pass for the maximum, one that casts."""
+        recipe, tensor, tokens = self.job.recipe, self.job.layout.tensor, self.job.tokens
+        matrices, rowwise = recipe.model.block_matrices(), recipe.model.rowwise_matrices
+        forward = backward = 0.0
+        for layer in {name.rpartition(".")[0] for name in float8}:  # its colwise matrices share an input
+            colwise = {name for name in matrices if name.rpartition(".")[0] == layer and name not in rowwise}
+            # Tensor-parallel ranks cast their shard before the gather, if only float8 matmuls read it.
+            # The router and the experts read the input of the shared experts, too, and not in float8.
+            shared = tensor > 1 and colwise <= float8 and recipe.float8.scaling == "tensorwise"
+            shared = shared and not layer.endswith(".shared")
+            if colwise & float8:
+                # Maximum 2, cast 3. For the weight gradient again, transposed: from the input, or from the gathered float8.
+                inputs = tokens * recipe.model.dim
+                forward += 5 * inputs / tensor if shared else 5 * inputs
+                backward += 2 * inputs if shared else 3 * inputs
+        for name in float8:
+            outputs, inputs = matrices[name]
+            if name in rowwise:
+                forward += 5 * tokens * inputs / tensor
+                backward += 3 * tokens * inputs / tensor
+                # Maximum 2, cast 4 in both layouts; a shard of the gradient is cast before it is gathered, then transposed.
+                shard = tensor > 1 and recipe.float8.scaling == "tensorwise"
+                backward += tokens * outputs * (5 / tensor + 2 if shard else 6)
+            else:
+                backward += 6 * tokens * outputs / tensor
+            if not recipe.float8.all_gather:  # which casts shards, once per step; otherwise each pass casts the weights
+                forward += 5 * outputs * inputs / tensor
+                backward += 3 * outputs * inputs / tensor
+        # Eager code computes the maximum and the cast in several kernels, in float32.
+        share = self.program.cast_share if self.compiled else EAGER_CASTS
+        return forward * share, backward * share
+
+    def embedding(self) -> Passes:
+        """Returns the work of the token embedding."""
+        model = self.job.recipe.model
+        size = self.job.tokens * model.dim * self.element
+        gradient = model.vocab_size // self.job.layout.tensor * model.dim * self.element
+        return Passes(Work(bytes=2.0 * size, kernels=4), Work(), Work(), Work(bytes=3.0 * size + gradient, kernels=6))
+
+    def loss(self) -> Passes:
+        """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too."""
+        recipe, tokens = self.job.recipe, self.job.tokens
+        vocab, dim = recipe.model.vocab_size // self.job.layout.tensor, recipe.model.dim
+        in_float8 = HEAD in self.float8_names
+        chunk = tokens if in_float8 or self.program.eager_loss else min(recipe.training.loss_chunk or tokens, tokens)
+        chunks = tokens / chunk
+        products = (
+            Matmul(chunk, vocab, dim, in_float8, chunks),
+            Matmul(chunk, dim, vocab, in_float8, chunks),
+            Matmul(vocab, dim, chunk, in_float8, chunks),
+        )
+        # Compiled: three passes read the logits, and one writes them. Eager: a float32 copy, and each operation by itself.
+        fused = recipe.compile.mode == "block" and not self.program.eager_loss
+        logits = (8 if fused else 42) * self.element / 2 * tokens * vocab
+        norm = 14 * self.local_tokens * dim * self.element / 2
+        return Passes(Work(products, bytes=logits + norm, kernels=(6 if fused else 14) * chunks + 10))
+
+    def optimizer_bytes(self, parameters: float) -> float:
+        """Returns the bytes of the gradient norm, clipping and AdamW for a number of local parameters."""
+        recipe = self.job.recipe
+        master = SIZE[recipe.training.master_dtype]
+        state = {"full": 2 * master, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
+        # Norm: reads gradients. Clipping: reads and writes them. AdamW: reads all, writes weights and moments.
+        return parameters * (master + 2 * master + 3 * master + 2 * state)
+
+
+@cache
+def _float8_names(float8: Float8, model: TransformerConfig) -> frozenset[str]:
+    if float8.scaling == "none" or float8.emulate:
+        return frozenset()
+    reasons = skip_reasons(float8, model.matrices(), model.tied_head)
+    return frozenset(name for name, reason in reasons.items() if not reason)
+
+
+@cache
+def _float8_layers(float8: Float8, model: TransformerConfig, index: int) -> frozenset[str]:
+    prefix = f"layers.{index}."
+    return frozenset(name.removeprefix(prefix) for name in _float8_names(float8, model) if name.startswith(prefix))

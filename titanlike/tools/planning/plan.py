@@ -1,0 +1,178 @@
+"""The plan of a run: memory, communication, time and cost of a recipe on a number of GPUs. Does not import torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from titanlike.tools.planning.collectives import Collective
+from titanlike.tools.planning.cost import Rank, StepTime, step_time
+from titanlike.tools.planning.hardware import Hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import Memory, memory
+from titanlike.tools.planning.operators import Program
+from titanlike.tools.planning.traffic import traffic
+
+GIB = 2**30
+
+OUTSIDE_ALLOCATOR = 3 * 2**29
+"""Bytes of a GPU that the caching allocator cannot use: the CUDA context, kernels and the buffers of NCCL."""
+
+
+UNEQUAL_STAGES = 0.05
+"""Fraction by which the first pipeline rank may compute more than others, which then have a smaller bubble."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training run needs and how long it takes."""
+
+    job: Job
+    hardware: Hardware
+    memory: tuple[Memory, ...]  # of each pipeline rank
+    traffic: tuple[tuple[Collective, ...], ...]  # of each pipeline rank, in a step
+    time: StepTime
+    simulated: frozenset[int] = frozenset()  # pipeline ranks whose memory is from fake tensors
+
+    @cached_property
+    def worst_rank(self) -> int:
+        """The pipeline rank that needs most memory. Simulated ranks, which the formulas have selected, take precedence."""
+        ranks = self.simulated or range(len(self.memory))
+        return max(sorted(ranks), key=lambda rank: self.memory[rank].reserved)
+
+    @property
+    def allocated(self) -> int:
+        """Peak of allocated bytes on the GPU that needs most."""
+        return self.memory[self.worst_rank].allocated
+
+    @property
+    def reserved(self) -> int:
+        """Peak of bytes that the caching allocator reserves on the GPU that needs most."""
+        return self.memory[self.worst_rank].reserved
+
+    @property
+    def available(self) -> int:
+        """Bytes of a GPU that the caching allocator can reserve."""
+        return available_memory(self.hardware)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU has enough memory, fragmentation included."""
+        return self.reserved <= self.available
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all GPUs."""
+        return self.job.recipe.training.tokens_per_step / self.time.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Throughput of a GPU."""
+        return self.tokens_per_second / self.job.num_gpus
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the forward and backward pass, without recomputation, as a run counts them for MFU."""
+        recipe = self.job.recipe
+        return recipe.model.flops_per_token(recipe.training.seq_len, frozen=recipe.lora.rank > 0)
+
+    @property
+    def flops_per_step(self) -> int:
+        """FLOPs of a step, over all GPUs."""
+        return self.flops_per_token * self.job.recipe.training.tokens_per_step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, of the bfloat16 peak, also with float8."""
+        return self.tokens_per_second_per_gpu * self.flops_per_token / (self.hardware.bf16_tflops * 1e12)
+
+    @property
+    def hours(self) -> float:
+        """Hours of all steps, without startup, validation and checkpointing."""
+        training = self.job.recipe.training
+        seconds = 0.0
+        for num_steps, size in training.batch_sizes.until(training.steps):
+            seconds += num_steps * (
+                self.time.seconds if size == training.global_batch_size else self._step_seconds(size)
+            )
+        return seconds / 3600
+
+    def _step_seconds(self, global_batch_size: int) -> float:
+        """Returns the time of a step of the batch-size ramp."""
+        recipe = self.job.recipe
+        recipe = replace(recipe, training=replace(recipe.training, global_batch_size=global_batch_size, batch_ramp=()))
+        job = Job(recipe, self.job.num_gpus)
+        traffics = [list(traffic(job, rank)) for rank in range(job.layout.pipeline)]
+        return step_time(job, self.hardware, traffics).seconds
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of the run times GPUs."""
+        return self.hours * self.job.num_gpus
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of the run, or None if the hardware has no price."""
+        price = self.hardware.dollars_per_gpu_hour
+        return price * self.gpu_hours if price else None
+
+    @property
+    def kwh(self) -> float | None:
+        """Energy of the run, or None if the power of the hardware is unknown."""
+        watts = self.hardware.gpu_watts
+        return watts * self.gpu_hours / 1000 if watts else None
+
+
+def available_memory(hardware: Hardware) -> int:
+    """Returns the bytes of a GPU that the caching allocator can reserve."""
+    return round(hardware.memory_gib * GIB) - OUTSIDE_ALLOCATOR
+
+
+def make_plan(job: Job, hardware: Hardware, simulated: Mapping[int, Memory] | None = None) -> Plan:
+    """Plans a job.
+
+    Args:
+        job: The recipe and the number of GPUs. Raises `UserError` where the layout or the batch does not divide.
+        hardware: What it runs on.
+        simulated: Memory of pipeline ranks from fake tensors, instead of from formulas.
+    """
+    simulated = simulated or {}
+    ranks = range(job.layout.pipeline)
+    memories = tuple(simulated[rank] if rank in simulated else memory(job, rank) for rank in ranks)
+    traffics = tuple(tuple(traffic(job, rank)) for rank in ranks)
+    return Plan(job, hardware, memories, traffics, step_time(job, hardware, traffics), frozenset(simulated))
+
+
+def ranks_to_simulate(plan: Plan) -> list[int]:
+    """Returns the pipeline ranks that decide whether a job fits: the one that needs most memory, and the last one."""
+    return sorted({plan.worst_rank, len(plan.memory) - 1})
+
+
+def crosses_nodes(job: Job, axis: str, hardware: Hardware) -> bool:
+    """Whether the collectives of a mesh axis leave a node. FSDP shards over the context-parallel ranks too."""
+    sizes = job.layout.dimensions()
+    if axis in ("expert", "expert_shard"):
+        number = job.layout.expert if axis == "expert" else job.num_expert_shards
+        span = sizes["tensor"] * (number if axis == "expert" else job.num_shards)
+        return number > 1 and span > hardware.gpus_per_node
+    names = list(sizes)
+    span = math.prod(sizes[name] for name in names[names.index(axis) :])
+    if sizes[axis] == 1 and not (axis == "shard" and sizes["context"] > 1):
+        return False
+    return span > hardware.gpus_per_node
+
+
+def least_seconds(job: Job, hardware: Hardware) -> float:
+    """Returns a lower bound of the time of a step: what the first pipeline rank computes, and the bubble between equal stages.
+
+    Much faster with a pipeline than `step_time`, which simulates its schedule.
+    """
+    rank = Rank(job, hardware, traffic(job, 0), 0, Program())
+    busy = sum(rank.computation.values())
+    seconds = busy + sum(rank.overlap[0].values()) + sum(rank.once.values())
+    if job.layout.pipeline == 1:
+        return seconds
+    if not job.schedule.splits_backward:
+        stages_per_rank = len(job.split) // job.layout.pipeline
+        seconds += busy * (job.layout.pipeline - 1) / (job.num_microbatches * stages_per_rank)
+    return seconds * (1 - UNEQUAL_STAGES)

@@ -1,0 +1,288 @@
+"""The plan of a run as terminal tables and as JSON. Does not import torch."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from titanlike.config.model_configs import MoeConfig
+from titanlike.tools.planning.advice import Advice, limits
+from titanlike.tools.planning.memory import Usage
+from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, ranks_to_simulate
+
+NEVER_WRAPPED = ("GPUs", "tokens/s/GPU", "tok/s/GPU", "hours", "dollars", "GiB", "recompute", "batch", "")
+MIN_SHARE = 5e-4  # shorter parts of a step are left out
+
+CATEGORIES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "gathered": "gathered weights",
+    "activations": "activations",
+    "loss": "loss buffers",
+    "temporary": "temporary buffers",
+    "workspaces": "workspaces of cuBLAS",
+}
+
+
+def print_plan(
+    plan: Plan, recommendation: Advice, modes: Mapping[str, Plan | None], formula: Plan, console: Console
+) -> None:
+    """Prints the report of a plan.
+
+    Args:
+        plan: The plan.
+        recommendation: What would help most.
+        modes: The plan with each mode of activation checkpointing; None if the mode is not valid.
+        formula: The plan from formulas alone, to compare simulated memory with.
+        console: Where to print.
+    """
+    for line in summary_lines(plan):
+        console.print(line)
+    console.print()
+    console.print(_memory_table(plan))
+    console.print(memory_line(plan))
+    for rank in sorted(plan.simulated):
+        found, computed = plan.memory[rank].allocated, formula.memory[rank].allocated
+        console.print(
+            f"Simulated with fake tensors: pipeline rank {rank} allocates {found / GIB:,.2f} GiB (formula: {computed / GIB:,.2f})."
+        )
+    console.print()
+    console.print(_modes_table(plan, modes))
+    console.print()
+    console.print(_traffic_table(plan))
+    console.print()
+    console.print(_time_table(plan))
+    console.print()
+    for line in result_lines(plan):
+        console.print(line)
+    console.print()
+    console.print(limits(plan))
+    console.print(recommendation.text)
+
+
+def table(title: str, *columns: str) -> Table:
+    """Returns an empty table without borders: the first column is text, the others are numbers."""
+    result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="right" if index else "left", no_wrap=column in NEVER_WRAPPED)
+    return result
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """Returns model, hardware, layout and batch."""
+    job, hardware = plan.job, plan.hardware
+    recipe, layout = job.recipe, job.layout
+    dimensions = [f"{name} {size}" for name, size in layout.dimensions().items() if size > 1]
+    if layout.pipeline > 1:
+        dimensions[0] += f" ({layout.pipeline_schedule}, {len(job.split) // layout.pipeline} per rank)"
+    if layout.expert > 1:
+        dimensions.append(f"expert {layout.expert} of shard x context")
+    precision: str = recipe.training.compute_dtype
+    if recipe.float8.scaling != "none":
+        precision += f" and float8 {recipe.float8.scaling}{' with all-gather' if recipe.float8.all_gather else ''}"
+    active = ""
+    if isinstance(recipe.model, MoeConfig):
+        active = f", {recipe.model.num_active_parameters() / 1e9:,.3g} billion per token"
+    nodes = -(-job.num_gpus // hardware.gpus_per_node)
+    return [
+        f"model     {recipe.model.label()}: {recipe.model.num_parameters() / 1e9:,.3g} billion parameters{active}",
+        f"hardware  {job.num_gpus:,} x {hardware.name}: {nodes:,} node{'s' if nodes > 1 else ''}, "
+        f"{hardware.memory_gib:g} GiB per GPU",
+        f"layout    {', '.join(dimensions) or 'one process'}",
+        f"batch     {recipe.training.global_batch_size:,} sequences x {recipe.training.seq_len:,} tokens; per rank "
+        f"{job.num_microbatches} x {job.sequences}",
+        f"compute   {precision}, compile {recipe.compile.mode}, checkpointing {recipe.activation_checkpoint.mode}",
+    ]
+
+
+def _memory_table(plan: Plan) -> Table:
+    ranks = ranks_to_simulate(plan)
+    heads = ["per GPU"] if len(plan.memory) == 1 else [f"pipeline rank {rank}" for rank in ranks]
+    result = table("Memory at the peak, GiB", "", *heads)
+    for name, label in CATEGORIES.items():
+        values = [getattr(plan.memory[rank].peak.usage, name) for rank in ranks]
+        if any(values):
+            result.add_row(label, *(gib(value) for value in values))
+    result.add_row("peak, allocated", *(gib(plan.memory[rank].allocated) for rank in ranks), style="bold")
+    result.add_row("peak, reserved", *(gib(plan.memory[rank].reserved) for rank in ranks), style="bold")
+    return result
+
+
+def memory_line(plan: Plan) -> str:
+    """Returns when the peak occurs, and whether the job fits."""
+    peak = plan.memory[plan.worst_rank].peak.label
+    difference = (plan.available - plan.reserved) / GIB
+    verdict = f"{difference:,.1f} GiB remain" if plan.fits else f"{-difference:,.1f} GiB are missing: it does not fit"
+    return (
+        f"The peak is in: {peak}. Of {plan.available / GIB:,.1f} GiB that the caching allocator can reserve, {verdict}."
+    )
+
+
+def _modes_table(plan: Plan, modes: Mapping[str, Plan | None]) -> Table:
+    result = table(
+        "Activation checkpointing, from formulas", "mode", "allocated, GiB", "reserved, GiB", "", "tokens/s/GPU"
+    )
+    for mode, found in modes.items():
+        is_current = mode == plan.job.recipe.activation_checkpoint.mode
+        label = f"{mode} (recipe)" if is_current else mode
+        if found is None:
+            result.add_row(label, "not valid", "", "", "")
+            continue
+        speed = f"{found.tokens_per_second_per_gpu:,.0f}"
+        fits = "fits" if found.fits else "does not fit"
+        result.add_row(
+            label, gib(found.allocated), gib(found.reserved), fits, speed, style="bold" if is_current else ""
+        )
+    return result
+
+
+def _traffic_table(plan: Plan) -> Table:
+    rank = plan.worst_rank
+    suffix = f", pipeline rank {rank}" if len(plan.memory) > 1 else ""
+    result = table(f"Communication of a GPU in a step{suffix}", "axis", "collective", "", "calls", "GiB", "links")
+    for column in (1, 2):
+        result.columns[column].justify = "left"
+    for item in plan.traffic[rank]:
+        links = "nodes" if crosses_nodes(plan.job, item.axis, plan.hardware) else "one node"
+        result.add_row(item.axis, item.kind, item.purpose, f"{item.calls:,}", gib(item.bytes), links)
+    if not plan.traffic[rank]:
+        result.add_row("none")
+    return result
+
+
+def _time_table(plan: Plan) -> Table:
+    scale, unit, digits = (1, "seconds", 3) if plan.time.seconds >= 1 else (1e3, "milliseconds", 2)
+    result = table("Time of a step", "", unit, "share")
+    for name, seconds in sorted(plan.time.parts.items(), key=lambda part: -part[1]):
+        if seconds >= MIN_SHARE * plan.time.seconds:
+            result.add_row(name, f"{seconds * scale:,.{digits}f}", f"{seconds / plan.time.seconds:.1%}")
+    result.add_row("step", f"{plan.time.seconds * scale:,.{digits}f}", "", style="bold")
+    for axis, seconds in plan.time.hidden.items():
+        if seconds >= MIN_SHARE * plan.time.seconds:
+            result.add_row(f"hidden behind computation: {axis}", f"{seconds * scale:,.{digits}f}", "", style="dim")
+    return result
+
+
+def result_lines(plan: Plan) -> list[str]:
+    """Returns throughput, and the duration and cost of the run."""
+    training = plan.job.recipe.training
+    tokens = training.num_tokens(training.steps)
+    return [
+        f"speed     {plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {plan.tokens_per_second:,.0f} in total, "
+        f"MFU {plan.mfu:.1%}",
+        f"run       {training.steps:,} steps, {tokens:.3g} tokens: {cost_text(plan)}",
+    ]
+
+
+def cost_text(plan: Plan) -> str:
+    """Returns duration, price and energy of the run, as far as they are known."""
+    parts = [f"{plan.hours:,.1f} hours" if plan.hours >= 1 else f"{plan.hours * 60:,.1f} minutes"]
+    if plan.dollars is not None:
+        parts.append(f"${plan.dollars:,.0f}" if plan.dollars >= 10 else f"${plan.dollars:.2f}")
+    if plan.kwh is not None:
+        parts.append(f"{number(plan.kwh)} kWh")
+    return ", ".join(parts)
+
+
+def brief(plan: Plan) -> str:
+    """Returns memory, speed and cost in one line, for programs that print a plan beside other things."""
+    verdict = "" if plan.fits else " (does not fit)"
+    return (
+        f"{plan.reserved / GIB:,.1f} of {plan.available / GIB:,.1f} GiB per GPU{verdict}, "
+        f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {cost_text(plan)}"
+    )
+
+
+def number(value: float) -> str:
+    """Formats a positive number with three significant digits, without an exponent."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 4
+    return f"{value:,.{digits}f}"
+
+
+def gib(size: float) -> str:
+    """Formats bytes as GiB."""
+    return f"{size / GIB:,.2f}"
+
+
+def as_json(
+    plan: Plan, recommendation: Advice | None = None, modes: Mapping[str, Plan | None] | None = None
+) -> dict[str, Any]:
+    """Returns a plan with SI base units. docs/planning.md describes the keys."""
+    job, layout = plan.job, plan.job.layout
+    is_mixture = isinstance(job.recipe.model, MoeConfig)
+    result: dict[str, Any] = {
+        "num_gpus": job.num_gpus,
+        "hardware": plan.hardware.name,
+        "model": job.recipe.model.label(),
+        "num_parameters": job.recipe.model.num_parameters(),
+        "layout": layout.dimensions()
+        | ({"expert": layout.expert} if is_mixture else {})
+        | {"pipeline_schedule": layout.pipeline_schedule},
+        "activation_checkpoint": job.recipe.activation_checkpoint.mode,
+        "num_microbatches": job.num_microbatches,
+        "microbatch_sequences": job.sequences,
+        "fits": plan.fits,
+        "available_bytes": plan.available,
+        "peak_allocated_bytes": plan.allocated,
+        "peak_reserved_bytes": plan.reserved,
+        "flops_per_token": plan.flops_per_token,
+        "flops_per_step": plan.flops_per_step,
+        "step_seconds": plan.time.seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+        "mfu": plan.mfu,
+        "run_seconds": plan.hours * 3600,
+        "run_dollars": plan.dollars,
+        "run_joules": None if plan.kwh is None else plan.kwh * 3.6e6,
+        "step_parts_seconds": plan.time.parts,
+        "hidden_communication_seconds": plan.time.hidden,
+        "pipeline_ranks": [_rank_as_json(plan, rank) for rank in range(len(plan.memory))],
+        "limits": limits(plan),
+    }
+    if recommendation:
+        result["advice"] = recommendation.text
+        result["advice_changes"] = dict(recommendation.changes)
+    if modes:
+        result["activation_checkpoint_modes"] = {
+            mode: found
+            and {
+                "peak_allocated_bytes": found.allocated,
+                "peak_reserved_bytes": found.reserved,
+                "fits": found.fits,
+                "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
+            }
+            for mode, found in modes.items()
+        }
+    return result
+
+
+def _rank_as_json(plan: Plan, rank: int) -> dict[str, Any]:
+    memory = plan.memory[rank]
+    return {
+        "rank": rank,
+        "simulated": rank in plan.simulated,
+        "peak_allocated_bytes": memory.allocated,
+        "peak_reserved_bytes": memory.reserved,
+        "peak_label": memory.peak.label,
+        "peak_bytes": usage_as_json(memory.peak.usage),
+        "moments": [{"label": moment.label, "bytes": usage_as_json(moment.usage)} for moment in memory.moments],
+        "collectives": [
+            {
+                "axis": item.axis,
+                "kind": item.kind,
+                "purpose": item.purpose,
+                "calls": item.calls,
+                "bytes": item.bytes,
+                "crosses_nodes": crosses_nodes(plan.job, item.axis, plan.hardware),
+            }
+            for item in plan.traffic[rank]
+        ],
+    }
+
+
+def usage_as_json(usage: Usage) -> dict[str, int]:
+    """Returns the bytes of each category."""
+    return {field.name: getattr(usage, field.name) for field in fields(usage)}

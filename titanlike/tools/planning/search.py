@@ -1,0 +1,202 @@
+"""Search for the fastest layout of a recipe on a number of GPUs. Does not import torch.
+
+Candidates are all combinations of layout, pipeline schedule, micro-batch size, activation checkpointing and float8. Those that
+are not valid or do not fit in memory are dropped before their time is computed.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.base import divisors
+from titanlike.config.layout import SCHEDULES
+from titanlike.config.model_configs import MoeConfig
+from titanlike.tools.planning.advice import Check, may_fit
+from titanlike.tools.planning.changes import CHECKPOINTING_MODES, Changes, apply, expert_sizes, value_of
+from titanlike.tools.planning.cost import step_time
+from titanlike.tools.planning.hardware import Hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.plan import Plan, available_memory, least_seconds, make_plan
+from titanlike.tools.planning.traffic import traffic
+
+MAX_CONTEXT = 64
+MIN_CHUNK = 4096  # tokens of a sequence on a context-parallel rank: shorter chunks only add communication
+NUM_BEST = 10
+NUM_CONFIRMED = 3
+
+# With tensorwise scaling, gathering in float8 halves the traffic and costs nothing.
+FLOAT8: tuple[Changes, ...] = (
+    {"float8.scaling": "none", "float8.all_gather": False},
+    {"float8.scaling": "tensorwise", "float8.all_gather": True},
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe of the search: the keys that differ from the original one, and its plan."""
+
+    changes: Changes
+    plan: Plan
+
+
+@dataclass
+class SearchResult:
+    """The fastest candidates, and the number of candidates by outcome."""
+
+    best: list[Candidate]
+    candidates: int = 0
+    invalid: int = 0
+    too_large: int = 0
+    slower: int = 0  # than the same candidate with less recomputation, which fits
+
+
+def search(
+    recipe: PretrainRecipe,
+    num_gpus: int,
+    hardware: Hardware,
+    check: Check,
+    *,
+    fixed: Collection[str] = (),
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SearchResult:
+    """Returns the ten candidates with the highest throughput, all of which fit.
+
+    Args:
+        recipe: The recipe, whose global batch size and other keys stay.
+        num_gpus: Number of GPUs.
+        hardware: What the recipe runs on.
+        check: Raises `UserError` for a recipe that is not valid.
+        fixed: Keys that keep the value of the recipe.
+        on_progress: Called with the number of layouts that are done, and of all layouts.
+    """
+    result = SearchResult([])
+    timed: list[tuple[float, Changes, Job]] = []
+    layouts = [layout for layout in _layouts(recipe, num_gpus, hardware) if _keeps(recipe, layout, fixed)]
+    limit = available_memory(hardware)
+    for done, layout in enumerate(layouts):
+        for changes, job in _fitting(recipe, num_gpus, hardware, layout, limit, check, fixed, result):
+            timed.append((least_seconds(job, hardware), changes, job))
+        on_progress(done + 1, len(layouts))
+    # Fastest first. Once ten plans are faster than what the next candidate takes at least, no other can be among the best.
+    for least, changes, job in sorted(timed, key=lambda entry: entry[0]):
+        if len(result.best) == NUM_BEST and result.best[-1].plan.time.seconds <= least:
+            break
+        ranks = [traffic(job, rank) for rank in range(job.layout.pipeline)]
+        seconds = step_time(job, hardware, ranks).seconds
+        if len(result.best) == NUM_BEST and result.best[-1].plan.time.seconds <= seconds:
+            continue
+        plan = make_plan(job, hardware)
+        if plan.fits:  # on all pipeline ranks
+            differing = {name: value for name, value in changes.items() if value != value_of(recipe, name)}
+            result.best.append(Candidate(differing, plan))
+            result.best = sorted(result.best, key=lambda candidate: candidate.plan.time.seconds)[:NUM_BEST]
+    return result
+
+
+def confirmed(result: SearchResult, confirm: Callable[[Plan], Plan], number: int = NUM_CONFIRMED) -> SearchResult:
+    """Returns the result with the first candidates confirmed under fake tensors. Those that then do not fit are dropped."""
+    best: list[Candidate] = []
+    remaining = list(result.best)
+    while remaining and len(best) < number:
+        candidate = remaining.pop(0)
+        plan = confirm(candidate.plan)
+        if plan.fits:
+            best.append(Candidate(candidate.changes, plan))
+    best.sort(key=lambda candidate: -candidate.plan.tokens_per_second)
+    return replace(result, best=best + remaining)
+
+
+def _fitting(
+    recipe: PretrainRecipe,
+    num_gpus: int,
+    hardware: Hardware,
+    layout: Changes,
+    limit: int,
+    check: Check,
+    fixed: Collection[str],
+    result: SearchResult,
+) -> Iterator[tuple[Changes, Job]]:
+    """Yields the candidates of a layout that fit, and counts the others."""
+    num_data_ranks = num_gpus // math.prod(layout[f"parallelism.{name}"] for name in ("tensor", "pipeline", "context"))
+    share, rest = divmod(recipe.training.global_batch_size, num_data_ranks)
+    sizes = [] if rest else divisors(share)
+    schedules = (
+        [name for name in SCHEDULES if name != "gpipe"]
+        if layout["parallelism.pipeline"] > 1
+        else [recipe.parallelism.pipeline_schedule]
+    )
+    float8 = FLOAT8 if hardware.float8_tflops else FLOAT8[:1]
+    for schedule, precision in product(schedules, float8):
+        modes = list(CHECKPOINTING_MODES)
+        for size in sizes:
+            base = {
+                **layout,
+                "parallelism.pipeline_schedule": schedule,
+                **precision,
+                "training.local_batch_size": size,
+            }
+            fits = False
+            for mode in CHECKPOINTING_MODES:
+                changes = base | {"activation_checkpoint.mode": mode}
+                if not _keeps(recipe, changes, fixed):
+                    continue
+                result.candidates += 1
+                if mode not in modes:  # a smaller micro-batch does not fit
+                    result.too_large += 1
+                    continue
+                if fits:
+                    result.slower += 1
+                    continue
+                changed = apply(recipe, changes)
+                try:
+                    check(changed, num_gpus)
+                except UserError:
+                    result.invalid += 1
+                    continue
+                job = Job(changed, num_gpus)
+                if not may_fit(job, limit):
+                    result.too_large += 1
+                    modes.remove(mode)
+                    continue
+                fits = True
+                yield changes, job
+
+
+def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Iterator[Changes]:
+    """Yields the sizes of all dimensions whose product is the number of GPUs: tensor parallelism within a node."""
+    parallelism = recipe.parallelism
+    has_experts = isinstance(recipe.model, MoeConfig)
+    pipelines = [size for size in divisors(num_gpus) if size <= recipe.model.num_layers]
+    contexts = [
+        size
+        for size in divisors(num_gpus)
+        if size == 1 or (size <= MAX_CONTEXT and recipe.training.seq_len >= size * MIN_CHUNK)
+    ]
+    for tensor, pipeline, context in product(divisors(hardware.gpus_per_node), pipelines, contexts):
+        data, rest = divmod(num_gpus, tensor * pipeline * context)
+        if rest:
+            continue
+        changes: dict[str, Any] = {
+            "parallelism.tensor": tensor,
+            "parallelism.pipeline": pipeline,
+            "parallelism.context": context,
+        }
+        if tensor == 1:
+            changes["parallelism.async_tensor_parallel"] = False
+        if pipeline != parallelism.pipeline:
+            changes |= {"parallelism.pipeline_split": (), "parallelism.pipeline_stages": 0}
+        for replicate in divisors(data):
+            if replicate > 1 and num_gpus // pipeline // replicate < hardware.gpus_per_node:
+                continue  # a smaller group of shards saves no traffic between nodes
+            shard = -1 if parallelism.shard == -1 else data // replicate
+            sizes = changes | {"parallelism.replicate": replicate, "parallelism.shard": shard}
+            for expert in expert_sizes(recipe, data // replicate * context):
+                yield sizes | {"parallelism.expert": expert} if has_experts else sizes
+
+
+def _keeps(recipe: PretrainRecipe, changes: Changes, fixed: Collection[str]) -> bool:
+    """Whether changes leave the fixed keys as they are."""
+    return all(name not in fixed or value == value_of(recipe, name) for name, value in changes.items())

@@ -1,0 +1,280 @@
+"""Memory of a training step, from the real model and transforms on fake tensors in a process group without other processes.
+
+Fake tensors have a shape, a dtype and a storage of a known size, but no data. A storage is in use while a tensor refers to it, as
+on a GPU. What CUDA kernels allocate for themselves is not seen, nor is the fragmentation of the caching allocator.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.config import UserError
+from titanlike.distributed import process_group
+from titanlike.models import blocks, build_model
+from titanlike.models.init import allocate
+from titanlike.optim.clipping import clip_gradients, gradient_norms
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.parallelisms.fsdp import accumulate_gradients
+from titanlike.parallelisms.mesh import build_mesh
+from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.parallelize import parallelize
+from titanlike.tools.planning.activations import block_activations
+from titanlike.tools.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import WORKSPACES, Memory, Moment, Usage, loss_logits, receive_buffers
+from titanlike.tools.planning.schedules import order, peak_in_flight
+from titanlike.tools.planning.storage_tracker import Allocation, StorageTracker
+from titanlike.utils import compat
+
+# Blocks of a simulated model; with one more, the change for each further block is known. FSDP gathers up to three units at a time,
+# but all units of a pipeline stage.
+DEPTH, DEPTH_OF_STAGES = 3, 1
+MICROBATCHES = 2  # of a simulated step without a pipeline: the second one finds the gradients of the first
+
+
+def can_simulate(job: Job) -> bool:
+    """Whether fake tensors show the memory of a job: not where only compiled code works, nor with MX formats."""
+    splits_backward = job.layout.pipeline > 1 and job.schedule.splits_backward
+    recomputes = job.recipe.activation_checkpoint.mode != "none"
+    return not (splits_backward and recomputes) and job.recipe.float8.scaling != "mxfp8"
+
+
+def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -> Memory:
+    """Returns the memory of a pipeline rank. Simulates stages of a few blocks, and extrapolates to the full depth.
+
+    Args:
+        device: whose operators to assume, where those of GPUs and CPUs save different tensors for the backward pass.
+    """
+    if job.recipe.compile.mode != "none":
+        eager = Job(replace(job.recipe, compile=replace(job.recipe.compile, mode="none")), job.num_gpus)
+        return _as_compiled(simulate(eager, rank, device), eager, job)
+    if (
+        job.recipe.parallelism.async_tensor_parallel
+    ):  # needs symmetric memory of GPUs; only compiled code overlaps anything
+        section = replace(job.recipe.parallelism, async_tensor_parallel=False)
+        return simulate(Job(replace(job.recipe, parallelism=section), job.num_gpus), rank, device)
+    if job.layout.cpu_offload:
+        section = replace(job.recipe.parallelism, cpu_offload=False)
+        found = simulate(Job(replace(job.recipe, parallelism=section), job.num_gpus), rank, device)
+        on_host = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        return Memory(tuple(replace(m, usage=replace(m.usage, **on_host)) for m in found.moments))
+    if job.layout.pipeline > 1:
+        shorter = _with_microbatches(job, rank)
+        simulated = _of_full_depth(shorter, rank, device, DEPTH_OF_STAGES)
+        # torch allocates the buffers in which a stage receives for all micro-batches at once.
+        more = (job.num_microbatches - shorter.num_microbatches) * receive_buffers(job, rank)
+        moments = (replace(m, usage=replace(m.usage, gathered=m.usage.gathered + more)) for m in simulated.moments)
+        return Memory(tuple(moments))
+    return _of_full_depth(job, rank, device, DEPTH)
+
+
+def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
+    """Returns the memory with compiled blocks, which fake tensors do not show: by what the formulas of the two differ."""
+    before, after = block_activations(eager), block_activations(compiled)
+    share = after.saved / before.saved
+    tokens = compiled.tokens
+    logits = loss_logits(eager) - loss_logits(compiled)
+    backward = tokens * (after.kept - after.saved + after.backward - (before.kept - before.saved + before.backward))
+
+    def changed(moment: Moment) -> Moment:
+        usage = moment.usage
+        usage = replace(usage, activations=round(usage.activations * share))
+        if moment.label == "loss":
+            usage = replace(usage, loss=usage.loss - logits)
+        if moment.label.startswith("backward") and moment.label != "backward, loss":
+            usage = replace(usage, temporary=max(0, round(usage.temporary + backward)))
+        return Moment(moment.label, usage)
+
+    return Memory(tuple(map(changed, simulated.moments)))
+
+
+def _of_full_depth(job: Job, rank: int, device: str, depth: int) -> Memory:
+    """Simulates stages of `depth` blocks and of one more, and returns the memory of the full ones."""
+    depths = [job.split[stage] for stage in job.stages(rank)]
+    if max(depths) <= depth + 1:
+        return _memory(_step(job, rank, device), device)
+    small, large = (_memory(_step(_with_depth(job, each), rank, device), device) for each in (depth, depth + 1))
+    more = sum(depths) / len(depths) - (depth + 1)
+    return Memory(tuple(_extrapolate(small, large, more, job.split[0] if len(job.split) == 1 else 0)))
+
+
+def _with_depth(job: Job, depth: int) -> Job:
+    """Returns the job with `depth` blocks in each pipeline stage."""
+    split = [depth] * len(job.split)
+    recipe = job.recipe
+    model = replace(recipe.model, num_layers=sum(split))
+    parallelism = replace(recipe.parallelism, pipeline_split=tuple(split) if len(split) > 1 else ())
+    return Job(replace(recipe, model=model, parallelism=parallelism), job.num_gpus)
+
+
+def _with_microbatches(job: Job, rank: int) -> Job:
+    """Returns the job with the fewest micro-batches with which a pipeline rank has as many in flight as with all of them, and has
+    them after its first backward pass: from then on it also has gradients."""
+    layout, stages = job.layout, len(job.split)
+
+    def in_flight(count: int) -> int:
+        try:
+            return peak_in_flight(order(layout.pipeline_schedule, layout.pipeline, stages, count)[rank])
+        except UserError:  # the schedule does not support this number
+            return 0
+
+    target = in_flight(job.num_microbatches)
+    counts = [n for n in range(1, job.num_microbatches + 1) if in_flight(n) == target]
+    training = replace(job.recipe.training, global_batch_size=counts[:2][-1] * job.sequences * job.num_data_ranks)
+    return Job(replace(job.recipe, training=training), job.num_gpus)
+
+
+def _extrapolate(small: Memory, large: Memory, more: float, num_blocks: int) -> list[Moment]:
+    """Continues the usage of stages of `DEPTH` and `DEPTH` + 1 blocks to `more` blocks."""
+    first, second = ({moment.label: asdict(moment.usage) for moment in memory.moments} for memory in (small, large))
+
+    def linear(label: str, *terms: tuple[float, Mapping[str, int]]) -> Moment:
+        usage = {name: round(sum(factor * term[name] for factor, term in terms)) for name in asdict(Usage())}
+        return Moment(label, Usage(**usage))
+
+    moments = []
+    for label, usage in second.items():
+        kind, _, index = label.partition(", block ")
+        if not index or not num_blocks:
+            moments.append(linear(label, (1 + more, usage), (-more, first[label])))
+            continue
+        # The usage of a block between the first and the last is linear in the number of blocks before it and after it.
+        middle = first[f"{kind}, block 1"]
+        before, after = second[f"{kind}, block 2"], second[f"{kind}, block 1"]
+        if index == "0":
+            moments.append(linear(label, (1, usage), (more, after), (-more, middle)))
+        elif index == str(DEPTH):
+            moments.append(linear(f"{kind}, block {num_blocks - 1}", (1, usage), (more, before), (-more, middle)))
+        elif index == "1":
+            order = range(1, num_blocks - 1)
+            for block in order if kind == "forward" else reversed(order):
+                terms = ((1, middle), (block - 1, before), (1 - block, middle))
+                rest = num_blocks - 2 - block
+                moments.append(linear(f"{kind}, block {block}", *terms, (rest, after), (-rest, middle)))
+    return moments
+
+
+def _memory(tracker: StorageTracker, device: str) -> Memory:
+    """Returns the largest usage in each phase of the last micro-batch or, with a pipeline, of the step."""
+    start = max(begin for begin, phase in tracker.phases if phase == "start")
+    allocations = [a for a in tracker.allocations if a.size and (a.end is None or a.end > start)]
+    changes = [(a.begin, a, 1) for a in allocations] + [(a.end, a, -1) for a in allocations if a.end is not None]
+    usage = dict.fromkeys(asdict(Usage()), 0) | {"workspaces": WORKSPACES if device == "cuda" else 0}
+    peaks: dict[str, dict[str, int]] = {}
+    phases = sorted(tracker.phases)
+    for time, allocation, sign in sorted(changes, key=lambda change: change[0]):
+        usage[_category(allocation, start)] += sign * allocation.size
+        while len(phases) > 1 and phases[1][0] < time:
+            phases.pop(0)
+        phase = phases[0][1]
+        if time > start and sum(usage.values()) >= sum(peaks.get(phase, {}).values()):
+            peaks[phase] = dict(usage)
+    return Memory(tuple(Moment(phase, Usage(**peak)) for phase, peak in peaks.items() if phase != "start"))
+
+
+def _category(allocation: Allocation, start: int) -> str:
+    """Returns the field of `Usage` that an allocation counts for. What an earlier micro-batch has left are gradients."""
+    phase, freed_in = allocation.phase, allocation.freed_in
+    if phase in ("parameters", "optimizer"):
+        return phase
+    if freed_in == "zero_grad" or allocation.begin < start:
+        return "gradients"
+    if allocation.operator == "resize_" or allocation.operator.startswith(
+        ("c10d", "fsdp", "aten.empty.", "aten.new_empty.")
+    ):
+        return "gathered"
+    if phase == "loss":
+        return "loss"
+    if phase.startswith("forward") and freed_in.startswith("backward"):
+        return "activations"
+    return "temporary"
+
+
+def _step(job: Job, rank: int, device: str) -> StorageTracker:
+    """Runs one step of a pipeline rank on fake tensors."""
+    recipe, layout = job.recipe, job.layout
+    training = recipe.training
+    first_rank = rank * (job.num_gpus // layout.pipeline)
+    with process_group.simulated(first_rank, job.num_gpus):
+        mesh = build_mesh("cpu", **layout.dimensions(), expert=layout.expert)
+        with torch.device("meta"):
+            model: nn.Module = build_model(recipe.model)
+        with any_hardware(recipe.float8):
+            model = parallelize(
+                model,
+                mesh,
+                split=job.split,
+                training=training,
+                parallelism=layout,
+                float8=recipe.float8,
+                lora=recipe.lora,
+                activation_checkpoint=recipe.activation_checkpoint,
+                compile=replace(recipe.compile, mode="none"),
+            )
+        with (
+            compat.fake_tensors(),
+            gpu_operators(device, training.attention == "auto"),
+            balanced_experts(job),
+            StorageTracker(read_as=1) as tracker,
+        ):
+            tracker.begin("parameters")
+            allocate(model, torch.device("cpu"))
+            tracker.begin("optimizer")
+            optimizer = build_optimizer(model, recipe.optimizer)
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            optimizer.step()  # allocates its state
+            optimizer.zero_grad()
+            _mark_phases(model, tracker)
+            length = training.seq_len // layout.context
+            tokens = torch.zeros(job.sequences, length, dtype=torch.long)
+            batch = _Batch({"tokens": tokens, "position_ids": tokens}, tokens)
+            if isinstance(model, Pipeline):
+                tracker.begin("start")
+                model.forward_backward([batch] * job.num_microbatches, lambda loss: loss / tokens.numel())
+            else:
+                count = min(job.num_microbatches, MICROBATCHES)
+                for _ in accumulate_gradients(model, range(count), layout.gradient_sync):
+                    tracker.begin("start")
+                    (model(**batch.inputs, labels=batch.labels) / tokens.numel()).backward()
+            tracker.begin("clipping")
+            clip_gradients(model, gradient_norms(model, mesh.pipeline).total, training.max_norm)
+            tracker.begin("optimizer step")
+            optimizer.step()
+            tracker.begin("zero_grad")
+            optimizer.zero_grad()
+    return tracker
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: dict[str, Tensor]
+    labels: Tensor
+
+
+def _mark_phases(model: nn.Module, tracker: StorageTracker) -> None:
+    """Begins a phase at the forward and backward pass of each block, and at the loss."""
+
+    def mark(module: nn.Module, name: str) -> None:
+        def before(*_: object) -> None:
+            tracker.begin("loss" if name == "loss" else f"forward, {name}")
+
+        def after(_: nn.Module, __: object, out: Tensor | tuple[Tensor, Tensor]) -> None:
+            out = out[0] if isinstance(out, tuple) else out  # of a block, which may also return counts
+            if out.requires_grad:
+                out.register_hook(lambda _: tracker.begin("backward, loss" if name == "loss" else f"backward, {name}"))
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    # The stages of a pipeline have blocks of any numbers, which depend on the simulated depth.
+    parts = model.parts if isinstance(model, Pipeline) else {None: model}
+    for stage, part in parts.items():
+        for name, block in blocks(part).items():
+            mark(block, f"block {name}" if stage is None else f"stage {stage}")
+    output = getattr(model, "output", None)
+    if output is not None:
+        mark(output, "loss")

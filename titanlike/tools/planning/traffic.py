@@ -1,0 +1,310 @@
+"""The collectives of a training step, from formulas. Does not import torch.
+
+The formulas follow the code that issues the collectives: `parallelisms/fsdp.py`, `tensor.py`, `context.py`, `expert.py`,
+`pipeline.py`, `models/loss.py` and `float8/`. A test compares their calls and bytes with those of a step after the first.
+
+With expert parallelism, the number of tokens that a rank receives depends on the routing. The formulas assume that all experts have
+the same number of tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from titanlike.tools.planning.collectives import FLOAT32, INT64, Collective, Totals
+from titanlike.tools.planning.experts import balancing, counts_bytes, exchanged_tokens, has_balance_loss
+from titanlike.tools.planning.gathers import num_gathers
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.muon import element_size, rounds
+from titanlike.tools.planning.parameters import Parameter, Stage, fsdp_units, stage_of
+
+SIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element
+CHATS = ("chat", "synthetic_chat")  # sources whose conversations are documents
+
+
+def traffic(job: Job, rank: int = 0) -> list[Collective]:
+    """Returns the collectives of a pipeline rank in a step after the first. Where shards are uneven, it has the largest."""
+    totals = Totals()
+    stages = {number: stage_of(job, number) for number in job.stages(rank)}
+    _fsdp(job, rank, stages, totals)
+    for number, stage in stages.items():
+        if job.layout.tensor > 1:
+            _ends(job, number, stage, totals)
+            _replicated(job, stage, totals)
+        if job.layout.context > 1 and (job.recipe.data.document_masks or job.recipe.data.source in CHATS):
+            gathered = job.tokens * job.layout.context * INT64
+            totals.add("all-gather", "context", "document ids", job.num_microbatches, gathered)
+        _weight_maxima(job, stage, totals)
+        if job.recipe.float8.scaling == "tensorwise" and any(parameter.float8 for parameter in stage.last):
+            _add_maxima(job, 2, totals)  # of the input and the gradient of the LM head
+    for block in _blocks(job, stages):
+        if job.layout.tensor > 1:
+            _tensor(job, block, totals)
+        if job.layout.context > 1:
+            _context(job, block, totals)
+        exchanged_tokens(job, block.recomputed, block.needs_grad or block.adapts_attention, totals)
+        _activation_maxima(job, block, totals)
+    if job.layout.pipeline > 1:
+        _pipeline(job, stages, totals)
+    _scalars(job, stages, totals)
+    _whole_matrices(job, list(stages), totals)
+    return totals.collectives()
+
+
+def fsdp_axis(job: Job) -> str:
+    """Returns the mesh axis over which FSDP shards: context-parallel ranks hold the same weights, and shard them, too."""
+    return "shard" if job.layout.shard > 1 else "context"
+
+
+def shards_of(job: Job, *, experts: bool) -> tuple[str, int]:
+    """Returns the mesh axis over which FSDP shards parameters, and its size. With expert parallelism, experts have their own."""
+    if experts and job.layout.expert > 1:
+        return "expert_shard", job.num_expert_shards
+    return fsdp_axis(job), job.num_shards
+
+
+def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None:
+    """FSDP gathers each unit for the forward pass and, if it has freed it, for the backward pass. It reduces gradients in each
+    micro-batch or in the last one, over replicas in the last one."""
+    layout, training = job.layout, job.recipe.training
+    units = {number: fsdp_units(job, stage) for number, stage in stages.items()}
+    gathers = num_gathers(job, rank, units)
+    once = layout.pipeline > 1 or layout.gradient_sync == "last_microbatch"
+    for unit, calls in (pair for n in stages for pair in zip(units[n], gathers[n], strict=True)):
+        axis, num_shards = shards_of(job, experts=unit.experts)
+        if num_shards > 1:
+            size = sum(
+                parameter.padded(num_shards)
+                * (1 if parameter.float8 and job.recipe.float8.all_gather else SIZE[training.compute_dtype])
+                for parameter in unit.parameters
+            )
+            totals.add("all-gather", axis, "weights", calls, size)
+        trainable = [parameter for parameter in unit.parameters if parameter.trainable]
+        size = SIZE[training.reduce_dtype] * sum(parameter.padded(num_shards) for parameter in trainable)
+        if trainable and num_shards > 1:
+            totals.add("reduce-scatter", axis, "gradients", 1 if once else job.num_microbatches, size)
+        if trainable and layout.replicate > 1:
+            totals.add("all-reduce", "replicate", "gradients", 1, size // num_shards)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the collectives of a block depend on."""
+
+    layers: list["Layer"]  # attention and feed-forward, in the order of the forward pass
+    recomputed: bool  # the forward pass runs again in the backward pass, with its collectives
+    needs_grad: bool  # with LoRA, the blocks before the first one that has its matrices have no backward pass
+    float8: frozenset[str]  # linear layers that multiply in float8
+    adapted: frozenset[str]  # linear layers with LoRA's matrices
+
+    @property
+    def adapts_attention(self) -> bool:
+        """Whether the input of the feed-forward layer has a gradient for LoRA's sake."""
+        return any(name.startswith("attention") for name in self.adapted)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The linear layers of a block that share one input, and the one that follows them."""
+
+    colwise: frozenset[str]
+    rowwise: frozenset[str]
+    experts: bool = False  # a mixture of experts: the linear layers are those of its shared experts, if it has any
+
+
+def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
+    """Yields the blocks of a pipeline rank."""
+    model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
+    experts = model.expert_parameters()
+    index = 0
+    for number, stage in stages.items():
+        needs_grad = number > 0 or job.recipe.lora.rank == 0
+        for parameters in stage.blocks.values():
+            named = {parameter.name: parameter for parameter in parameters}
+            layers = []
+            for owner, names in groupby(model.block_matrices(), lambda name: name.partition(".")[0]):
+                linears = frozenset(names)
+                rowwise = linears.intersection(model.rowwise_matrices)
+                layers.append(Layer(linears - rowwise, rowwise, bool(experts) and owner != "attention"))
+            if experts and not layers[-1].experts:
+                layers.append(Layer(frozenset(), frozenset(), experts=True))
+            adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
+            yield Block(
+                layers,
+                checkpointing.mode == "full"
+                or (checkpointing.mode == "every_n" and index % checkpointing.every_n == 0),
+                needs_grad,
+                frozenset(name.removesuffix(".weight") for name, parameter in named.items() if parameter.float8),
+                adapted,
+            )
+            needs_grad = needs_grad or bool(adapted)
+            index += 1
+
+
+def _tensor(job: Job, block: Block, totals: Totals) -> None:
+    """Each layer gathers its input, which is sharded along the sequence, and scatters its output; the backward pass does the
+    reverse. A gather that only float8 matmuls read sends float8."""
+    recipe, num = job.recipe, job.num_microbatches
+    elements = job.tokens * recipe.model.dim
+    element = SIZE[recipe.training.compute_dtype]
+    float8 = block.float8 if recipe.float8.scaling == "tensorwise" else frozenset()
+    needs_grad = block.needs_grad
+    for layer in block.layers:
+        forward = 1 + block.recomputed
+        # The router and the experts read the input, too, and not in float8.
+        gather = elements * (1 if layer.colwise <= float8 and not layer.experts else element)
+        totals.add("all-gather", "tensor", "activations", forward * num, gather)
+        # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
+        is_last = layer is block.layers[-1] and not (recipe.model.dropout or recipe.model.post_norms)
+        scatters = 1 if is_last else forward
+        totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
+        both = layer.experts and bool(layer.rowwise)  # the shared experts compute last
+        totals.add("reduce-scatter", "tensor", "activations", both * forward * num, elements * element)
+        if needs_grad:
+            totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
+        needs_grad = needs_grad or bool(block.adapted & (layer.colwise | layer.rowwise))
+        if needs_grad:
+            gather = elements * (1 if layer.rowwise and layer.rowwise <= float8 else element)
+            totals.add("all-gather", "tensor", "activations", num, gather)
+            totals.add("all-gather", "tensor", "activations", both * num, elements * element)
+
+
+def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
+    """The embedding scatters its output. The LM head gathers its input, and the softmax reduces three values of each token."""
+    recipe, num = job.recipe, job.num_microbatches
+    elements, element = job.tokens * recipe.model.dim, SIZE[recipe.training.compute_dtype]
+    if number == 0:
+        totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
+        trains = any(parameter.trainable for parameter in stage.first)
+        totals.add("all-gather", "tensor", "activations", num * trains, elements * element)
+    if number < len(job.split) - 1:
+        return
+    converted = any(parameter.float8 for parameter in stage.last)
+    sends_float8 = converted and recipe.float8.scaling == "tensorwise"
+    totals.add("all-gather", "tensor", "activations", num, elements * (1 if sends_float8 else element))
+    totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
+    chunk = job.tokens if converted else recipe.training.loss_chunk or job.tokens
+    for rows, calls in ((chunk, job.tokens // chunk), (job.tokens % chunk, 1)):
+        if rows:
+            largest = FLOAT32 if recipe.model.logit_soft_cap else element  # soft-capped logits are in float32
+            totals.add("all-reduce", "tensor", "loss", num * calls, rows * largest)
+            totals.add("all-reduce", "tensor", "loss", num * calls * 2, rows * FLOAT32)  # two sums
+
+
+def _replicated(job: Job, stage: Stage, totals: Totals) -> None:
+    """Each tensor-parallel rank computes the gradients of replicated parameters from a part of the tokens."""
+    element = SIZE[job.recipe.training.compute_dtype]
+    for parameter in stage.parameters:
+        if parameter.trainable and not parameter.sharded:
+            totals.add("all-reduce", "tensor", "replicated gradients", job.num_microbatches, parameter.size * element)
+
+
+def _context(job: Job, block: Block, totals: Totals) -> None:
+    """Attention gathers the keys and values of the full sequence. The backward pass scatters their gradients."""
+    model = job.recipe.model
+    heads = getattr(model, "num_kv_heads", model.num_heads) // job.layout.tensor
+    size = job.tokens * job.layout.context * heads * model.head_dim * SIZE[job.recipe.training.compute_dtype]
+    calls = 2 * job.num_microbatches
+    totals.add("all-gather", "context", "keys and values", calls * (1 + block.recomputed), size)
+    for name in ("attention.wk", "attention.wv"):
+        if block.needs_grad or name in block.adapted:
+            totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
+
+
+def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
+    """Those of all sharded weights of a stage are reduced together, once per step."""
+    float8, layout = job.recipe.float8, job.layout
+    number = sum(parameter.float8 for parameter in stage.parameters)
+    if float8.scaling != "tensorwise" or not number or not (float8.all_gather or layout.tensor > 1):
+        return
+    # Without float8 all-gather, the forward pass starts with it, and several stages of a rank have been gathered before.
+    gathered = not float8.all_gather and (
+        (job.schedule.stages_per_rank > 1 and layout.pipeline > 1) or job.recipe.compile.mode == "model"
+    )
+    if job.num_shards > 1 and not gathered:
+        totals.add("all-reduce", fsdp_axis(job), "float8 maxima", 1, number * FLOAT32)
+    if layout.tensor > 1:
+        totals.add("all-reduce", "tensor", "float8 maxima", 1, number * FLOAT32)
+
+
+def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
+    """Those of the inputs and the gradients of float8 matmuls are reduced over the ranks that share a micro-batch."""
+    if job.recipe.float8.scaling != "tensorwise":
+        return
+    inputs = 0
+    for layer in block.layers:
+        one_gather = job.layout.tensor > 1 and not layer.experts
+        shares_input = one_gather and layer.colwise <= block.float8  # cast once, before it is gathered
+        inputs += (1 if shares_input else len(layer.colwise & block.float8)) + len(layer.rowwise & block.float8)
+    calls = inputs * (1 + block.recomputed) + len(block.float8)
+    _add_maxima(job, calls, totals)
+
+
+def _add_maxima(job: Job, calls: int, totals: Totals) -> None:
+    for axis, size in (("tensor", job.layout.tensor), ("context", job.layout.context)):
+        if size > 1:
+            element = SIZE[job.recipe.training.compute_dtype]
+            totals.add("all-reduce", axis, "float8 maxima", calls * job.num_microbatches, element)
+
+
+def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
+    """Stages send activations forward and gradients backward, unless the neighbour is on the same rank. The ends of a pipeline
+    exchange the gradients of tied weights."""
+    model, training = job.recipe.model, job.recipe.training
+    last = len(job.split) - 1
+    size = job.tokens * model.dim * SIZE[training.compute_dtype] // job.layout.tensor
+    for number in stages:
+        neighbours = {number - 1, number + 1} & set(range(last + 1)) - stages.keys()
+        calls = job.num_microbatches * len(neighbours)
+        for kind in ("send", "receive"):
+            totals.add(kind, "pipeline", "activations", calls, size)
+            totals.add(kind, "pipeline", "expert counts", calls * has_balance_loss(model), counts_bytes(job))
+    if model.tied_head and job.recipe.lora.rank == 0 and len({0, last} & stages.keys()) == 1:
+        rows = -(-model.vocab_size // job.layout.tensor // job.num_shards)
+        size = rows * model.dim * SIZE[training.master_dtype]
+        totals.add("send", "pipeline", "tied gradients", 1, size)
+        totals.add("receive", "pipeline", "tied gradients", 1, size)
+
+
+def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
+    """The number of tokens and the loss are summed over the batch, requests of a shutdown over all ranks, and the squares of
+    gradients over the ranks that shard them, apart for each set of these ranks, and over stages."""
+    layout = job.layout
+    batch = [axis for axis, size in (("replicate", layout.replicate), (fsdp_axis(job), job.num_shards)) if size > 1]
+    for axis in batch:
+        totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
+        totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
+    for axis in (axis for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)) if size > 1):
+        totals.add("all-reduce", axis, "scalars", 1, INT64)
+    parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]
+    for axes in sorted({_axes(job, parameter) for parameter in parameters}):
+        for axis in axes:
+            totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
+    if layout.pipeline > 1:
+        totals.add("all-reduce", "pipeline", "scalars", 2, FLOAT32)
+    balancing(job, stages, [*batch, *["tensor"] * (layout.tensor > 1)], totals)
+
+
+def _axes(job: Job, parameter: Parameter) -> tuple[str, ...]:
+    """Returns the mesh axes over which a parameter is sharded."""
+    layout = job.layout
+    axis, num_shards = shards_of(job, experts=parameter.expert)
+    sizes = {axis: num_shards, "expert": layout.expert if parameter.expert else 1}
+    sizes["tensor"] = layout.tensor if parameter.sharded else 1
+    return tuple(axis for axis, size in sizes.items() if size > 1)
+
+
+def _whole_matrices(job: Job, stages: list[int], totals: Totals) -> None:
+    """In each round, ranks send their shards of a matrix to the rank that owns it, and get back those of the result. Replicas
+    gather each other's results."""
+    size = job.num_shards * job.layout.tensor
+    for matrices in rounds(job, stages):
+        shards = [matrix.shard(job) for matrix in matrices]
+        if size > 1:  # the first rank owns the first matrix
+            exchanged = max(sum(shards[:size]), matrices[0].size) * element_size(job)
+            axis = fsdp_axis(job) if job.num_shards > 1 else "tensor"
+            totals.add("all-to-all", axis, "whole matrices", 2, exchanged)
+        if job.layout.replicate > 1:
+            of_replicas = [sum(shards[start : start + size]) for start in range(0, len(shards), size)]
+            gathered = max(of_replicas) * job.layout.replicate * element_size(job)
+            totals.add("all-gather", "replicate", "whole matrices", 1, gathered)

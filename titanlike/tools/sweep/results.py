@@ -1,0 +1,170 @@
+"""Results of a sweep: the ranked table, `sweep.json`, `best.toml` and the plot of importances. Does not import Optuna."""
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import UserError
+from titanlike.config.base import printable
+from titanlike.config.load import parse_value
+from titanlike.tools.sweep.config import Sweep, SweepPlan, as_text, recipe_text
+from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.utils.regular_file import read_regular
+
+RESULTS = "sweep.json"
+BAR_WIDTH, BAR_HEIGHT, LABEL_WIDTH = 420, 28, 260  # pixels
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial and its results so far."""
+
+    number: int
+    settings: Mapping[str, str]  # of the searched keys, as on the command line
+    state: str  # running, complete, pruned or failed
+    value: float | None
+    values: Mapping[int, float]  # by step
+    reason: str  # why it was pruned or failed
+
+    @property
+    def step(self) -> int:
+        """The last step with a value."""
+        return max(self.values, default=0)
+
+
+def rank(trials: Sequence[Trial], direction: str) -> list[Trial]:
+    """Returns complete trials, the best first, then pruned ones, failed ones and those that run."""
+    sign = 1 if direction == "minimize" else -1
+    order = ("complete", "pruned", "failed", "running")
+
+    def key(trial: Trial) -> tuple[float, ...]:
+        value = math.inf if trial.value is None or math.isnan(trial.value) else sign * trial.value
+        # Pruned trials at different steps are not comparable: those that came further are first.
+        return order.index(trial.state), -trial.step if trial.state == "pruned" else 0, value, trial.number
+
+    return sorted(trials, key=key)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Formats the results of a sweep as a ranked table, with the reasons of pruned and failed trials below it."""
+    keys = list(dict.fromkeys(key for trial in results["trials"] for key in trial["settings"]))
+    rows = [("rank", "trial", results["metric"], *keys, "step", "state")]
+    for position, trial in enumerate(results["trials"], 1):
+        settings = [_short(trial["settings"].get(key, "")) for key in keys]
+        value = "" if trial["value"] is None else f"{trial['value']:.6g}"
+        place = str(position) if trial["state"] == "complete" else ""
+        rows.append((place, str(trial["trial"]), value, *settings, str(trial["step"]), trial["state"]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    reasons = {trial["trial"]: (trial["state"], trial["reason"]) for trial in results["trials"] if trial["reason"]}
+    if reasons:
+        lines += ["", *(f"trial {number} {state}: {reason}" for number, (state, reason) in sorted(reasons.items()))]
+    if results["importance"]:
+        shares = ", ".join(f"{key} {share:.0%}" for key, share in results["importance"].items())
+        lines += ["", f"importance: {shares}"]
+    return "\n".join(map(printable, lines))  # it may be the file of another user
+
+
+def trial_line(trial: Trial, trials: Sequence[Trial], sweep: Sweep) -> str:
+    """Returns a line about a trial that has ended."""
+    if trial.state != "complete":
+        return f"trial {trial.number} {trial.state}: {trial.reason}"
+    best = rank(trials, sweep.direction)[0].number
+    place = "the best so far" if best == trial.number else f"the best is trial {best}"
+    return f"trial {trial.number} complete: {sweep.metric} {trial.value:.6g}, {place}"
+
+
+def settings_text(settings: Mapping[str, str]) -> str:
+    """Formats the values of the searched keys."""
+    return "  ".join(f"{key} = {_short(value)}" for key, value in settings.items())
+
+
+def write_results(plan: SweepPlan, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
+    """Writes `sweep.json`, the recipe of the best complete trial, and the plot of importances."""
+    sweep, ranked = plan.sweep, rank(trials, plan.sweep.direction)
+    rows = [
+        {
+            "trial": trial.number,
+            "value": _finite(trial.value),
+            "settings": dict(trial.settings),
+            "step": trial.step,
+            "state": trial.state,
+            "reason": trial.reason,
+            "run": plan.run_name(trial.number),
+            "values": {step: _finite(value) for step, value in trial.values.items()},
+        }
+        for trial in ranked
+    ]
+    facts = {name: getattr(sweep, name) for name in ("name", "metric", "direction", "seed")}
+    results = {**facts, "file": str(plan.file), "importance": importance, "trials": rows}
+    atomic_write_text(plan.path / RESULTS, json.dumps(results, indent=1) + "\n", durable=False)
+    if ranked and ranked[0].state == "complete":
+        atomic_write_text(plan.path / "best.toml", best_recipe(plan, ranked[0]), durable=False)
+    if importance:
+        atomic_write_text(plan.path / "importance.svg", draw_importance(results), durable=False)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Returns the content of a sweep's `sweep.json`."""
+    try:
+        results = json.loads(read_regular(path / RESULTS))
+        table(results)
+    except OSError:
+        raise UserError(f"{path} is not the directory of a sweep: it has no {RESULTS}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(
+            f"{path / RESULTS} is damaged; start the sweep again, which writes it from its journal"
+        ) from None
+    return results
+
+
+def best_recipe(plan: SweepPlan, trial: Trial) -> str:
+    """Returns the recipe of a trial as TOML."""
+    dimensions = {dimension.key: dimension for dimension in plan.dimensions}
+    values = {
+        key: next((value for value in dimensions[key].values if as_text(value) == text), parse_value(text))
+        for key, text in trial.settings.items()
+    }
+    comment = (
+        f"# The recipe of trial {trial.number}, the best of the sweep {plan.sweep.name}: {plan.sweep.metric} {trial.value:.6g}.\n"
+        f"# Searched: {', '.join(f'{key} = {text}' for key, text in trial.settings.items())}\n"
+    )
+    return comment + recipe_text(plan, values)
+
+
+def draw_importance(results: Mapping[str, Any]) -> str:
+    """Draws the importance of each key as an SVG."""
+    bars = []
+    for index, (key, share) in enumerate(results["importance"].items()):
+        top, width = 48 + index * BAR_HEIGHT, share * BAR_WIDTH
+        bars += [
+            f'<text x="{LABEL_WIDTH - 8}" y="{top + 14}" text-anchor="end">{html.escape(key)}</text>',
+            f'<rect x="{LABEL_WIDTH}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT - 8}" fill="#1f6fb4"/>',
+            f'<text x="{LABEL_WIDTH + width + 6:.1f}" y="{top + 14}">{share:.0%}</text>',
+        ]
+    height, width = 60 + len(results["importance"]) * BAR_HEIGHT, LABEL_WIDTH + BAR_WIDTH + 60
+    complete = sum(trial["state"] == "complete" for trial in results["trials"])
+    title = f"{results['name']}: importance for {results['metric']} (PED-ANOVA, {complete} complete trials)"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="13">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n<text x="16" y="26" font-size="15">{html.escape(title)}</text>\n'
+        + "\n".join(bars)
+        + "\n</svg>\n"
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _short(text: str) -> str:
+    """Shortens a number with many digits."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return text if len(text) <= 8 else f"{number:.4g}"
