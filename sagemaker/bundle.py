@@ -6,6 +6,7 @@ from pathlib import Path
 
 import tomli
 
+from titanlike import __version__
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.load import joined
 from titanlike.run.preflight import check_recipe
@@ -66,10 +67,24 @@ def make_bundle(path: Path, overrides: Mapping[str, str], num_processes: int, *,
         config = tokenizer.with_name("tokenizer_config.json")
         files |= {f"tokenizer/{file.name}": file for file in (tokenizer, config) if file.is_file()}
         values["tokenizer.encoding"] = f"tokenizer/{tokenizer.name}"
-    texts = {RECIPE: joined(path, recipe=name), "requirements.txt": requirements(recipe, s3=s3)}
+    texts = {RECIPE: joined(path, recipe=name), "requirements.txt": requirements(recipe, s3=s3), **metadata()}
     contents = {name: file.read_bytes() for name, file in files.items()}
     contents |= {name: text.encode() for name, text in texts.items()}
     return Bundle(dict(sorted(contents.items())), [RECIPE, *(f"--{k}={v}" for k, v in values.items())], recipe)
+
+
+def metadata() -> dict[str, str]:
+    """Returns the files by which Python finds the hooks of the library (`titanlike.run.hooks`), which a job does not install."""
+    project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    groups = [
+        "\n".join([f"[{group}]", *(f"{name} = {function}" for name, function in functions.items())])
+        for group, functions in project["entry-points"].items()
+    ]
+    folder = f"titanlike-{__version__}.dist-info"
+    return {
+        f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: titanlike\nVersion: {__version__}\n",
+        f"{folder}/entry_points.txt": "\n\n".join(groups) + "\n",
+    }
 
 
 def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,15 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
+
+
+def test_a_job_finds_the_hooks_that_an_installation_has(tmp_path: Path) -> None:
+    make_bundle(DEBUG, {}, 1, s3=False).write(tmp_path)
+    [found] = metadata.distributions(path=[str(tmp_path)])
+    assert found.metadata["Name"] == "titanlike"
+    hooks = {(each.group, each.name, each.value) for each in found.entry_points}
+    installed = metadata.distribution("titanlike").entry_points
+    assert hooks == {(e.group, e.name, e.value) for e in installed if e.group.startswith("titanlike.")} != set()
 
 
 @pytest.mark.slow

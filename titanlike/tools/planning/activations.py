@@ -65,15 +65,18 @@ def block_activations(job: Job) -> BlockActivations:
     selective = stream + attention + _every_second_product(job)
     recomputed = 0.0
     if layout.context > 1:
-        # Keeps the collectives' results, and puts them in order again: both are there in the backward pass.
+        # Keeps the collectives' results, and puts them in order again: both are there in the backward pass. Compiled code does that
+        # after the backward pass of the feed-forward, which is the larger moment.
         selective += 2 * keys * layout.context
-        recomputed = 2 * keys * layout.context if mode == "selective" else 0.0
+        recomputed = 2 * keys * layout.context if mode == "selective" and not compiled else 0.0
     if tensor > 1:
         selective += gathered + (stream if compiled else 2 * stream)
     forward = 4 * ffn if mode != "none" else 4 * stream
     backward, early = 2 * ffn, 0.0
     if compiled:  # with a gate, the gradients of three products, or of the two inputs with what these are computed from
         backward = max(3 * ffn, 2 * hidden + ffn) if is_gated else ffn
+    if compiled and model.post_norms:  # recomputes the products, which their gradients then overwrite
+        backward = ffn
     if isinstance(model, MoeConfig):
         routed = routed_activations(job, model)
         kept += routed.kept

@@ -11,7 +11,9 @@ from titanlike.tools.planning.activations import DTYPE_BYTES, BlockActivations, 
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import matrices as matrices_of_muon
 
-FRAGMENTATION = 1.06  # reserved over allocated memory of CUDA's caching allocator
+# Reserved over allocated memory of CUDA's caching allocator. Weights that FSDP gathers, and what is recomputed beside them, are
+# freed in another order than they are allocated in, which leaves gaps.
+FRAGMENTATION, LOW_FRAGMENTATION = 1.055, 1.02
 WORKSPACES = 2 * 32 * 2**20  # of cuBLAS on a Hopper GPU, in the threads of the forward and of the backward pass
 STATE_BYTES = {"bfloat16": 4.0, "8bit": 2.0 + 2 * 4 / 64}  # of Adam's moments; quantized blocks of 64 share a scale
 LOGIT_BYTES = {"eager": 4, "compiled": 0}  # for each logit, beside those in the compute dtype
@@ -50,6 +52,7 @@ class Memory:
     """Memory of the ranks that hold one pipeline rank's stages, over one step after the first."""
 
     moments: tuple[Moment, ...]
+    fragmentation: float = FRAGMENTATION
 
     @property
     def peak(self) -> Moment:
@@ -70,18 +73,20 @@ class Memory:
         Gradients that replace what has accumulated before the reduction find its space.
         """
         gradients = max(moment.usage.gradients for moment in self.moments) - self.peak.usage.gradients
-        return round((self.allocated + gradients) * FRAGMENTATION)
+        return round((self.allocated + gradients) * self.fragmentation)
 
 
 def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
     """Returns the memory of a pipeline rank. Without `every_block`, the moments without a pipeline are those of the first and last
     two blocks, between which usage is linear: the peak is the same, and is found as fast for any number of blocks."""
     sizes = _Sizes.of(job, rank)
+    recomputes = job.recipe.activation_checkpoint.mode != "none"
+    fragmentation = FRAGMENTATION if recomputes and job.uses_fsdp() else LOW_FRAGMENTATION
     if job.layout.pipeline > 1:
-        return Memory(tuple(_pipeline_moments(job, rank, sizes)))
+        return Memory(tuple(_pipeline_moments(job, rank, sizes)), fragmentation)
     blocks = range(job.split[0])
     ends = blocks if every_block else sorted({*blocks[:2], *blocks[-2:]})
-    return Memory(tuple(_moments(job, sizes, ends)))
+    return Memory(tuple(_moments(job, sizes, ends)), fragmentation)
 
 
 @dataclass(frozen=True)
@@ -221,32 +226,38 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         moments.append(
             moment(f"forward, block {i}", i + 1, 0, so_far + gathering + following, temporary=act.forward * n)
         )
-    moments.append(moment("loss", num_blocks, 0, kept_gathered + 2 * head * (not tied), loss=sizes.loss))
+    # The LM head is gathered by itself, unless it is tied: then the last block's weights and the buffer of its gather remain.
+    at_loss = 2 * block if tied else 2 * head
+    moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss))
     head_gradients = sizes.head if fsdp else 0.0
     moments.append(
         moment(
             "backward, loss",
             num_blocks,
             0,
-            kept_gathered + head + block,
+            kept_gathered + head * (not tied) + block,
             loss=sizes.loss_kept,
             temporary=head_gradients,
         )
     )
     head_blocks = sizes.head / max(sizes.whole_block, 1)
+    # The gradient of a tied head is not reduced before that of the embedding is added to it.
+    unreduced_head = sizes.head if fsdp and tied else 0.0
     weight_gradients = full_block if fsdp else full_block / compute * DTYPE_BYTES[job.recipe.training.master_dtype]
     temporary = act.backward * n + recomputed + (weight_gradients if fsdp else 0)
     early = act.early * n + recomputed + sizes.experts / 3
     for i in reversed(blocks):
         is_last = i == num_blocks - 1
-        previous = head * sizes.reduced if is_last else reduction
+        previous = reduction
+        if is_last:
+            previous = 0.0 if tied else head * sizes.reduced
         weights = kept_gathered + (0 if never else block + (ahead if i else 0))
         done = num_blocks - 1 - i + head_blocks + (0 if fsdp else 1)
         peak = temporary
         if act.early and (is_last or early > temporary + previous):
             # What another block has reduced is freed before the experts have gradients, but not what the LM head has.
             previous, peak = (previous, max(temporary, early)) if is_last else (0.0, early)
-        moments.append(moment(f"backward, block {i}", i + 1, done, weights + previous, temporary=peak))
+        moments.append(moment(f"backward, block {i}", i + 1, done, weights + previous, temporary=peak + unreduced_head))
     full = num_blocks + head_blocks + sizes.embedding / max(sizes.whole_block, 1)
     moments.append(moment("optimizer", 0, full, 0))
     return moments
