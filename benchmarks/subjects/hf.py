@@ -12,6 +12,7 @@ import sys
 import tempfile
 from typing import Any
 
+import accelerate  # noqa: F401  which the Trainer requires: without it, the row counts as not installed
 import numpy as np
 import torch
 import transformers

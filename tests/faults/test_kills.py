@@ -103,7 +103,8 @@ def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, cas
         assert f"resumed at step {case.committed[-1]}\n" in job.output
     else:
         assert "runs/run has no checkpoint to resume from: starting at step 1\n" in job.output
-    assert "warning" not in job.output
+    # A rank may be slow: other processes use the cores.
+    assert [line for line in job.output.splitlines() if "warning" in line and "is slow" not in line] == []
     assert_as_undisturbed(tmp_path, undisturbed)
     assert (checkpoints / "latest").read_text() == "step-00000006\n"
 
