@@ -74,3 +74,8 @@ def resume(starter: Starter, folder: Path, *faults: Fault, **overrides: str) -> 
     job = starter.start(folder, *faults, **overrides)
     assert job.wait() == [0, 0], job.output
     return job
+
+
+def warnings_of(output: str) -> list[str]:
+    """Returns the warnings of a job, but not that a rank is slow: other processes use the cores of the machine, too."""
+    return [line for line in output.splitlines() if "warning" in line and "is slow" not in line]
