@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, UserError, section
+from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 from titanlike.config.model_configs.llama_family import LlamaFamilyConfig, rope_fields
 from titanlike.config.model_configs.transformer import require
 
@@ -53,14 +53,21 @@ class GemmaConfig(LlamaFamilyConfig):
     """Attention scores are divided by its square root. In most published sizes it is the head dimension."""
     tied_head: bool = True
     """Share the weight of the embedding and the LM head, as all published sizes do."""
-    embedding_scale: bool = True
-    """Multiply the output of the embedding by the square root of `dim`."""
+    logit_soft_cap: NonNegativeFloat = 0.0
+    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
+    attention_soft_cap: NonNegativeFloat = 0.0
+    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
+    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
     sliding_window: NonNegative = 64
     """Number of tokens, the current one included, that a token attends to in blocks with sliding-window attention. 0 disables it.
     On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
+    sliding_window_pattern: NonNegative = 0
+    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
+    blocks use it. Unused if `sliding_window` is 0."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the RoPE frequencies. Larger values give longer wavelengths."""
 
+    embedding_scale = True
     gelu = True
     own_head_dim = True
     post_norms = True
@@ -70,11 +77,9 @@ class GemmaConfig(LlamaFamilyConfig):
     def query_scale(self) -> float:
         return float((self.head_dim / self.query_scalar) ** 0.5)
 
-    def refuse_options(self) -> None:
-        if not self.embedding_scale:
-            raise UserError(
-                f"model.embedding_scale = False has no equivalent in {self.hf_architecture}; it cannot be exported"
-            )
+    def is_local(self, index: int) -> bool:
+        is_global = self.sliding_window_pattern and (index + 1) % self.sliding_window_pattern == 0
+        return bool(self.sliding_window and not is_global)
 
     def to_hugging_face(self) -> dict[str, Any]:
         scalar = self.query_scalar
@@ -119,14 +124,9 @@ class Gemma2Config(GemmaConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "2B", "9B", "27B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    logit_soft_cap: NonNegativeFloat = 30.0
-    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
-    attention_soft_cap: NonNegativeFloat = 50.0
-    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
-    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
-    sliding_window_pattern: NonNegative = 2
-    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
-    blocks use it. Unused if `sliding_window` is 0."""
+    logit_soft_cap = 30.0
+    attention_soft_cap = 50.0
+    sliding_window_pattern = 2
 
     hf_architecture = "Gemma2ForCausalLM"
     hf_model_type = "gemma2"
@@ -147,9 +147,7 @@ class Gemma3Config(GemmaConfig):
     """Published size. It sets every key below that the recipe does not."""
     num_layers: Positive = 6
     """Number of transformer blocks."""
-    sliding_window_pattern: NonNegative = 6
-    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
-    blocks use it. Unused if `sliding_window` is 0."""
+    sliding_window_pattern = 6
     rope_theta: PositiveFloat = 1000000.0
     """Base of the RoPE frequencies of the blocks that attend to the full sequence."""
     rope_local_theta: PositiveFloat = 10000.0

@@ -7,12 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from titanlike.config.base import (
-    NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Share,
-    UserError,
     divisors,
     one_of,
     section,
@@ -52,25 +49,13 @@ class LlamaFamilyConfig(TransformerConfig):
     """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
     step and the token, not on the layout."""
 
-    logit_soft_cap: NonNegativeFloat = 0.0
-    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
-    attention_soft_cap: NonNegativeFloat = 0.0
-    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
-    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
-    sliding_window: NonNegative = 0
-    """Number of tokens, the current one included, that a token attends to in blocks with sliding-window attention. 0 disables it.
-    On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
-    sliding_window_pattern: NonNegative = 0
-    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
-    blocks use it. Unused if `sliding_window` is 0."""
-    embedding_scale: bool = False
-    """Multiply the output of the embedding by the square root of `dim`."""
-
     rope_scaling = 1.0  # not a field of all architectures, as head_dim
     rope_original_seq_len = 8192
     rope_local_theta = 0.0
     rope_scaling_type: ClassVar[Literal["llama3", "linear"]] = "llama3"
     """What `rope_scaling` means: of the low frequencies, or of all."""
+    embedding_scale: ClassVar[bool] = False
+    """Whether the output of the embedding is multiplied by the square root of `dim`."""
     own_head_dim: ClassVar[bool] = False
     """Whether `head_dim` is a field, and does not follow from the other fields."""
     gelu: ClassVar[bool] = False
@@ -84,11 +69,6 @@ class LlamaFamilyConfig(TransformerConfig):
     def query_scale(self) -> float:
         """What queries are multiplied by, besides the usual factor of 1 / sqrt(head_dim) of the scores."""
         return 1.0
-
-    def is_local(self, index: int) -> bool:
-        """Whether the attention of a block is limited to `sliding_window` tokens."""
-        is_global = self.sliding_window_pattern and (index + 1) % self.sliding_window_pattern == 0
-        return bool(self.sliding_window and not is_global)
 
     def block_matrices(self) -> dict[str, tuple[int, int]]:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -166,12 +146,7 @@ class LlamaFamilyConfig(TransformerConfig):
         }
 
     def refuse_options(self) -> None:
-        """Raises `UserError` for an option that the model of transformers does not have. The default is for one without any."""
-        for name in ("logit_soft_cap", "attention_soft_cap", "sliding_window", "embedding_scale"):
-            if getattr(self, name):
-                raise UserError(
-                    f"model.{name} = {getattr(self, name)} has no equivalent in {self.hf_architecture}; it cannot be exported"
-                )
+        """Raises `UserError` for an option that the model of transformers does not have."""
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
