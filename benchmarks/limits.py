@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.models import MODELS, Model, config_of
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.metrics.hardware import device_name, peak_flops
+from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.layers import ATTENTION_BACKENDS, attention_backend
+from titanlike.models.llama_config import LlamaConfig
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 7) -> float:

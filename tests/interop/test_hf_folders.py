@@ -23,19 +23,15 @@ from titanlike.checkpoint import format
 from titanlike.checkpoint.files import File
 from titanlike.checkpoint.format import Entry, ShardRange
 from titanlike.config import UserError
-from titanlike.config.model_configs import (
-    Gemma2Config,
-    Gemma3Config,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 from titanlike.interop import export as export_module
 from titanlike.interop import weights as weights_module
 from titanlike.interop.export import export
 from titanlike.interop.hf_plan import whole
 from titanlike.interop.weights import open_weights
+from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
+from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen2_config import Qwen2Config
+from titanlike.models.qwen3_config import Qwen3Config
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +434,7 @@ from pathlib import Path
 import torch
 
 from titanlike.checkpoint.format import ShardRange, write_tensors
-from titanlike.config.model_configs import LlamaConfig
+from titanlike.models.llama_config import LlamaConfig
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.weights import Weights, open_weights

@@ -12,8 +12,9 @@ import pytest
 from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
 from titanlike.config.base import divisors
 from titanlike.config.load import RENAMED
-from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 from titanlike.config.schema import describe
+from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
+from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 
 
 def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:

@@ -7,7 +7,7 @@ number of tokens.
 
 from dataclasses import dataclass
 
-from titanlike.config.model_configs import MoeConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.experts import routed_activations
 from titanlike.tools.planning.job import Job
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import HEAD, skip_reasons
+from titanlike.models.base_config import TransformerConfig
 from titanlike.tools.planning.experts import ends_with_experts, routed_matmuls, routing_bytes
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.work import SIZE, Matmul, Passes, Work
