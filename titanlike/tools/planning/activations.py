@@ -98,10 +98,10 @@ def _every_second_product(job: Job) -> float:
     """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
     router and its experts have four."""
     model, lora, tensor = job.recipe.model, job.recipe.lora, job.layout.tensor
-    matrices = model.block_matrices()
+    matrices, rowwise = model.block_matrices(), model.rowwise_matrices
     widths: list[float] = []
-    for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices)):
-        width = matrices[name][0] / (1 if name in model.rowwise_matrices else tensor)
+    for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise)):
+        width = matrices[name][0] / (1 if name in rowwise else tensor)
         widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
     kept = widths[::2]
     # Compiled code does not keep the last one unless a post-norm reads it: otherwise no gradient depends on it.

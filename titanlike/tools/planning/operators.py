@@ -69,16 +69,14 @@ class Counts:
         """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without."""
         tensor, tokens = self.job.layout.tensor, self.job.tokens
         recipe, model = self.job.recipe, self.job.recipe.model
-        matrices = model.block_matrices()
+        matrices, rowwise = model.block_matrices(), model.rowwise_matrices
         # In the order of the forward pass: of attention and of the feed-forward layer, the rowwise matrix comes last.
-        names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices))
+        names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise))
         forward, inputs, weights = [], [], []
         num_attention = 0  # products of attention, before those of the experts
         for name in names:
             outputs, width = matrices[name]
-            outputs, width = (
-                (outputs, width // tensor) if name in model.rowwise_matrices else (outputs // tensor, width)
-            )
+            outputs, width = (outputs, width // tensor) if name in rowwise else (outputs // tensor, width)
             in_float8 = name in float8
             forward.append(Matmul(tokens, outputs, width, in_float8))
             inputs.append(Matmul(tokens, width, outputs, in_float8))

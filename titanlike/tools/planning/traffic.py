@@ -115,16 +115,16 @@ class Layer:
 def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
-    experts = model.expert_parameters()
+    matrices, rowwise_matrices, experts = model.block_matrices(), model.rowwise_matrices, model.expert_parameters()
     index = 0
     for number, stage in stages.items():
         needs_grad = number > 0 or job.recipe.lora.rank == 0
         for parameters in stage.blocks.values():
             named = {parameter.name: parameter for parameter in parameters}
             layers = []
-            for owner, names in groupby(model.block_matrices(), lambda name: name.partition(".")[0]):
+            for owner, names in groupby(matrices, lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
-                rowwise = linears.intersection(model.rowwise_matrices)
+                rowwise = linears.intersection(rowwise_matrices)
                 layers.append(Layer(linears - rowwise, rowwise, bool(experts) and owner != "attention"))
             if experts and not layers[-1].experts:
                 layers.append(Layer(frozenset(), frozenset(), experts=True))
