@@ -80,6 +80,11 @@ class TransformerConfig:
         """The dimension of an attention head. A subclass may have a field of this name instead."""
         return self.dim // self.num_heads
 
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of key/value heads. A subclass may have a field of this name instead."""
+        return self.num_heads
+
     def label(self) -> str:
         """Returns the architecture and the published size, or, if the recipe changes what the size sets, width and depth."""
         if self.size not in self.sizes:

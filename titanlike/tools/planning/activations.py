@@ -52,9 +52,8 @@ def block_activations(job: Job) -> BlockActivations:
     else:
         intermediates = (4 if is_gated else 2) * ffn
         copies = queries if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
-    num_kv_heads = getattr(model, "num_kv_heads", model.num_heads)
     # QK-norm reads its inputs and their root mean squares in the backward pass.
-    qk_norm = queries + keys + 4 * (model.num_heads + num_kv_heads) / tensor if model.qk_norm else 0.0
+    qk_norm = queries + keys + 4 * (model.num_heads + model.num_kv_heads) / tensor if model.qk_norm else 0.0
     norm_input = stream
     if model.unit_offset_norm and not compiled:  # in float32
         norm_input = 4 * model.dim / tensor

@@ -151,7 +151,7 @@ class Counts:
         model, tensor, tokens = self.job.recipe.model, self.job.layout.tensor, self.job.tokens
         head_dim = model.head_dim
         queries = tokens * model.num_heads * head_dim // tensor
-        keys = tokens * getattr(model, "num_kv_heads", model.num_heads) * head_dim // tensor
+        keys = tokens * model.num_kv_heads * head_dim // tensor
         ffn = [size for name, size in model.block_matrices().items() if not name.startswith("attention")]
         hidden = tokens * sum(inputs for outputs, inputs in ffn if outputs == model.dim) // tensor
         local, gathered = self.local_tokens * model.dim, tokens * model.dim

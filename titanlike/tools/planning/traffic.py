@@ -202,7 +202,7 @@ def _replicated(job: Job, stage: Stage, totals: Totals) -> None:
 def _context(job: Job, block: Block, totals: Totals) -> None:
     """Attention gathers the keys and values of the full sequence. The backward pass scatters their gradients."""
     model = job.recipe.model
-    heads = getattr(model, "num_kv_heads", model.num_heads) // job.layout.tensor
+    heads = model.num_kv_heads // job.layout.tensor
     size = job.tokens * job.layout.context * heads * model.head_dim * SIZE[job.recipe.training.compute_dtype]
     calls = 2 * job.num_microbatches
     totals.add("all-gather", "context", "keys and values", calls * (1 + block.recomputed), size)
