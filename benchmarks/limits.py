@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.models import MODELS, Model, config_of
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.metrics.hardware import device_name, peak_flops
+from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.layers import ATTENTION_BACKENDS, attention_backend
+from titanlike.models.llama_config import LlamaConfig
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 7) -> float:
@@ -67,7 +68,7 @@ def attention(
 ) -> dict[str, float | None]:
     """Returns the seconds of one layer's attention, forward and backward, by kernel; None where it is not supported."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    kv_heads = getattr(config, "num_kv_heads", config.num_heads)
+    kv_heads = config.num_kv_heads
     q, k, v = (
         torch.randn(batch, heads, length, config.head_dim, device=device, dtype=dtype, requires_grad=True)
         for heads in (config.num_heads, kv_heads, kv_heads)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
 
 
 @dataclass(frozen=True)

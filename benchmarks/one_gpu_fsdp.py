@@ -22,8 +22,8 @@ import torch.distributed as dist
 from benchmarks.models import MODELS, config_of
 from titanlike.config.sections import Optimizer, Training
 from titanlike.metrics.hardware import device_name
-from titanlike.models import blocks, build_model
 from titanlike.models.init import initialize
+from titanlike.models.registry import blocks, build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.fsdp import apply_fsdp

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlike.models.llama_config import LlamaConfig
 from titanlike.tools.planning.operators import Program
 
 LLAMA2 = dict(vocab_size=32000, rope_theta=10000.0, max_seq_len=4096)

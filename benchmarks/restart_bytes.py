@@ -34,8 +34,8 @@ from titanlike.config.sections import (
     Training,
 )
 from titanlike.distributed import process_group
-from titanlike.models import build_model
 from titanlike.models.init import initialize
+from titanlike.models.registry import build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize

@@ -141,8 +141,8 @@ def prepare(model: Model, task: Task, *, with_weights: bool) -> None:
 
     from titanlike.data.loader import BatchLoader
     from titanlike.data.packed_dataset import InMemoryTokens, PackedDataset, ShuffledMixture
-    from titanlike.models import build_model
     from titanlike.models.init import initialize
+    from titanlike.models.registry import build_model
 
     config = config_of(model)
     if with_weights:

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training, section
 from titanlike.distributed.process_group import session
-from titanlike.models import build_model, register_model
+from titanlike.models.base_config import ParameterSpec
 from titanlike.models.document_mask import Mask
 from titanlike.models.init import initialize
-from titanlike.models.llama import TENSOR_PLAN, Attention, Llama, apply_rope
+from titanlike.models.llama import Attention, Llama, apply_rope
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.registry import build_model, register_model
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
 
@@ -27,11 +28,10 @@ class QKNormConfig(LlamaConfig):
     name: Literal["qk_norm"] = "qk_norm"  # type: ignore[assignment]
     """Architecture."""
 
-    def block_vectors(self) -> dict[str, int]:
-        """Adds the two norms, which parameter counts and the planner read here."""
-        return super().block_vectors() | dict.fromkeys(
-            ("attention.query_norm.weight", "attention.key_norm.weight"), self.head_dim
-        )
+    def block_parameters(self) -> dict[str, ParameterSpec]:
+        """Adds the two norms, with their tensor-parallel style."""
+        norms = ("attention.query_norm.weight", "attention.key_norm.weight")
+        return super().block_parameters() | dict.fromkeys(norms, ParameterSpec((self.head_dim,), "qk_norm"))
 
 
 class QKNormAttention(Attention):
@@ -51,11 +51,6 @@ class QKNormAttention(Attention):
 @register_model(QKNormConfig)
 class QKNormLlama(Llama):
     """Llama with that attention. `init_parameter` sets weights whose names end with "norm.weight" to 1."""
-
-    tensor_plan = TENSOR_PLAN | {
-        "layers.*.attention.query_norm": "qk_norm",
-        "layers.*.attention.key_norm": "qk_norm",
-    }
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)

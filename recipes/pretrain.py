@@ -34,10 +34,10 @@ from titanlike.interop.export import export
 from titanlike.interop.weights import load_initial, open_weights
 from titanlike.metrics import Monitor
 from titanlike.metrics.profiler import Profiler
-from titanlike.models import build_model
 from titanlike.models.init import initialize
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import num_valid
+from titanlike.models.registry import build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.optim.optimizer import build_optimizer

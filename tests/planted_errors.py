@@ -123,7 +123,7 @@ ERRORS = {
         "tests/distributed/test_float8_layouts.py",
     ),
     "check": Planted(
-        "titanlike/config/model_configs/llama_family.py",
+        "titanlike/models/llama_config.py",
         '| {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}',
         '| {"ffn_dim": self.ffn_dim}',
         "tests/unit tests/recipes/test_mistakes.py",

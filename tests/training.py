@@ -20,20 +20,16 @@ from recipes import pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import (
-    Gemma2Config,
-    Gemma3Config,
-    GPTConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
-from titanlike.models import build_model
+from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
+from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.init import initialize
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen2_config import Qwen2Config
+from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import GRADIENT_GROUP
 from titanlike.parallelize import parallelize

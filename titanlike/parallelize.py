@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
-from titanlike.models import blocks
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.models.lora import apply_lora
 from titanlike.models.loss import TokenLoss, check_token_loss
+from titanlike.models.registry import blocks
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.context import apply_context

@@ -51,7 +51,7 @@ def task_of(case: Case, folder: Path) -> Task:
     """Returns the task of a case, whose weights and tokens are zeros: nothing depends on them here."""
     import torch
 
-    from titanlike.models import build_model
+    from titanlike.models.registry import build_model
 
     model = MODELS[case.model]
     steps = WARMUP + STEPS + 2

@@ -13,8 +13,8 @@ from tests.pool import Pool
 from tests.training import LLAMA, mesh_of, tiny, train
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.sections import Parallelism
+from titanlike.models.llama_config import LlamaConfig
 from titanlike.optim.low_precision_adamw import BLOCK, LowPrecisionAdamW, _random_bits
 from titanlike.optim.optimizer import AdamW
 

@@ -20,9 +20,9 @@ from recipes import pretrain
 from tests.pool import Pool
 from tests.training import Operations, train_on_rank
 from titanlike.config import PretrainRecipe, load, to_toml
-from titanlike.config.model_configs import LlamaConfig
-from titanlike.models import blocks
 from titanlike.models.llama import Llama
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.registry import blocks
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.tools.small_recipe import shrink
 from titanlike.tools.verify import _toml

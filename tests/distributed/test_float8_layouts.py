@@ -21,12 +21,15 @@ from tests.training import GEMMA2, GEMMA3, assert_same, build, full_tensor, tiny
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.layout import DIMENSIONS
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Float8Shard
 from titanlike.float8.linear import Float8Linear
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.loss import cross_entropy_sum
+from titanlike.models.qwen2_config import Qwen2Config
+from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.utils.dtensor import local_tensor

@@ -32,8 +32,8 @@ from tests.training import (
 from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Parallelism
-from titanlike.models import build_model
 from titanlike.models.experts import MixtureOfExperts, Router, routers
+from titanlike.models.registry import build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.fsdp import apply_fsdp

@@ -17,10 +17,10 @@ from tests.pool import Pool
 from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism
-from titanlike.models import build_model
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention, Dropout
 from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy, cross_entropy_sum
+from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
     context_document_mask,
     context_parallel_attention,

@@ -14,8 +14,8 @@ from titanlike.config import PretrainRecipe
 from titanlike.data.loader import BatchLoader
 from titanlike.data.sources import open_sources
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.models import build_model
 from titanlike.models.init import initialize
+from titanlike.models.registry import build_model
 
 Ranks = Callable[[int], Pool]
 

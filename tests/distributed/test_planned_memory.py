@@ -17,8 +17,13 @@ from tests.balanced_experts import balance_experts
 from tests.pool import Pool
 from tests.training import build, tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import Gemma3Config, GPTConfig, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
 from titanlike.data.loader import Batch
+from titanlike.models.gemma_config import Gemma3Config
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.moe_config import MixtralConfig
+from titanlike.models.qwen2_config import Qwen2Config
+from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.tools.planning.job import Job

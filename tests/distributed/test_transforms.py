@@ -15,8 +15,8 @@ from tests.pool import Pool
 from tests.training import LLAMA, MODELS, assert_same, build, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism, Training
-from titanlike.models import blocks, build_model
 from titanlike.models.init import initialize
+from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.tools.verify import Result

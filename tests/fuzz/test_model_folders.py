@@ -24,7 +24,6 @@ import torch
 from tests.fuzz.test_folders import JUNK, change_json, damage, refused_or
 from tests.interop.models import CONFIGS, MemoryWeights, model_of
 from titanlike.config import PretrainRecipe, load
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.text.chat_template import BUILT_IN, build_chat_template
 from titanlike.data.text.conversations import Conversation
@@ -33,7 +32,8 @@ from titanlike.interop.export import export
 from titanlike.interop.generation_config import generation_config, stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
-from titanlike.models import build_model
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.registry import build_model
 from titanlike.tools.cli import weights as commands
 
 SEED = 1

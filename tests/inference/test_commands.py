@@ -18,8 +18,8 @@ from tests.launching import python
 from tests.pool import Pool
 from tests.training import tiny, train
 from titanlike.config import PretrainRecipe, load
-from titanlike.config.model_configs import MixtralConfig, Qwen3MoeConfig
 from titanlike.distributed import environment
+from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.run.preflight import check_machine
 from titanlike.tools.cli import main as program
 

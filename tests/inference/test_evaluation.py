@@ -24,7 +24,7 @@ from titanlike.inference.load import load_for_evaluation
 from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import FORMATS, Item, Task, read_task
 from titanlike.inference.validation import evaluation_problems, missing_files
-from titanlike.models import build_model
+from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
 
 Ranks = Callable[[int], Pool]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tests.interop.models import CONFIGS, MemoryWeights, export_model, model_of
 from tests.pool import Pool
 from titanlike.config import UserError
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
 from titanlike.inference.generation import TextStream, check_prompts, generate
@@ -19,9 +18,10 @@ from titanlike.inference.kv_cache import CachedAttention, apply_kv_cache
 from titanlike.inference.load import load_for_generation
 from titanlike.inference.logits import CachedLogits, NextLogits, recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
-from titanlike.models import blocks
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention
+from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 
 Ranks = Callable[[int], Pool]

@@ -8,21 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint.format import ShardRange
-from titanlike.config.model_configs import (
-    Gemma2Config,
-    Gemma3Config,
-    GPTConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    TransformerConfig,
-)
 from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.weights import Weights
-from titanlike.models import build_model
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen2_config import Qwen2Config
+from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.registry import build_model
 
 LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=112, vocab_size=301, max_seq_len=256)
 QWEN3_MOE = Qwen3MoeConfig(

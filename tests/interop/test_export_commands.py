@@ -8,7 +8,7 @@ import pytest
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import SMALL, python, run
 from titanlike.config import PretrainRecipe, load
-from titanlike.config.model_configs import LLAMA_SIZES, LlamaConfig
+from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 
 
 @pytest.fixture(scope="module")

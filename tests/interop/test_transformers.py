@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Tokenizer
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
-from titanlike.models import build_model
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.experts import routers
 from titanlike.models.loss import IGNORE
+from titanlike.models.registry import build_model
 from titanlike.tools.data.train_tokenizer import train
 
 logging.set_verbosity_error()

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.launching import ROOT, SMALL, run
 from tests.recipes.test_copy import edited
 from tests.recipes.test_verify import verify
@@ -13,7 +11,7 @@ from typing import Literal
 
 from titanlike.config import PretrainRecipe, section
 from titanlike.config.base import Positive
-from titanlike.config.model_configs import TransformerConfig
+from titanlike.models.base_config import ParameterSpec, TransformerConfig
 
 
 @section
@@ -35,12 +33,15 @@ class ParallelConfig(TransformerConfig):
     max_seq_len: Positive = 512
     """Maximum sequence length."""
 
-    def block_matrices(self):
-        projections = dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "attention.wo"), (self.dim, self.dim))
-        return projections | {"feed_forward.w1": (self.hidden_dim, self.dim), "feed_forward.w2": (self.dim, self.hidden_dim)}
-
-    def num_parameters(self):
-        return self.num_matmul_parameters() + self.vocab_size * self.dim + (self.num_layers + 1) * self.dim
+    def block_parameters(self):
+        projections = ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight")
+        return {
+            "norm.weight": ParameterSpec((self.dim,), "sequence_parallel"),
+            **dict.fromkeys(projections, ParameterSpec((self.dim, self.dim), "colwise")),
+            "attention.wo.weight": ParameterSpec((self.dim, self.dim), "rowwise"),
+            "feed_forward.w1.weight": ParameterSpec((self.hidden_dim, self.dim), "colwise"),
+            "feed_forward.w2.weight": ParameterSpec((self.dim, self.hidden_dim), "rowwise"),
+        }
 
     def tensor_parallel_sizes(self):
         return super().tensor_parallel_sizes() | {"hidden_dim": self.hidden_dim}
@@ -57,32 +58,19 @@ MODEL = """
 from torch import nn
 
 from parallel_config import ParallelConfig
-from titanlike.models import register_model
+from titanlike.models.registry import register_model
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention, Embedding, LMHead
 
 
 @register_model(ParallelConfig)
 class ParallelModel(nn.Module):
-    tensor_plan = {
-        "tok_embeddings": "vocab_parallel",
-        "layers.*.norm": "sequence_parallel",
-        "layers.*.attention": "all_gather_input",
-        "layers.*.attention.wq": "colwise",
-        "layers.*.attention.wk": "colwise",
-        "layers.*.attention.wv": "colwise",
-        "layers.*.attention.wo": "rowwise",
-        "layers.*.feed_forward": "all_gather_input",
-        "layers.*.feed_forward.w1": "colwise",
-        "layers.*.feed_forward.w2": "rowwise",
-        "norm": "sequence_parallel",
-        "output": "lm_head",
-    }
     first_stage_modules = ("tok_embeddings",)
     last_stage_modules = ("norm", "output")
 
     def __init__(self, config):
         super().__init__()
+        self.tensor_plan = config.tensor_plan()
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.document_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
@@ -136,10 +124,10 @@ class FeedForward(nn.Module):
 """
 
 
-def write_program(folder: Path, model: str = MODEL) -> str:
+def write_program(folder: Path) -> str:
     """Writes the architecture, a copy of the shipped program that imports it, and a recipe. Returns the recipe's name."""
     (folder / "parallel_config.py").write_text(CONFIG)
-    (folder / "parallel_model.py").write_text(model)
+    (folder / "parallel_model.py").write_text(MODEL)
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
         (
@@ -169,11 +157,3 @@ def test_a_registered_architecture_is_checked_like_the_shipped_ones(tmp_path: Pa
     refused = run(tmp_path, "parallel.toml", "--model.hidden_dim=95", "--parallelism.tensor=2", "--check", "2")
     assert refused.returncode == 2
     assert refused.stderr == "error: parallelism.tensor = 2 does not divide model.hidden_dim = 95; use 1\n"
-
-
-@pytest.mark.slow
-def test_a_style_missing_from_the_plan_is_reported(tmp_path: Path) -> None:
-    recipe = write_program(tmp_path, MODEL.replace('        "layers.*.norm": "sequence_parallel",\n', ""))
-    done = verify(tmp_path, recipe, "--layout", "tensor=2")
-    assert done.returncode == 1
-    assert "the tensor-parallel plan of ParallelModel does not name layers.0.norm; add it" in done.stderr

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,10 @@ import pytest
 from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
 from titanlike.config.base import divisors
 from titanlike.config.load import RENAMED
-from titanlike.config.model_configs import GPT_SIZES, LLAMA_SIZES, GPTConfig, LlamaConfig
 from titanlike.config.schema import describe
+from titanlike.models.configs import CONFIGS
+from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
+from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 
 
 def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
@@ -316,3 +318,20 @@ def test_booleans_of_python_are_booleans(tmp_path: Path) -> None:
         assert load(PretrainRecipe, path, {"checkpoint.enabled": text}).checkpoint.enabled is value
     assert load(PretrainRecipe, path, {"sample.prompt": "True"}).sample.prompt == "True"  # a string is not parsed
     assert "training.steps = true must be an integer" in error_message(tmp_path, "", **{"training.steps": "True"})
+
+
+def test_keys_of_a_family_are_in_its_section_only() -> None:
+    keys = {config.name: {field.name for field in fields(config)} for config in CONFIGS}  # type: ignore[arg-type]
+    own = {
+        "sliding_window sliding_window_pattern attention_soft_cap logit_soft_cap query_scalar": "gemma2 gemma3",
+        "rope_local_theta": "gemma3",
+        "num_experts balance_loss": "qwen3_moe mixtral",
+        "rope_original_seq_len": "llama",
+        "head_dim": "qwen3 qwen3_moe gemma2 gemma3",
+    }
+    for names, families in own.items():
+        for name in names.split():
+            assert {family for family in keys if name in keys[family]} == set(families.split()), name
+    common = {"name", "size", "dim", "num_layers", "num_heads", "vocab_size", "max_seq_len", "norm_eps", "dropout"}
+    assert keys["gpt"] == common == keys["gpt"].intersection(*keys.values())
+    assert keys["qwen2"] == common | {"num_kv_heads", "ffn_dim", "rope_theta", "tied_head"}

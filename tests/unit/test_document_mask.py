@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training import GEMMA2, GPT_, LLAMA
-from titanlike.config.model_configs import GPTConfig, LlamaConfig, TransformerConfig
-from titanlike.models import blocks, build_model
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import (
     BLOCK_SIZE,
     DocumentMask,
@@ -25,8 +24,11 @@ from titanlike.models.document_mask import (
     document_block_mask,
     document_causal_mask,
 )
+from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import CausalAttention
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from titanlike.config.model_configs import MixtralConfig, MoeConfig
-from titanlike.models import blocks, build_model
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.llama import build_feed_forward
 from titanlike.models.loss import IGNORE
+from titanlike.models.moe_config import MixtralConfig, MoeConfig
+from titanlike.models.registry import blocks, build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.activation_checkpoint import _selective_contexts, apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile

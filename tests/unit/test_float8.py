@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from tests.training import resume
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Float8
 from titanlike.float8.all_gather import wrap_weights
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
 from titanlike.float8.selection import matches, skip_reasons, summary_lines
 from titanlike.float8.validation import hardware_problems
-from titanlike.models import build_model
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.registry import build_model
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.run_dir import recipe_as_json

@@ -14,32 +14,18 @@ from torch.nn.attention import SDPBackend
 
 from tests.unit.test_experts import experts_reference
 from titanlike.config import UserError
-from titanlike.config.model_configs import (
-    GEMMA2_SIZES,
-    GEMMA3_SIZES,
-    GPT_SIZES,
-    LLAMA_SIZES,
-    MIXTRAL_SIZES,
-    QWEN2_SIZES,
-    QWEN3_MOE_SIZES,
-    QWEN3_SIZES,
-    Gemma2Config,
-    Gemma3Config,
-    GemmaConfig,
-    GPTConfig,
-    LlamaConfig,
-    LlamaFamilyConfig,
-    MixtralConfig,
-    MoeConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    TransformerConfig,
-)
-from titanlike.models import build_model, layers
+from titanlike.models import layers
+from titanlike.models.base_config import ParameterSpec, TransformerConfig
+from titanlike.models.gemma_config import GEMMA2_SIZES, GEMMA3_SIZES, Gemma2Config, Gemma3Config, GemmaConfig
+from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
 from titanlike.models.llama import rotary_angles, scale_rope_frequencies
+from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig, LlamaFamilyConfig
+from titanlike.models.moe_config import MIXTRAL_SIZES, QWEN3_MOE_SIZES, MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.qwen2_config import QWEN2_SIZES, Qwen2Config
+from titanlike.models.qwen3_config import QWEN3_SIZES, Qwen3Config
+from titanlike.models.registry import build_model
 from titanlike.tools import doctor
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
@@ -235,25 +221,22 @@ def test_gemma_matches_the_reference(base: GemmaConfig, tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("logit_soft_cap", 2.0), ("attention_soft_cap", 2.0), ("sliding_window", 5), ("embedding_scale", True)],
+    ("option", "value"), [("logit_soft_cap", 2.0), ("attention_soft_cap", 2.0), ("sliding_window", 5)]
 )
-def test_an_option_of_llama_is_that_of_gemma_and_off_by_default(option: str, value: Any) -> None:
+def test_an_option_of_gemma_can_be_off(option: str, value: Any) -> None:
     """With it, logits change; and a window as long as the sequence is no window."""
     tokens = torch.arange(12).remainder(37)[None]
+    config = dataclasses.replace(TINY_GEMMA2, logit_soft_cap=0.0, attention_soft_cap=0.0, sliding_window=0)
     plain, other = (
-        with_large_weights(build(dataclasses.replace(TINY_LLAMA, **options)))(tokens)
-        for options in ({}, {option: value})
+        with_large_weights(build(dataclasses.replace(config, **options)))(tokens) for options in ({}, {option: value})
     )
     assert not torch.allclose(plain, other)
     if option == "sliding_window":
         torch.testing.assert_close(plain[:, :5], other[:, :5])
-        long = with_large_weights(build(dataclasses.replace(TINY_LLAMA, sliding_window=12)))(tokens)
+        long = with_large_weights(build(dataclasses.replace(config, sliding_window=12)))(tokens)
         torch.testing.assert_close(plain, long)
     if option == "logit_soft_cap":
         torch.testing.assert_close(other, soft_cap(plain, value), check_dtype=False, rtol=1e-5, atol=1e-5)
-    with pytest.raises(UserError, match=f"model.{option} = {value} has no equivalent in LlamaForCausalLM"):
-        dataclasses.replace(TINY_LLAMA, **{option: value}).to_hugging_face()
 
 
 def test_gpt_matches_the_reference() -> None:
@@ -348,6 +331,7 @@ def test_parameter_counts_of_the_config_match_the_module(
     config = kind(size=size, **fields)
     with torch.device("meta"):
         model = build_model(config)
+    assert list(config.parameters()) == [name for name, _ in model.named_parameters()]  # checkpoints have this order
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
     # every matrix multiplies each token; the embedding only if it is tied to the LM head
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embeddings" not in name)
@@ -356,6 +340,24 @@ def test_parameter_counts_of_the_config_match_the_module(
         matrices += stacks * config.experts_per_token // config.num_experts
     tied = isinstance(model.output, TiedLMHead)
     assert config.num_matmul_parameters() == matrices + (config.vocab_size * config.dim if tied else 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ffn_norm.weight": None}, "layers.0.ffn_norm.weight has the shape None in LlamaConfig.block_parameters, but (32,) in"),
+        ({"attention.wo.bias": ParameterSpec((32,), "rowwise")}, "layers.0.attention.wo.bias has the shape (32,) in"),
+        ({"attention.wk.weight": ParameterSpec((32, 32), "colwise")}, "block_parameters, but (16, 32) in Llama"),
+    ],
+    ids=["missing", "surplus", "shape"],
+)  # fmt: skip
+def test_a_module_with_other_parameters_than_its_config_describes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, ParameterSpec | None], expected: str
+) -> None:
+    table = {name: spec for name, spec in (TINY_LLAMA.block_parameters() | changes).items() if spec}
+    monkeypatch.setattr(LlamaConfig, "block_parameters", lambda config: table)
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        build_model(TINY_LLAMA)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
-from titanlike.config.model_configs import LlamaConfig
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.config.sections import Lora
-from titanlike.models import build_model
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.registry import build_model
 from titanlike.optim.muon import Muon, orthogonalize
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.model_configs import GPTConfig, LlamaConfig
 from titanlike.config.sections import Optimizer, Schedule
-from titanlike.models import build_model
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.loss import IGNORE, cross_entropy_sum, num_valid
+from titanlike.models.registry import build_model
 from titanlike.optim.clipping import Norms, clip_gradients, gradient_norms
 from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.optim.optimizer import AdamW, build_optimizer

@@ -15,20 +15,16 @@ from benchmarks import planner_validation
 from benchmarks.published import ROWS
 from tests.training import tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.model_configs import (
-    Gemma2Config,
-    GPTConfig,
-    LlamaConfig,
-    MixtralConfig,
-    MoeConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
-from titanlike.models import blocks, build_model
+from titanlike.models.gemma_config import Gemma2Config
+from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama import rotary_angles
+from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.lora import apply_lora
+from titanlike.models.moe_config import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from titanlike.models.qwen2_config import Qwen2Config
+from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time

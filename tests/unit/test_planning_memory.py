@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.load import load
-from titanlike.config.model_configs import MixtralConfig, Qwen3MoeConfig
-from titanlike.models import blocks, build_model
 from titanlike.models.llama import rotary_angles
+from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.tools.planning.activations import block_activations

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, tiny
-from titanlike.config.model_configs import MoeConfig, TransformerConfig
 from titanlike.config.sections import Lora, Parallelism
 from titanlike.distributed import process_group
-from titanlike.models import blocks, build_model
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.lora import apply_lora
+from titanlike.models.moe_config import MoeConfig
+from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.tools.planning.job import Job

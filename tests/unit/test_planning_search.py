@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.model_configs import MixtralConfig
+from titanlike.models.moe_config import MixtralConfig
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.advice import may_fit, smallest_peak
 from titanlike.tools.planning.changes import expert_sizes, single_changes

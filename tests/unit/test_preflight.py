@@ -11,16 +11,12 @@ import torch
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
-from titanlike.config.model_configs import (
-    LLAMA_SIZES,
-    Gemma2Config,
-    Gemma3Config,
-    GPTConfig,
-    LlamaConfig,
-    Qwen3Config,
-)
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 from titanlike.metrics.hardware import device_name
+from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.run import preflight
 from titanlike.run.preflight import BACKENDS, check_machine, check_recipe
 from titanlike.run.run_dir import summary

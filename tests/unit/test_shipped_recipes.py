@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.load import joined
-from titanlike.models import build_model
+from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run.preflight import check_recipe

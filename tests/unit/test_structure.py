@@ -48,6 +48,12 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
+def package_of(name: str) -> str:
+    """Returns the package that a module belongs to. Configs of models are beside their modules, but in the layer of `config`."""
+    package, *rest = name.split(".")
+    return "config" if package == "models" and rest and rest[0].endswith(("_config", "configs")) else package
+
+
 def layer(layers: list[set[str]], package: str) -> int:
     """Returns the number of a package's layer; the number of layers for a package's `__init__.py`."""
     return next((number for number, members in enumerate(layers) if package in members), len(layers))
@@ -57,9 +63,9 @@ def upward(folder: Path, layers: list[set[str]], sources: list[Path]) -> Iterato
     """Yields the imports between the packages of a folder that do not go to a lower layer."""
     prefix = f"{module_of(folder)}."
     for path in sources:
-        package = path.relative_to(folder).with_suffix("").parts[0]
+        package = package_of(module_of(path).removeprefix(prefix))
         for target in imports(path):
-            other = target.removeprefix(prefix).split(".")[0]
+            other = package_of(target.removeprefix(prefix))
             if target.startswith(prefix) and other != package and layer(layers, other) <= layer(layers, package):
                 yield f"{module_of(path)} imports {target}"
 
@@ -74,6 +80,12 @@ def test_imports_go_downward() -> None:
     assert list(upward(PACKAGE, [{"tools"}, *CORE], SOURCES)) == []
     assert list(upward(TOOLS, LAYERS_OF_TOOLS, [path for path in SOURCES if TOOLS in path.parents])) == []
     assert [name for path in SOURCES for name in imports(path) if name.split(".")[0] in ("recipes", "tests")] == []
+
+
+def test_configs_import_no_torch() -> None:
+    configs = [path for path in SOURCES if package_of(module_of(path).removeprefix("titanlike.")) == "config"]
+    assert len(configs) > 12
+    assert [module_of(path) for path in configs for name in imports(path) if name.split(".")[0] == "torch"] == []
 
 
 def test_the_core_never_imports_a_tool() -> None:

@@ -30,8 +30,10 @@ from titanlike.config.base import (
     section,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, BatchSizes, infer_shard, num_microbatches, split_blocks
-from titanlike.config.model_configs import LlamaConfig, ModelConfig, TransformerConfig
 from titanlike.config.optimizer import Optimizer, Schedule
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import ModelConfig
+from titanlike.models.llama_config import LlamaConfig
 
 DType = Literal["float32", "bfloat16"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.base import matches, one_of
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, HEAD, skip_reasons
+from titanlike.models.base_config import TransformerConfig
 
 
 def float8_problems(recipe: PretrainRecipe) -> list[str]:

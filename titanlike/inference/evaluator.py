@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Data, Evaluation, Sample, Training
 from titanlike.data.sources import open_validation
 from titanlike.data.text.tokenizer import Tokenizer
@@ -19,6 +18,7 @@ from titanlike.inference.perplexity import perplexity
 from titanlike.inference.sampling import Sampling
 from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import Task, read_task, task_name
+from titanlike.models.base_config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
 
 Metrics = dict[str, float]

@@ -8,11 +8,11 @@ from torch import nn
 
 from titanlike.config import UserError
 from titanlike.config.base import divisors, one_of
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import ActivationCheckpoint, Compile, DType, Float8, Parallelism, Training
 from titanlike.interop.weights import CheckpointWeights, Weights, load_weights
-from titanlike.models import blocks, build_model
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.init import allocate
+from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import parallelize
 

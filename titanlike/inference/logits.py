@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
 from titanlike.inference.kv_cache import apply_kv_cache
-from titanlike.models import blocks
 from titanlike.models.document_mask import DocumentMask
+from titanlike.models.registry import blocks
 from titanlike.parallelisms.context import context_position_ids, gather_sequence
 from titanlike.parallelisms.mesh import Mesh
 

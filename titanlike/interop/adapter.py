@@ -35,7 +35,7 @@ def export_adapter(weights: Weights, folder: Path) -> int:
     matrices: dict[str, Tensor] = {}
     for layer, tensor in zip(layers, tensors, strict=True):
         for name in (A, B):
-            key = f"base_model.model.{tensor.name.removesuffix('.weight')}.{name}.weight"
+            key = f"base_model.model.{tensor.hf_name.removesuffix('.weight')}.{name}.weight"
             matrices[key] = weights.matrix(f"{layer}.{name}")
     config = {
         "peft_type": "LORA",
@@ -47,7 +47,7 @@ def export_adapter(weights: Weights, folder: Path) -> int:
         "bias": "none",
         "fan_in_fan_out": tensors[0].transposed,
         "inference_mode": True,
-        "target_modules": [tensor.name.removesuffix(".weight") for tensor in tensors],
+        "target_modules": [tensor.hf_name.removesuffix(".weight") for tensor in tensors],
     }
     specs = {name: torch.empty(matrix.shape, dtype=matrix.dtype, device="meta") for name, matrix in matrices.items()}
     with whole_folder(folder) as partial:

@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import LIMIT, MAX_PART, shown
-from titanlike.config.model_configs import TransformerConfig
+from titanlike.models.base_config import TransformerConfig
 from titanlike.utils.regular_file import read_regular
 
 CONFIG = "config.json"

@@ -27,13 +27,12 @@ from titanlike.checkpoint.format import (
 from titanlike.checkpoint.loader import shard_range_of
 from titanlike.config import UserError
 from titanlike.config.base import shown, validate
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Lora, Tokenizer
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
-from titanlike.interop.hf_plan import hf_plan, parameter_shapes, stored_tensors, whole
+from titanlike.interop.hf_plan import hf_plan, stored_tensors, whole
 from titanlike.models import lora
-from titanlike.models.hf_tensors import HFTensor
+from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.models.registry import registered_configs
 from titanlike.utils.dtensor import local_tensor
 
@@ -98,13 +97,13 @@ def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allo
     try:
         weights = open_weights(Path(initial), verify_share=(process_group.rank(), process_group.world_size()))
         problems = config_problems(initial, weights.config, config, allow_changed)
-        shapes = parameter_shapes(weights.config)
+        found = weights.config.parameters()
         problems += [
             f"checkpoint.initial = {initial!r}: "
-            + (f"{name} has shape {shapes[name]}" if name in shapes else f"there is no {name}")
-            + f", but the recipe's model has {shape}"
-            for name, shape in parameter_shapes(config).items()
-            if shapes.get(name) != shape and not problems
+            + (f"{name} has shape {found[name].shape}" if name in found else f"there is no {name}")
+            + f", but the recipe's model has {spec.shape}"
+            for name, spec in config.parameters().items()
+            if (name not in found or found[name].shape != spec.shape) and not problems
         ]
         problem = "\n".join(problems)
     except UserError as error:
@@ -143,7 +142,7 @@ class HFWeights(Weights):
     def _check(self) -> None:
         """Raises `UserError` unless the folder has exactly the tensors of the model."""
         # Folders of a base model lack the prefix of the model with a head.
-        prefix = next((tensor.name.partition(".")[0] + "." for tensor in self._plan.values()), "")
+        prefix = next((spec.hf_name.partition(".")[0] + "." for spec in self._plan.values()), "")
         if not any(name.startswith(prefix) for name in self._found):
             self._found = {name if name == LM_HEAD else prefix + name: place for name, place in self._found.items()}
         expected = {name: tensor.shape for name, tensor in stored_tensors(self.config).items()}
@@ -167,7 +166,7 @@ class HFWeights(Weights):
 
     def _check_tied_head(self, rank: int, num_ranks: int) -> None:
         """Raises `UserError` unless a rank's share of the LM head equals the embedding, which the model uses instead."""
-        embedding = self._plan["tok_embeddings.weight"].name
+        embedding = self._plan["tok_embeddings.weight"].hf_name
         (file, head), (other_file, other) = self._found[LM_HEAD], self._found[embedding]
         is_equal = head.shape == other.shape and head.dtype in FLOATS
         rows, columns = other.shape
@@ -182,25 +181,24 @@ class HFWeights(Weights):
             )
 
     def dtype(self, name: str) -> torch.dtype:
-        tensor = self._plan[name]
-        return self._found[(tensor.element(0) if tensor.stacked else tensor).name][1].dtype
+        return self._found[self._plan[name].at(0).hf_name][1].dtype
 
     def fill(self, name: str, target: Tensor, shard_range: ShardRange) -> None:
-        tensor = self._plan[name]
-        if not tensor.stacked:
-            self._fill(tensor, target, shard_range)
+        spec = self._plan[name]
+        if not spec.is_stacked:
+            self._fill(spec, target, shard_range)
             return
         of_element = ShardRange(shard_range.global_shape[1:], shard_range.offset[1:], shard_range.shape[1:])
         for index in range(shard_range.shape[0]):
-            self._fill(tensor.element(shard_range.offset[0] + index), target[index], of_element)
+            self._fill(spec.at(shard_range.offset[0] + index), target[index], of_element)
 
-    def _fill(self, tensor: HFTensor, target: Tensor, shard_range: ShardRange) -> None:
-        file, entry = self._found[tensor.name]
+    def _fill(self, spec: ParameterSpec, target: Tensor, shard_range: ShardRange) -> None:
+        file, entry = self._found[spec.hf_name]
         start = [offset for offset in shard_range.offset]
-        start[0] += tensor.part * shard_range.global_shape[0]
+        start[0] += spec.part * shard_range.global_shape[0]
         part = [slice(first, first + size) for first, size in zip(start, shard_range.shape, strict=True)]
-        values = read_part(file, entry, part[::-1] if tensor.transposed else part)
-        target.copy_(values.t() if tensor.transposed else values)
+        values = read_part(file, entry, part[::-1] if spec.transposed else part)
+        target.copy_(values.t() if spec.transposed else values)
 
 
 class CheckpointWeights(Weights):
@@ -222,10 +220,10 @@ class CheckpointWeights(Weights):
             self.config = _config_of(self.metadata.recipe, self.path)
             self.tokenizer = validate(Tokenizer, self.metadata.recipe["tokenizer"])
             self.lora = validate(Lora, self.metadata.recipe.get("lora", {}))
-        for name, shape in parameter_shapes(self.config).items():
+        for name, spec in self.config.parameters().items():
             entry = self._entries.get(f"model.{name}")
-            if entry is None or entry.global_shape != shape:
-                raise UserError(f"{self.path} has no {name} of shape {shape}, which its recipe describes")
+            if entry is None or entry.global_shape != spec.shape:
+                raise UserError(f"{self.path} has no {name} of shape {spec.shape}, which its recipe describes")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._entries[f"model.{name}"].dtype

@@ -1,6 +1,7 @@
-"""Models in plain PyTorch. They know nothing of ranks, meshes, checkpoints or compilers."""
+"""Models in plain PyTorch. They know nothing of ranks, meshes, checkpoints or compilers.
 
-from titanlike.models import gemma, gpt, llama, moe, qwen2, qwen3  # noqa: F401  each registers itself
-from titanlike.models.registry import blocks, build_model, register_model
+Each family has its config (`*_config.py`, which does not import torch) beside its module. Families that are built like Llama share
+the module in `llama.py`.
+"""
 
-__all__ = ["blocks", "build_model", "register_model"]
+import titanlike.config  # noqa: F401  first: its recipes contain the configs of this package

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import MoeConfig
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.loss import IGNORE
+from titanlike.models.moe_config import MoeConfig
 
 EXPERT_BIAS = "expert_bias"  # name of the parameter that balances the load
 

@@ -4,75 +4,27 @@ Shapes: B sequences, T tokens, D model dimension, H heads, E head dimension, V v
 """
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import GPTConfig
 from titanlike.models.document_mask import DocumentMask, Mask
-from titanlike.models.hf_tensors import HFTensor
+from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedLMHead
-from titanlike.models.registry import register_model
-
-# The tensor-parallel style of each submodule; the styles are defined in parallelisms/tensor.py. Every parameter is covered.
-TENSOR_PLAN = {
-    "tok_embeddings": "vocab_parallel",
-    "pos_embeddings": "position_embedding",
-    "layers.*.attention_norm": "sequence_parallel",
-    "layers.*.attention": "all_gather_input",
-    "layers.*.attention.wq": "colwise",
-    "layers.*.attention.wk": "colwise",
-    "layers.*.attention.wv": "colwise",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.ffn_norm": "sequence_parallel",
-    "layers.*.feed_forward": "all_gather_input",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-    "norm": "sequence_parallel",
-    "output": "lm_head",
-}
-
-# The parameters in checkpoints of transformers' GPT2LMHeadModel: matrices are transposed, and one holds the projections of queries,
-# keys and values.
-HF_TENSORS = {
-    "tok_embeddings.weight": HFTensor("transformer.wte.weight"),
-    "pos_embeddings.weight": HFTensor("transformer.wpe.weight"),
-    "layers.*.attention_norm.weight": HFTensor("transformer.h.*.ln_1.weight"),
-    "layers.*.attention_norm.bias": HFTensor("transformer.h.*.ln_1.bias"),
-    "layers.*.attention.wq.weight": HFTensor("transformer.h.*.attn.c_attn.weight", 0, 3, transposed=True),
-    "layers.*.attention.wk.weight": HFTensor("transformer.h.*.attn.c_attn.weight", 1, 3, transposed=True),
-    "layers.*.attention.wv.weight": HFTensor("transformer.h.*.attn.c_attn.weight", 2, 3, transposed=True),
-    "layers.*.attention.wq.bias": HFTensor("transformer.h.*.attn.c_attn.bias", 0, 3),
-    "layers.*.attention.wk.bias": HFTensor("transformer.h.*.attn.c_attn.bias", 1, 3),
-    "layers.*.attention.wv.bias": HFTensor("transformer.h.*.attn.c_attn.bias", 2, 3),
-    "layers.*.attention.wo.weight": HFTensor("transformer.h.*.attn.c_proj.weight", transposed=True),
-    "layers.*.attention.wo.bias": HFTensor("transformer.h.*.attn.c_proj.bias"),
-    "layers.*.ffn_norm.weight": HFTensor("transformer.h.*.ln_2.weight"),
-    "layers.*.ffn_norm.bias": HFTensor("transformer.h.*.ln_2.bias"),
-    "layers.*.feed_forward.w1.weight": HFTensor("transformer.h.*.mlp.c_fc.weight", transposed=True),
-    "layers.*.feed_forward.w1.bias": HFTensor("transformer.h.*.mlp.c_fc.bias"),
-    "layers.*.feed_forward.w2.weight": HFTensor("transformer.h.*.mlp.c_proj.weight", transposed=True),
-    "layers.*.feed_forward.w2.bias": HFTensor("transformer.h.*.mlp.c_proj.bias"),
-    "norm.weight": HFTensor("transformer.ln_f.weight"),
-    "norm.bias": HFTensor("transformer.ln_f.bias"),
-}
 
 
-@register_model(GPTConfig)
 class GPT(nn.Module):
     """A GPT-2 decoder. Modules that are None and blocks that are deleted are skipped, so that a pipeline stage runs."""
 
-    tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
     first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings", "pos_embeddings")
     last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
-    hf_tensors: ClassVar[Mapping[str, HFTensor]] = HF_TENSORS
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.tensor_plan = config.tensor_plan()
         self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
         self.pos_embeddings: nn.Embedding | None = Embedding(config.max_seq_len, config.dim)
         self.dropout = Dropout(config.dropout, site=0)

@@ -1,70 +1,32 @@
-"""Llama 3 in plain PyTorch, with the parts of models built like it.
+"""Llama and the models built like it, in plain PyTorch: Qwen, Gemma and, with `experts.py`, Mixtral.
 
 Shapes: B sequences, T tokens, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import LlamaConfig, LlamaFamilyConfig, MoeConfig
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts
-from titanlike.models.hf_tensors import HFTensor
 from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
-from titanlike.models.registry import register_model
-
-# The tensor-parallel style of each submodule; the styles are defined in parallelisms/tensor.py. Every parameter is covered.
-TENSOR_PLAN = {
-    "tok_embeddings": "vocab_parallel",
-    "layers.*.attention_norm": "sequence_parallel",
-    "layers.*.attention": "all_gather_input",
-    "layers.*.attention.wq": "colwise",
-    "layers.*.attention.wk": "colwise",
-    "layers.*.attention.wv": "colwise",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.ffn_norm": "sequence_parallel",
-    "layers.*.feed_forward": "all_gather_input",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-    "layers.*.feed_forward.w3": "colwise",
-    "norm": "sequence_parallel",
-    "output": "lm_head",
-}
-
-# The parameters in checkpoints of transformers' LlamaForCausalLM.
-HF_TENSORS = {
-    "tok_embeddings.weight": HFTensor("model.embed_tokens.weight"),
-    "layers.*.attention_norm.weight": HFTensor("model.layers.*.input_layernorm.weight"),
-    "layers.*.attention.wq.weight": HFTensor("model.layers.*.self_attn.q_proj.weight"),
-    "layers.*.attention.wk.weight": HFTensor("model.layers.*.self_attn.k_proj.weight"),
-    "layers.*.attention.wv.weight": HFTensor("model.layers.*.self_attn.v_proj.weight"),
-    "layers.*.attention.wo.weight": HFTensor("model.layers.*.self_attn.o_proj.weight"),
-    "layers.*.ffn_norm.weight": HFTensor("model.layers.*.post_attention_layernorm.weight"),
-    "layers.*.feed_forward.w1.weight": HFTensor("model.layers.*.mlp.gate_proj.weight"),
-    "layers.*.feed_forward.w2.weight": HFTensor("model.layers.*.mlp.down_proj.weight"),
-    "layers.*.feed_forward.w3.weight": HFTensor("model.layers.*.mlp.up_proj.weight"),
-    "norm.weight": HFTensor("model.norm.weight"),
-    "output.weight": HFTensor("lm_head.weight"),
-}
+from titanlike.models.llama_config import LlamaFamilyConfig
+from titanlike.models.moe_config import MoeConfig
 
 
-@register_model(LlamaConfig)
 class Llama(nn.Module):
-    """A Llama 3 decoder. Modules that are None and blocks that are deleted are skipped, so that a pipeline stage runs."""
+    """A decoder of the Llama family. Modules that are None and deleted blocks are skipped, so that a pipeline stage runs."""
 
-    tensor_plan: ClassVar[Mapping[str, str]] = TENSOR_PLAN
     first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings",)
     last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "output")
-    hf_tensors: ClassVar[Mapping[str, HFTensor]] = HF_TENSORS
 
     def __init__(self, config: LlamaFamilyConfig) -> None:
         super().__init__()
         self.config = config
+        self.tensor_plan = config.tensor_plan()
         self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
         self.dropout = Dropout(config.dropout, site=0)
         # Soft-capped scores have no causal kernel.

@@ -1,11 +1,11 @@
 """The registry of model architectures: a config class and the `nn.Module` that it describes.
 
-An architecture registers itself beside its definition, in this package or in a program outside of it:
+An architecture outside of this package registers itself:
 
     @register_model(MyConfig)
     class MyModel(nn.Module): ...
 
-The config class derives from `TransformerConfig` and holds sizes, published variants, FLOPs and validity checks. It does not import
+The config class derives from `TransformerConfig` and holds fields, published sizes and the table of parameters. It does not import
 torch, so that a recipe is checked within a second. The module holds what needs tensors; see `LanguageModel`.
 """
 
@@ -15,8 +15,11 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.model_configs import TransformerConfig
-from titanlike.models.hf_tensors import HFTensor
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import CONFIGS
+from titanlike.models.gpt import GPT
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama import Llama
 
 
 class LanguageModel(Protocol):
@@ -27,14 +30,12 @@ class LanguageModel(Protocol):
     blocks, so `forward` skips a module that is None. A `DocumentMask` makes the mask of packed documents.
     """
 
-    tensor_plan: ClassVar[Mapping[str, str]]
-    """The tensor-parallel style of each submodule, by name; `*` stands for the index of a block. See `parallelisms/tensor.py`."""
+    tensor_plan: Mapping[str, str]
+    """The tensor-parallel style of each submodule: `tensor_plan()` of the config."""
     first_stage_modules: ClassVar[tuple[str, ...]]
     """Names of the children that only the first pipeline stage has."""
     last_stage_modules: ClassVar[tuple[str, ...]]
     """Names of the children that only the last pipeline stage has."""
-    hf_tensors: ClassVar[Mapping[str, HFTensor]]
-    """Optional: where each parameter is in Hugging Face's checkpoints, by name; `*` stands for the index of a block."""
     layers: nn.ModuleDict
     """The blocks. A `ModuleDict`, so that names survive when a stage deletes the blocks of other stages."""
 
@@ -53,9 +54,9 @@ class LanguageModel(Protocol):
 
 
 M = TypeVar("M", bound=type[nn.Module])
-REQUIRED = ("tensor_plan", "first_stage_modules", "last_stage_modules", "init_parameter")
+REQUIRED = ("first_stage_modules", "last_stage_modules", "init_parameter")
 
-_models: dict[type[TransformerConfig], type[nn.Module]] = {}
+_models: dict[type[TransformerConfig], type[nn.Module]] = {**dict.fromkeys(CONFIGS, Llama), GPTConfig: GPT}
 
 
 def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
@@ -80,7 +81,14 @@ def build_model(config: TransformerConfig) -> nn.Module:
         raise ValueError(
             f"no model is registered for {type(config).__name__}; registered configs: {known}; use register_model"
         )
-    return _models[type(config)](config)
+    model = _models[type(config)](config)
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    planned = {name: spec.shape for name, spec in config.parameters().items()}
+    if found != planned:
+        name = next(one for one in {**found, **planned} if found.get(one) != planned.get(one))
+        table, shapes = f"{type(config).__name__}.block_parameters", (planned.get(name), found.get(name))
+        raise ValueError(f"{name} has the shape {shapes[0]} in {table}, but {shapes[1]} in {type(model).__name__}")
+    return model
 
 
 def registered_configs() -> tuple[type[TransformerConfig], ...]:

@@ -10,14 +10,15 @@ def optimizer_group_problems(recipe: PretrainRecipe, optimizer: Optimizer) -> li
         return []
     problems = []
     model = recipe.model
-    parameters = {f"{name}.weight": True for name in model.matrices()}
-    for block in range(model.num_layers):
-        parameters |= {f"layers.{block}.{name}": False for name in model.block_vectors()}
-        parameters |= {f"layers.{block}.{name}": True for name in model.expert_parameters()}
-        parameters |= {f"layers.{block}.{name}": True for name in model.router_parameters() if name.endswith("weight")}
-    for outer in (model.first_parameters(), model.last_parameters()):
-        parameters |= {name: len(shape) > 1 for name, shape in outer.items()}
-    used = {optimizer.group_of(name, is_matrix=is_matrix) for name, is_matrix in parameters.items()}
+    parameters = {
+        **model.parameters(),
+        **model.last_parameters(),
+    }  # the LM head is a parameter of a pipeline even if it is tied
+    used = {
+        optimizer.group_of(name, is_matrix=len(spec.shape) > 1)
+        for name, spec in parameters.items()
+        if not name.endswith("expert_bias")
+    }
     for group in dict.fromkeys(optimizer.groups):
         if group not in used:
             problems.append(

@@ -8,12 +8,12 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.layout import BLOCK
 from titanlike.config.load import nearest
-from titanlike.config.model_configs import CONFIGS
 from titanlike.config.schema import describe
 from titanlike.data.validation import data_problems, missing_data
 from titanlike.float8.validation import float8_problems, hardware_problems, token_problems
 from titanlike.inference.validation import evaluation_problems, missing_files
 from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
+from titanlike.models.configs import CONFIGS
 from titanlike.optim.validation import optimizer_group_problems
 from titanlike.run.layout_validation import (
     adamw_section,

@@ -21,12 +21,13 @@ import titanlike
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
-from titanlike.config.model_configs import MoeConfig, TransformerConfig
 from titanlike.config.sections import Training
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
 from titanlike.metrics.hardware import device_name
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.run.hooks import call_hooks
 from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld

@@ -11,9 +11,10 @@ from typing import Any
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import divisors, validate
 from titanlike.config.load import dump, nearest
-from titanlike.config.model_configs import CONFIGS, TransformerConfig
 from titanlike.config.schema import describe
 from titanlike.data.token_shards import MANIFEST, TRAIN, read_manifest
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import CONFIGS
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device
 from titanlike.tools.planning.search import Candidate, search

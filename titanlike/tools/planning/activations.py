@@ -7,7 +7,7 @@ number of tokens.
 
 from dataclasses import dataclass
 
-from titanlike.config.model_configs import MoeConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.experts import routed_activations
 from titanlike.tools.planning.job import Job
 
@@ -52,9 +52,8 @@ def block_activations(job: Job) -> BlockActivations:
     else:
         intermediates = (4 if is_gated else 2) * ffn
         copies = queries if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
-    num_kv_heads = getattr(model, "num_kv_heads", model.num_heads)
     # QK-norm reads its inputs and their root mean squares in the backward pass.
-    qk_norm = queries + keys + 4 * (model.num_heads + num_kv_heads) / tensor if model.qk_norm else 0.0
+    qk_norm = queries + keys + 4 * (model.num_heads + model.num_kv_heads) / tensor if model.qk_norm else 0.0
     norm_input = stream
     if model.unit_offset_norm and not compiled:  # in float32
         norm_input = 4 * model.dim / tensor
@@ -101,10 +100,10 @@ def _every_second_product(job: Job) -> float:
     """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
     router and its experts have four."""
     model, lora, tensor = job.recipe.model, job.recipe.lora, job.layout.tensor
-    matrices = model.block_matrices()
+    matrices, rowwise = model.block_matrices(), model.rowwise_matrices
     widths: list[float] = []
-    for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices)):
-        width = matrices[name][0] / (1 if name in model.rowwise_matrices else tensor)
+    for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise)):
+        width = matrices[name][0] / (1 if name in rowwise else tensor)
         widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
     kept = widths[::2]
     # Compiled code does not keep the last one unless a post-norm reads it: otherwise no gradient depends on it.

@@ -10,7 +10,7 @@ from titanlike.config import PretrainRecipe
 from titanlike.config.base import divisors
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.load import show_value
-from titanlike.config.model_configs import MoeConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 

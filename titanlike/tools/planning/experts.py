@@ -6,7 +6,8 @@ Counted from `models/experts.py` and `parallelisms/expert.py`. All experts are a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlike.config.model_configs import MoeConfig, TransformerConfig
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.collectives import FLOAT32, INT64, Totals
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Stage

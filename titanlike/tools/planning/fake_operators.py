@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.config.model_configs import MoeConfig
 from titanlike.config.sections import Float8
 from titanlike.models import layers
+from titanlike.models.moe_config import MoeConfig
 from titanlike.parallelisms import context, expert
 from titanlike.tools.planning.job import Job
 from titanlike.utils import compat

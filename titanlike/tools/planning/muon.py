@@ -34,13 +34,14 @@ class Matrix:
 def matrices(job: Job, stages: Sequence[int]) -> dict[OptimizerGroup, list[Matrix]]:
     """Returns the matrices that Muon updates on the ranks that hold these pipeline stages, by group."""
     model, optimizer = job.recipe.model, job.recipe.optimizer
+    sizes, rowwise = model.block_matrices(), model.rowwise_matrices
     found: dict[OptimizerGroup, list[Matrix]] = {}
     if any(group.optimizer == "muon" for group in optimizer.groups):
         for index in (index for stage in stages for index in blocks_of(stage, job.split)):
-            for name, (outputs, inputs) in model.block_matrices().items():
+            for name, (outputs, inputs) in sizes.items():
                 group = optimizer.group_of(f"layers.{index}.{name}.weight", is_matrix=True)
                 if group and group.optimizer == "muon":
-                    found.setdefault(group, []).append(Matrix(outputs, inputs, name in model.rowwise_matrices))
+                    found.setdefault(group, []).append(Matrix(outputs, inputs, name in rowwise))
     return found
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import HEAD, skip_reasons
+from titanlike.models.base_config import TransformerConfig
 from titanlike.tools.planning.experts import ends_with_experts, routed_matmuls, routing_bytes
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.work import SIZE, Matmul, Passes, Work
@@ -69,16 +69,14 @@ class Counts:
         """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without."""
         tensor, tokens = self.job.layout.tensor, self.job.tokens
         recipe, model = self.job.recipe, self.job.recipe.model
-        matrices = model.block_matrices()
+        matrices, rowwise = model.block_matrices(), model.rowwise_matrices
         # In the order of the forward pass: of attention and of the feed-forward layer, the rowwise matrix comes last.
-        names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in model.rowwise_matrices))
+        names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise))
         forward, inputs, weights = [], [], []
         num_attention = 0  # products of attention, before those of the experts
         for name in names:
             outputs, width = matrices[name]
-            outputs, width = (
-                (outputs, width // tensor) if name in model.rowwise_matrices else (outputs // tensor, width)
-            )
+            outputs, width = (outputs, width // tensor) if name in rowwise else (outputs // tensor, width)
             in_float8 = name in float8
             forward.append(Matmul(tokens, outputs, width, in_float8))
             inputs.append(Matmul(tokens, width, outputs, in_float8))
@@ -153,7 +151,7 @@ class Counts:
         model, tensor, tokens = self.job.recipe.model, self.job.layout.tensor, self.job.tokens
         head_dim = model.head_dim
         queries = tokens * model.num_heads * head_dim // tensor
-        keys = tokens * getattr(model, "num_kv_heads", model.num_heads) * head_dim // tensor
+        keys = tokens * model.num_kv_heads * head_dim // tensor
         ffn = [size for name, size in model.block_matrices().items() if not name.startswith("attention")]
         hidden = tokens * sum(inputs for outputs, inputs in ffn if outputs == model.dim) // tensor
         local, gathered = self.local_tokens * model.dim, tokens * model.dim

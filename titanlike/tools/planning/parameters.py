@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from titanlike.config.layout import blocks_of
-from titanlike.config.model_configs import TransformerConfig
 from titanlike.config.sections import Float8, Lora
 from titanlike.float8.selection import HEAD, skip_reasons
+from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.tools.planning.job import Job
 
-VOCAB = ("tok_embeddings.weight", "output.weight")  # tensor-parallel ranks shard these along the vocabulary
+SHARDED = {"vocab_parallel": 0, "lm_head": 0, "colwise": 0, "rowwise": 1}  # dimension that tensor-parallel ranks shard
 
 
 @dataclass(frozen=True)
@@ -106,49 +106,47 @@ def fsdp_units(job: Job, stage: Stage) -> list[Unit]:
 def _block(
     model: TransformerConfig, float8: Float8, lora: Lora, tensor: int, expert: int, index: int
 ) -> tuple[Parameter, ...]:
-    matrices = model.block_matrices()
-    names = {name: f"layers.{index}.{name}" for name in matrices}
-    reasons = skip_reasons(float8, {names[name]: size for name, size in matrices.items()}, model.tied_head)
-    trainable = lora.rank == 0
+    sizes = {f"layers.{index}.{name}": size for name, size in model.block_matrices().items()}
+    reasons = skip_reasons(float8, sizes, model.tied_head)
     parameters = []
-    for name, (outputs, inputs) in matrices.items():
-        rowwise = name in model.rowwise_matrices
-        outputs, inputs = (outputs, inputs // tensor) if rowwise else (outputs // tensor, inputs)
-        converted = float8.scaling != "none" and not reasons[names[name]]
-        parameters.append(Parameter(f"{name}.weight", (outputs, inputs), True, trainable, converted))
-        if lora.selects(names[name]):  # one matrix is sharded like the weight, and the other is replicated
-            parameters.append(Parameter(f"{name}.lora_A", (lora.rank, inputs), rowwise))
-            parameters.append(Parameter(f"{name}.lora_B", (outputs, lora.rank), not rowwise))
-    for name, size in model.block_vectors().items():
-        owner = name.rpartition(".")[0]
-        sharded = owner in matrices and owner not in model.rowwise_matrices
-        parameters.append(Parameter(name, (size // tensor if sharded else size,), sharded, trainable))
-    for name, shape in model.router_parameters().items():
-        parameters.append(Parameter(name, shape, False, trainable and not name.endswith("expert_bias")))
-    for name, (num_experts, outputs, inputs) in model.expert_parameters().items():
-        sizes = (outputs, inputs // tensor) if name.endswith(".w2") else (outputs // tensor, inputs)
-        parameters.append(Parameter(name, (num_experts // expert, *sizes), True, trainable, expert=True))
+    for name, spec in model.block_parameters().items():
+        layer = f"layers.{index}.{name.removesuffix('.weight')}"
+        converted = layer in sizes and float8.scaling != "none" and not reasons[layer]
+        parameters.append(_parameter(name, spec, lora, tensor, expert, converted))
+        if layer in sizes and lora.selects(layer):  # one matrix is sharded like the weight, and the other is replicated
+            outputs, inputs = parameters[-1].shape
+            rowwise, module = spec.style == "rowwise", name.removesuffix(".weight")
+            parameters.append(Parameter(f"{module}.lora_A", (lora.rank, inputs), rowwise))
+            parameters.append(Parameter(f"{module}.lora_B", (outputs, lora.rank), not rowwise))
     return tuple(parameters)
 
 
 @cache
 def _first(model: TransformerConfig, lora: Lora, tensor: int) -> tuple[Parameter, ...]:
-    return tuple(_outer(model.first_parameters(), lora, tensor))
+    return tuple(_parameter(name, spec, lora, tensor) for name, spec in model.first_parameters().items())
 
 
 @cache
 def _last(model: TransformerConfig, float8: Float8, lora: Lora, tensor: int, single: bool) -> tuple[Parameter, ...]:
     matrix = (model.vocab_size, model.dim)
     converted = float8.scaling != "none" and not skip_reasons(float8, {HEAD: matrix}, model.tied_head)[HEAD]
-    parameters = _outer(model.last_parameters(), lora, tensor, converted)
-    shares_weight = model.tied_head and single
-    return tuple(parameter for parameter in parameters if not (shares_weight and parameter.name in VOCAB))
+    parameters = model.last_parameters()
+    if model.tied_head and single:
+        del parameters["output.weight"]
+    return tuple(
+        _parameter(name, spec, lora, tensor, converted=converted and name == "output.weight")
+        for name, spec in parameters.items()
+    )
 
 
-def _outer(sizes: dict[str, tuple[int, ...]], lora: Lora, tensor: int, converted: bool = False) -> list[Parameter]:
-    return [
-        Parameter(name, (rows // tensor, *rest), True, lora.rank == 0, converted)
-        if name in VOCAB
-        else Parameter(name, (rows, *rest), False, lora.rank == 0)
-        for name, (rows, *rest) in sizes.items()
-    ]
+def _parameter(
+    name: str, spec: ParameterSpec, lora: Lora, tensor: int, expert: int = 1, converted: bool = False
+) -> Parameter:
+    shape, is_expert = list(spec.shape), spec.style == "experts"
+    dim = (2 if name.endswith(".w2") else 1) if is_expert else SHARDED.get(spec.style, len(shape))
+    if is_expert:
+        shape[0] //= expert
+    if sharded := dim < len(shape):
+        shape[dim] //= tensor
+    trainable = lora.rank == 0 and not name.endswith("expert_bias")
+    return Parameter(name, tuple(shape), sharded, trainable, converted, is_expert)

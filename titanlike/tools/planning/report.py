@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from titanlike.config.model_configs import MoeConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.advice import Advice, limits
 from titanlike.tools.planning.memory import Usage
 from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, ranks_to_simulate

@@ -13,7 +13,7 @@ from typing import Any
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import divisors
 from titanlike.config.layout import SCHEDULES
-from titanlike.config.model_configs import MoeConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.advice import Check, may_fit
 from titanlike.tools.planning.changes import CHECKPOINTING_MODES, Changes, apply, expert_sizes, value_of
 from titanlike.tools.planning.cost import step_time

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.distributed import process_group
-from titanlike.models import blocks, build_model
 from titanlike.models.init import allocate
+from titanlike.models.registry import blocks, build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.fsdp import accumulate_gradients

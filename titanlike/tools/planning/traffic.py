@@ -115,16 +115,16 @@ class Layer:
 def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
-    experts = model.expert_parameters()
+    matrices, rowwise_matrices, experts = model.block_matrices(), model.rowwise_matrices, model.expert_parameters()
     index = 0
     for number, stage in stages.items():
         needs_grad = number > 0 or job.recipe.lora.rank == 0
         for parameters in stage.blocks.values():
             named = {parameter.name: parameter for parameter in parameters}
             layers = []
-            for owner, names in groupby(model.block_matrices(), lambda name: name.partition(".")[0]):
+            for owner, names in groupby(matrices, lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
-                rowwise = linears.intersection(model.rowwise_matrices)
+                rowwise = linears.intersection(rowwise_matrices)
                 layers.append(Layer(linears - rowwise, rowwise, bool(experts) and owner != "attention"))
             if experts and not layers[-1].experts:
                 layers.append(Layer(frozenset(), frozenset(), experts=True))
@@ -202,7 +202,7 @@ def _replicated(job: Job, stage: Stage, totals: Totals) -> None:
 def _context(job: Job, block: Block, totals: Totals) -> None:
     """Attention gathers the keys and values of the full sequence. The backward pass scatters their gradients."""
     model = job.recipe.model
-    heads = getattr(model, "num_kv_heads", model.num_heads) // job.layout.tensor
+    heads = model.num_kv_heads // job.layout.tensor
     size = job.tokens * job.layout.context * heads * model.head_dim * SIZE[job.recipe.training.compute_dtype]
     calls = 2 * job.num_microbatches
     totals.add("all-gather", "context", "keys and values", calls * (1 + block.recomputed), size)

@@ -1,12 +1,12 @@
-"""Config of GPT models: fields, published sizes, parameter counts, Hugging Face's config. Does not import torch."""
+"""Config of GPT-2 and GPT-3. Does not import torch."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
-
-from typing_extensions import Self
+from typing import Any, Literal
 
 from titanlike.config.base import Positive, PositiveFloat, Share, section
-from titanlike.config.model_configs.transformer import NumLayers, TransformerConfig, require
+from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
+
+LAYER = "transformer.h.*"  # in checkpoints of transformers
 
 # The four sizes of GPT-2, then those of GPT-3 with the published width and depth. The published head count of 1.3B, 24, does not
 # divide its width of 2048; it has 16 here.
@@ -49,22 +49,48 @@ class GPTConfig(TransformerConfig):
     step and the token, not on the layout."""
 
     hf_architecture = "GPT2LMHeadModel"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = GPT_SIZES
+    sizes = GPT_SIZES
     tied_head = True
-    biases = True
 
-    def block_matrices(self) -> dict[str, tuple[int, int]]:
-        return dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "attention.wo"), (self.dim, self.dim)) | {
-            "feed_forward.w1": (4 * self.dim, self.dim),
-            "feed_forward.w2": (self.dim, 4 * self.dim),
+    def first_parameters(self) -> dict[str, ParameterSpec]:
+        tokens, positions = (self.vocab_size, self.dim), (self.max_seq_len, self.dim)
+        return {
+            "tok_embeddings.weight": ParameterSpec(tokens, "vocab_parallel", "transformer.wte.weight"),
+            "pos_embeddings.weight": ParameterSpec(positions, "position_embedding", "transformer.wpe.weight"),
         }
 
-    def first_parameters(self) -> dict[str, tuple[int, ...]]:
-        return super().first_parameters() | {"pos_embeddings.weight": (self.max_seq_len, self.dim)}
+    def block_parameters(self) -> dict[str, ParameterSpec]:
+        # Checkpoints of transformers have transposed matrices, one of them for queries, keys and values.
+        wide, narrow, square = (4 * self.dim, self.dim), (self.dim, 4 * self.dim), (self.dim, self.dim)
+        return {
+            **self._norm("attention_norm", f"{LAYER}.ln_1"),
+            **self._linear("attention.wq", square, "colwise", f"{LAYER}.attn.c_attn", 0, 3),
+            **self._linear("attention.wk", square, "colwise", f"{LAYER}.attn.c_attn", 1, 3),
+            **self._linear("attention.wv", square, "colwise", f"{LAYER}.attn.c_attn", 2, 3),
+            **self._linear("attention.wo", square, "rowwise", f"{LAYER}.attn.c_proj"),
+            **self._norm("ffn_norm", f"{LAYER}.ln_2"),
+            **self._linear("feed_forward.w1", wide, "colwise", f"{LAYER}.mlp.c_fc"),
+            **self._linear("feed_forward.w2", narrow, "rowwise", f"{LAYER}.mlp.c_proj"),
+        }
 
-    def num_parameters(self) -> int:
-        biases_and_norms = self.num_layers * 13 * self.dim + 2 * self.dim
-        return self.num_matmul_parameters() + biases_and_norms + self.max_seq_len * self.dim
+    def last_parameters(self) -> dict[str, ParameterSpec]:
+        head = ParameterSpec((self.vocab_size, self.dim), "lm_head")
+        return self._norm("norm", "transformer.ln_f") | {"output.weight": head}
+
+    def _norm(self, name: str, hf_name: str) -> dict[str, ParameterSpec]:
+        return {
+            f"{name}.{kind}": ParameterSpec((self.dim,), "sequence_parallel", f"{hf_name}.{kind}")
+            for kind in ("weight", "bias")
+        }
+
+    @staticmethod
+    def _linear(
+        name: str, shape: tuple[int, int], style: str, hf_name: str, part: int = 0, num_parts: int = 1
+    ) -> dict[str, ParameterSpec]:
+        return {
+            f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", part, num_parts, transposed=True),
+            f"{name}.bias": ParameterSpec(shape[:1], style, f"{hf_name}.bias", part, num_parts),
+        }
 
     def to_hugging_face(self) -> dict[str, Any]:
         return {
@@ -91,7 +117,7 @@ class GPTConfig(TransformerConfig):
         }
 
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         require(
             values,
             activation_function="gelu_new",
@@ -101,13 +127,11 @@ class GPTConfig(TransformerConfig):
             tie_word_embeddings=True,
             add_cross_attention=False,
         )
-        return cls.published(
-            {
-                "dim": values["n_embd"],
-                "num_layers": values["n_layer"],
-                "num_heads": values["n_head"],
-                "vocab_size": values.get("vocab_size", 50257),
-                "max_seq_len": values.get("n_positions", 1024),
-                "norm_eps": float(values.get("layer_norm_epsilon", 1e-5)),
-            }
-        )
+        return {
+            "dim": values["n_embd"],
+            "num_layers": values["n_layer"],
+            "num_heads": values["n_head"],
+            "vocab_size": values.get("vocab_size", 50257),
+            "max_seq_len": values.get("n_positions", 1024),
+            "norm_eps": float(values.get("layer_norm_epsilon", 1e-5)),
+        }

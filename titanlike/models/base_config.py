@@ -1,10 +1,11 @@
-"""The base of model configs. Does not import torch.
+"""The base of model configs, and the tables of their parameters. Does not import torch.
 
 `size` names a published variant; fields that the recipe gives take precedence over it.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 from typing_extensions import Self
@@ -12,13 +13,38 @@ from typing_extensions import Self
 from titanlike.config.base import UserError, divisors, one_of, validate
 
 NumLayers = Annotated[int, Field(ge=1, le=10_000)]
-QKV = ("attention.wq", "attention.wk", "attention.wv")
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter of a model: its shape, and what tensor parallelism and Hugging Face's checkpoints do with it."""
+
+    shape: tuple[int, ...]
+    style: str
+    """The tensor-parallel style of its module; see `parallelisms/tensor.py`."""
+    hf_name: str = ""
+    """Name of the tensor in Hugging Face's checkpoints, in which the first `*` stands for the index of a block. A parameter is a
+    stack of tensors, as the matrices of experts are, if there is another `*`: the index in its first dimension."""
+    part: int = 0
+    """Which of several parameters that are stored as one tensor, in order along the output dimension."""
+    num_parts: int = 1
+    transposed: bool = False
+    """Whether the matrix is stored as (inputs, outputs)."""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the parameter of a block is a stack of tensors."""
+        return "*" in self.hf_name
+
+    def at(self, index: int) -> "ParameterSpec":
+        """Returns the parameter of one block, or one tensor of a stack."""
+        return self._replace(hf_name=self.hf_name.replace("*", str(index), 1))
 
 
 class TransformerConfig:
     """Base of model configs: what recipe checks, FLOP counts and the planner need to know of an architecture.
 
     A subclass is a `@section` with the annotated fields, a `name` of type `Literal`, and optionally `size` and `sizes`.
+    `block_parameters` is the table of which counts, the tensor-parallel plan and names in other checkpoints are read.
     """
 
     name: str
@@ -32,14 +58,8 @@ class TransformerConfig:
     dropout: float = 0.0
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
-    rowwise_matrices: ClassVar[tuple[str, ...]] = ("attention.wo", "feed_forward.w2")
-    """Matrices of a block of which a tensor-parallel rank holds some inputs; of all others it holds some outputs."""
-    biases: ClassVar[bool] = False
-    """Whether the matrices and the norms of a block, and the last norm, have a bias."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalized over the head dimension, before RoPE."""
-    qkv_bias: ClassVar[bool] = False
-    """Whether the projections of queries, keys and values have a bias, even if `biases` is False."""
     post_norms: ClassVar[bool] = False
     """Whether the outputs of attention and feed-forward are normalized before they are added to the residual stream."""
     unit_offset_norm: ClassVar[bool] = False
@@ -60,6 +80,11 @@ class TransformerConfig:
         """The dimension of an attention head. A subclass may have a field of this name instead."""
         return self.dim // self.num_heads
 
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of key/value heads. A subclass may have a field of this name instead."""
+        return self.num_heads
+
     def label(self) -> str:
         """Returns the architecture and the published size, or, if the recipe changes what the size sets, width and depth."""
         if self.size not in self.sizes:
@@ -78,55 +103,79 @@ class TransformerConfig:
         """Returns the number of blocks with sliding-window attention."""
         return sum(map(self.is_local, range(self.num_layers)))
 
-    def block_matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the matrices of a block that multiply every token, by name, each as (outputs, inputs)."""
+    def first_parameters(self) -> dict[str, ParameterSpec]:
+        """Returns the parameters before the blocks, by name: those that only the first pipeline stage has."""
+        shape = (self.vocab_size, self.dim)
+        return {"tok_embeddings.weight": ParameterSpec(shape, "vocab_parallel", "model.embed_tokens.weight")}
+
+    def block_parameters(self) -> dict[str, ParameterSpec]:
+        """Returns the parameters of a block by their names in it, in the order of the module."""
         raise NotImplementedError
 
-    def expert_parameters(self) -> dict[str, tuple[int, int, int]]:
+    def last_parameters(self) -> dict[str, ParameterSpec]:
+        """Returns the parameters after the blocks, by name, including the LM head even if it is tied."""
+        return {
+            "norm.weight": ParameterSpec((self.dim,), "sequence_parallel", "model.norm.weight"),
+            "output.weight": ParameterSpec((self.vocab_size, self.dim), "lm_head", "lm_head.weight"),
+        }
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Returns the parameters of the model by name, in the order of the module."""
+        block = self.block_parameters().items()
+        blocks = {f"layers.{index}.{name}": spec.at(index) for index in range(self.num_layers) for name, spec in block}
+        parameters = self.first_parameters() | blocks | self.last_parameters()
+        if self.tied_head:
+            del parameters["output.weight"]
+        return parameters
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Returns the tensor-parallel style of each submodule, by name; `*` stands for the index of a block."""
+        block = {f"layers.*.{name}": spec for name, spec in self.block_parameters().items()}
+        parameters = self.first_parameters() | block | self.last_parameters()
+        inputs = dict.fromkeys(("layers.*.attention", "layers.*.feed_forward"), "all_gather_input")
+        return inputs | {name.rpartition(".")[0]: spec.style for name, spec in parameters.items()}
+
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        """Returns the linear layers of a block, by name, each as (outputs, inputs)."""
+        return {
+            name.removesuffix(".weight"): (spec.shape[0], spec.shape[1])
+            for name, spec in self.block_parameters().items()
+            if len(spec.shape) == 2 and spec.style in ("colwise", "rowwise")
+        }
+
+    @property
+    def rowwise_matrices(self) -> tuple[str, ...]:
+        """Matrices of a block of which a tensor-parallel rank holds some inputs; of all others it holds some outputs."""
+        styles = {name: spec.style for name, spec in self.block_parameters().items()}
+        return tuple(name for name in self.block_matrices() if styles[f"{name}.weight"] == "rowwise")
+
+    def expert_parameters(self) -> dict[str, tuple[int, ...]]:
         """Returns the stacked matrices of a block's routed experts by parameter name, each as (experts, outputs, inputs)."""
-        return {}
+        return self._of_style("experts")
 
     def router_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Returns the sizes of the parameters of a block's router by name."""
-        return {}
+        """Returns the shapes of the parameters of a block's router by name."""
+        return self._of_style("router")
 
-    def block_vectors(self) -> dict[str, int]:
-        """Returns the sizes of the norms and biases of a block, by parameter name. The default has two norms in each
-        block, those of queries and keys, and the biases that the architecture has."""
-        vectors = {f"{norm}.weight": self.dim for norm in ("attention_norm", "ffn_norm")}
-        if self.post_norms:
-            vectors |= {f"{norm}.weight": self.dim for norm in ("post_attention_norm", "post_ffn_norm")}
-        if self.qk_norm:
-            vectors |= {f"attention.{norm}.weight": self.head_dim for norm in ("q_norm", "k_norm")}
-        if self.biases:
-            vectors |= {f"{norm}.bias": self.dim for norm in ("attention_norm", "ffn_norm")}
-        biased = self.block_matrices() if self.biases else QKV if self.qkv_bias else ()
-        return vectors | {f"{name}.bias": self.block_matrices()[name][0] for name in biased}
-
-    def first_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Returns the sizes of the parameters before the blocks, by name: those that only the first pipeline stage has."""
-        return {"tok_embeddings.weight": (self.vocab_size, self.dim)}
-
-    def last_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Returns the sizes of the parameters after the blocks, by name, including the LM head even if it is tied."""
-        norm: dict[str, tuple[int, ...]] = {"norm.weight": (self.dim,)}
-        bias: dict[str, tuple[int, ...]] = {"norm.bias": (self.dim,)} if self.biases else {}
-        return norm | bias | {"output.weight": (self.vocab_size, self.dim)}
+    def _of_style(self, style: str) -> dict[str, tuple[int, ...]]:
+        return {name: spec.shape for name, spec in self.block_parameters().items() if spec.style == style}
 
     def num_parameters(self) -> int:
         """Returns the number of parameters; an embedding tied to the LM head counts once."""
-        raise NotImplementedError
+        block, ends = self.block_parameters(), self.first_parameters() | self.last_parameters()
+        tied = self.vocab_size * self.dim if self.tied_head else 0
+        return self.num_layers * num_elements(block) + num_elements(ends) - tied
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns all matrices that multiply every token, by full name, including the LM head even if it is tied."""
+        """Returns the linear layers of all blocks by full name, and the LM head even if it is tied."""
         block = self.block_matrices().items()
         matrices = {f"layers.{layer}.{name}": size for layer in range(self.num_layers) for name, size in block}
         return matrices | {"output": (self.vocab_size, self.dim)}
 
     def num_matmul_parameters(self) -> int:
         """Returns the number of parameters that multiply every token: all but lookup tables, norms and biases."""
-        block = sum(outputs * inputs for outputs, inputs in self.block_matrices().values())
-        return self.num_layers * block + self.vocab_size * self.dim
+        block = {name: spec for name, spec in self.block_parameters().items() if len(spec.shape) == 2}
+        return self.num_layers * num_elements(block) + self.vocab_size * self.dim
 
     def lm_head_cost(self) -> float:
         """Returns the cost of the LM head relative to that of one block."""
@@ -160,9 +209,14 @@ class TransformerConfig:
         raise UserError(f"model.name = {self.name!r} has no equivalent in transformers; it cannot be exported")
 
     @classmethod
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields that a `config.json` describes. Raises `ValueError` for what this architecture does not have."""
+        raise ValueError(f"model.name = {cls.name!r} has no equivalent in transformers")
+
+    @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
         """Returns the config that a `config.json` describes. Raises `ValueError` for what this architecture does not have."""
-        raise ValueError(f"model.name = {cls.name!r} has no equivalent in transformers")
+        return cls.published(cls.fields_from_hugging_face(values))
 
     @classmethod
     def published(cls, fields: Mapping[str, Any]) -> Self:
@@ -176,6 +230,11 @@ class TransformerConfig:
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Returns the fields that `parallelism.tensor` must divide."""
         return {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
+
+
+def num_elements(parameters: Mapping[str, ParameterSpec]) -> int:
+    """Returns the number of elements of parameters."""
+    return sum(math.prod(spec.shape) for spec in parameters.values())
 
 
 def require(values: Mapping[str, Any], **supported: Any) -> None:

@@ -1,13 +1,11 @@
-"""Config of Qwen2 and Qwen2.5 models: fields, published sizes, Hugging Face's config. Does not import torch."""
+"""Qwen2 and Qwen2.5 (dense): the blocks of Llama with biases of queries, keys and values. Does not import torch."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from typing_extensions import Self
-
-from titanlike.config.base import Positive, section
-from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
-from titanlike.config.model_configs.transformer import require
+from titanlike.config.base import section
+from titanlike.models.base_config import require
+from titanlike.models.llama_config import LlamaFamilyConfig
 
 # The dense base models of Qwen2.5. All have 32,768 positions here; `from_hugging_face` takes those of a config.json.
 QWEN2_SIZES: dict[str, dict[str, Any]] = {
@@ -34,19 +32,16 @@ class Qwen2Config(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "2.5-0.5B", "2.5-1.5B", "2.5-3B", "2.5-7B", "2.5-14B", "2.5-32B", "2.5-72B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    max_seq_len: Positive = 32768
-    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    max_seq_len = 32768
 
     hf_architecture = "Qwen2ForCausalLM"
     hf_model_type = "qwen2"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = QWEN2_SIZES
+    hf_fixed: ClassVar = {"use_sliding_window": False}
+    hf_unused: ClassVar = {"sliding_window": None}
+    sizes = QWEN2_SIZES
     qkv_bias = True
 
-    def to_hugging_face(self) -> dict[str, Any]:
-        return super().to_hugging_face() | {"use_sliding_window": False, "sliding_window": None}
-
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
-        head_dim = values["hidden_size"] // values["num_attention_heads"]
-        require(values, use_sliding_window=False, use_mrope=False, head_dim=head_dim)
-        return cls.published(cls.fields_from_hugging_face(values))
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        require(values, use_mrope=False)
+        return super().fields_from_hugging_face(values)

@@ -1,23 +1,13 @@
-"""What the configs of Llama and of the models built like it share: RoPE, RMSNorm, SwiGLU, grouped-query attention.
-
-Does not import torch.
-"""
+"""Config of Llama, and the base of the configs of models built like it: RoPE, RMSNorm, SwiGLU, grouped-query attention. Does not
+import torch."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from titanlike.config.base import (
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Share,
-    UserError,
-    divisors,
-    one_of,
-    section,
-)
-from titanlike.config.model_configs.transformer import NumLayers, TransformerConfig, require
+from titanlike.config.base import Positive, PositiveFloat, Share, divisors, one_of, section
+from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
+
+LAYER = "model.layers.*"  # in checkpoints of transformers
 
 
 @section
@@ -33,7 +23,8 @@ class LlamaFamilyConfig(TransformerConfig):
     num_layers: NumLayers = 4
     """Number of transformer blocks."""
     num_heads: Positive = 4
-    """Number of query heads. A head dimension (`dim / num_heads`) of 64 or 128 is fast; smaller ones are slow."""
+    """Number of query heads. Their dimension is `dim / num_heads`, unless there is a key `head_dim`: 64 and 128 are fast, smaller
+    ones are slow."""
     num_kv_heads: Positive = 2
     """Number of key/value heads for grouped-query attention. Equal to `num_heads`: multi-head attention."""
     ffn_dim: Positive = 512
@@ -47,65 +38,77 @@ class LlamaFamilyConfig(TransformerConfig):
     rope_theta: PositiveFloat = 1000000.0
     """Base of the RoPE frequencies. Larger values give longer wavelengths."""
     tied_head: bool = False
-    """Share the weight of the embedding and the LM head, as the small published sizes do."""
+    """Share the weight of the embedding and the LM head."""
     dropout: Share = 0.0
     """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
     step and the token, not on the layout."""
-
-    logit_soft_cap: NonNegativeFloat = 0.0
-    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
-    attention_soft_cap: NonNegativeFloat = 0.0
-    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
-    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
-    sliding_window: NonNegative = 0
-    """Number of tokens, the current one included, that a token attends to in blocks with sliding-window attention. 0 disables it.
-    On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
-    sliding_window_pattern: NonNegative = 0
-    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
-    blocks use it. Unused if `sliding_window` is 0."""
-    embedding_scale: bool = False
-    """Multiply the output of the embedding by the square root of `dim`."""
 
     rope_scaling = 1.0  # not a field of all architectures, as head_dim
     rope_original_seq_len = 8192
     rope_local_theta = 0.0
     rope_scaling_type: ClassVar[Literal["llama3", "linear"]] = "llama3"
     """What `rope_scaling` means: of the low frequencies, or of all."""
-    own_head_dim: ClassVar[bool] = False
-    """Whether `head_dim` is a field, and does not follow from the other fields."""
+    own_head_dim: ClassVar[int] = 0
+    """The `head_dim` of a `config.json` that has none, if it is a field, and does not follow from the other fields."""
+    qkv_bias: ClassVar[bool] = False
+    """Whether the projections of queries, keys and values have a bias."""
+    embedding_scale: ClassVar[bool] = False
+    """Whether the output of the embedding is multiplied by the square root of `dim`."""
     gelu: ClassVar[bool] = False
     """Whether the gate of the feed-forward layers is GELU, in the tanh approximation, and not SiLU."""
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
     """The RoPE types of transformers that the fields can express."""
     hf_model_type: ClassVar[str] = ""
     """The `model_type` of transformers."""
+    hf_fixed: ClassVar[Mapping[str, Any]] = {}
+    """Keys of `config.json` of which only this value is supported."""
+    hf_unused: ClassVar[Mapping[str, Any]] = {}
+    """Further keys to write, whose value in other folders has no effect."""
 
     @property
     def query_scale(self) -> float:
         """What queries are multiplied by, besides the usual factor of 1 / sqrt(head_dim) of the scores."""
         return 1.0
 
-    def is_local(self, index: int) -> bool:
-        """Whether the attention of a block is limited to `sliding_window` tokens."""
-        is_global = self.sliding_window_pattern and (index + 1) % self.sliding_window_pattern == 0
-        return bool(self.sliding_window and not is_global)
-
-    def block_matrices(self) -> dict[str, tuple[int, int]]:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+    def block_parameters(self) -> dict[str, ParameterSpec]:
         return {
-            "attention.wq": (queries, self.dim),
-            "attention.wk": (keys, self.dim),
-            "attention.wv": (keys, self.dim),
-            "attention.wo": (self.dim, queries),
-            "feed_forward.w1": (self.ffn_dim, self.dim),
-            "feed_forward.w2": (self.dim, self.ffn_dim),
-            "feed_forward.w3": (self.ffn_dim, self.dim),
+            "attention_norm.weight": self.norm("input_layernorm"),
+            **self.attention_parameters(),
+            "ffn_norm.weight": self.norm("post_attention_layernorm"),
+            **self.feed_forward_parameters(),
         }
 
-    def num_parameters(self) -> int:
-        vectors = self.num_layers * sum(self.block_vectors().values()) + self.dim
-        embedding = 0 if self.tied_head else self.vocab_size * self.dim
-        return self.num_matmul_parameters() + vectors + embedding
+    def norm(self, hf_name: str) -> ParameterSpec:
+        """Returns a norm of the residual stream. Each tensor-parallel rank has the full width of the tokens that it normalizes."""
+        return ParameterSpec((self.dim,), "sequence_parallel", f"{LAYER}.{hf_name}.weight")
+
+    def attention_parameters(self) -> dict[str, ParameterSpec]:
+        """Returns the parameters of a block's attention."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parameters = {}
+        for part, outputs in (("q", queries), ("k", keys), ("v", keys)):
+            name, hf_name = f"attention.w{part}", f"{LAYER}.self_attn.{part}_proj"
+            parameters[f"{name}.weight"] = ParameterSpec((outputs, self.dim), "colwise", f"{hf_name}.weight")
+            if self.qkv_bias:
+                parameters[f"{name}.bias"] = ParameterSpec((outputs,), "colwise", f"{hf_name}.bias")
+        parameters["attention.wo.weight"] = ParameterSpec(
+            (self.dim, queries), "rowwise", f"{LAYER}.self_attn.o_proj.weight"
+        )
+        for name in ("q_norm", "k_norm") if self.qk_norm else ():
+            # Tensor-parallel ranks replicate these weights and apply them to their own heads.
+            parameters[f"attention.{name}.weight"] = ParameterSpec(
+                (self.head_dim,), "qk_norm", f"{LAYER}.self_attn.{name}.weight"
+            )
+        return parameters
+
+    def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
+        """Returns the parameters of a block's feed-forward layer."""
+        wide, narrow = (self.ffn_dim, self.dim), (self.dim, self.ffn_dim)
+        return {
+            "feed_forward.w1.weight": ParameterSpec(wide, "colwise", f"{LAYER}.mlp.gate_proj.weight"),
+            "feed_forward.w2.weight": ParameterSpec(narrow, "rowwise", f"{LAYER}.mlp.down_proj.weight"),
+            "feed_forward.w3.weight": ParameterSpec(wide, "colwise", f"{LAYER}.mlp.up_proj.weight"),
+        }
 
     def problems(self) -> list[str]:
         problems = self.head_dim_problems()
@@ -133,7 +136,6 @@ class LlamaFamilyConfig(TransformerConfig):
         return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        self.refuse_options()
         scaling = {
             "rope_type": "llama3",
             "factor": self.rope_scaling,
@@ -163,21 +165,17 @@ class LlamaFamilyConfig(TransformerConfig):
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
             "use_cache": True,
+            **self.hf_fixed,
+            **self.hf_unused,
         }
-
-    def refuse_options(self) -> None:
-        """Raises `UserError` for an option that the model of transformers does not have. The default is for one without any."""
-        for name in ("logit_soft_cap", "attention_soft_cap", "sliding_window", "embedding_scale"):
-            if getattr(self, name):
-                raise UserError(
-                    f"model.{name} = {getattr(self, name)} has no equivalent in {self.hf_architecture}; it cannot be exported"
-                )
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields that a `config.json` describes, except for a head dimension of its own."""
-        require(values, attention_dropout=0.0, **({} if cls.gelu else {"hidden_act": "silu"}))
+        require(values, attention_dropout=0.0, **({} if cls.gelu else {"hidden_act": "silu"}), **cls.hf_fixed)
         heads = values["num_attention_heads"]
+        own = {"head_dim": values.get("head_dim") or cls.own_head_dim} if cls.own_head_dim else {}
+        if not own:
+            require(values, head_dim=values["hidden_size"] // heads)
         return {
             "dim": values["hidden_size"],
             "num_layers": values["num_hidden_layers"],
@@ -188,8 +186,51 @@ class LlamaFamilyConfig(TransformerConfig):
             "max_seq_len": values.get("max_position_embeddings", 2048),
             "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
             "tied_head": values.get("tie_word_embeddings", False),
+            **own,
             **rope_fields(values, cls.rope_types),
         }
+
+
+# The fields of each published size that differ from the defaults below.
+LLAMA_SIZES: dict[str, dict[str, Any]] = {
+    "debug": {},
+    "3-8B": dict(
+        dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, max_seq_len=8192
+    ),
+    "3-70B": dict(
+        dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672, vocab_size=128256, max_seq_len=8192
+    ),
+}
+LLAMA_SIZES["3.1-8B"] = LLAMA_SIZES["3-8B"] | dict(max_seq_len=131072, rope_scaling=8.0)
+LLAMA_SIZES["3.1-70B"] = LLAMA_SIZES["3-70B"] | dict(max_seq_len=131072, rope_scaling=8.0)
+LLAMA_SIZES["3.1-405B"] = LLAMA_SIZES["3.1-70B"] | dict(dim=16384, num_layers=126, num_heads=128, ffn_dim=53248)
+LLAMA_SIZES["3.2-1B"] = LLAMA_SIZES["3.1-8B"] | dict(
+    dim=2048, num_layers=16, ffn_dim=8192, rope_scaling=32.0, tied_head=True
+)
+LLAMA_SIZES["3.2-3B"] = LLAMA_SIZES["3.2-1B"] | dict(dim=3072, num_layers=28, num_heads=24)
+
+
+@section
+class LlamaConfig(LlamaFamilyConfig):
+    """Llama 3: RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases."""
+
+    name: Literal["llama"] = "llama"
+    """Architecture. It decides which keys this section has."""
+    size: Literal["debug", "3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B"] = "debug"
+    """Published size. It sets every key below that the recipe does not."""
+    norm_eps = 1e-5
+    rope_theta = 500000.0
+    rope_scaling: PositiveFloat = 1.0
+    """Llama 3.1's RoPE scaling factor of the low frequencies: 8 for Llama 3.1, 32 for Llama 3.2; 1 disables it."""
+    rope_original_seq_len: Positive = 8192
+    """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
+
+    hf_architecture = "LlamaForCausalLM"
+    hf_model_type = "llama"
+    rope_types = ("default", "llama3")
+    hf_fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}
+    hf_unused: ClassVar = {"pretraining_tp": 1}
+    sizes = LLAMA_SIZES
 
 
 def rope_fields(values: Mapping[str, Any], supported: tuple[str, ...]) -> dict[str, Any]:

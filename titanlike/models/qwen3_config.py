@@ -1,13 +1,9 @@
-"""Config of Qwen3 models: fields, published sizes, Hugging Face's config. Does not import torch."""
+"""Qwen3 (dense): the blocks of Llama with an RMSNorm over each head of queries and keys. Does not import torch."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from typing_extensions import Self
-
 from titanlike.config.base import Positive, section
-from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
-from titanlike.config.model_configs.transformer import require
+from titanlike.models.llama_config import LlamaFamilyConfig
 
 PUBLISHED = dict(head_dim=128, num_kv_heads=8, vocab_size=151936)
 QWEN3_SIZES: dict[str, dict[str, Any]] = {
@@ -29,25 +25,15 @@ class Qwen3Config(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "0.6B", "1.7B", "4B", "8B", "14B", "32B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    num_heads: Positive = 4
-    """Number of query heads."""
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
     published sizes have 128."""
-    max_seq_len: Positive = 40960
-    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    max_seq_len = 40960
 
     hf_architecture = "Qwen3ForCausalLM"
     hf_model_type = "qwen3"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = QWEN3_SIZES
+    hf_fixed: ClassVar = {"attention_bias": False, "use_sliding_window": False}
+    hf_unused: ClassVar = {"sliding_window": None}
+    sizes = QWEN3_SIZES
     qk_norm = True
-    own_head_dim = True
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        window = {"use_sliding_window": False, "sliding_window": None}
-        return super().to_hugging_face() | {"attention_bias": False, **window}
-
-    @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
-        require(values, attention_bias=False, use_sliding_window=False)
-        return cls.published(cls.fields_from_hugging_face(values) | {"head_dim": values.get("head_dim") or 128})
+    own_head_dim = 128

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from typing_extensions import Self
 
 from titanlike.config.base import (
     NonNegative,
@@ -16,8 +15,8 @@ from titanlike.config.base import (
     one_of,
     section,
 )
-from titanlike.config.model_configs.llama_family import LlamaFamilyConfig
-from titanlike.config.model_configs.transformer import require
+from titanlike.models.base_config import ParameterSpec, require
+from titanlike.models.llama_config import LAYER, LlamaFamilyConfig
 
 NumExperts = Annotated[int, Field(ge=2, le=4096)]
 
@@ -65,37 +64,43 @@ class MoeConfig(LlamaFamilyConfig):
     """Step size of a bias of each expert that is added to its score for the selection only, and that decreases where an expert had
     more tokens than the average in a training step, and increases where it had less. DeepSeek-V3 has 0.001. 0: no bias."""
 
-    rowwise_matrices = ("attention.wo", "feed_forward.shared.w2")
+    hf_experts: ClassVar[Mapping[str, str]] = {
+        "router": "mlp.gate",
+        "w1": "mlp.experts.*.gate_proj",
+        "w2": "mlp.experts.*.down_proj",
+        "w3": "mlp.experts.*.up_proj",
+    }
+    """Names of the router and of the matrices of an expert in a block of transformers."""
+    hf_options: ClassVar[Mapping[str, Any]] = {
+        "num_shared_experts": 0, "router_score": "softmax", "router_scale": 1.0, "balance_bias_rate": 0.0
+    }  # fmt: skip
+    """Options that transformers does not have, and the value that its models compute."""
 
-    def block_matrices(self) -> dict[str, tuple[int, int]]:
-        matrices = {name: size for name, size in super().block_matrices().items() if name.startswith("attention")}
+    def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
+        router = ParameterSpec((self.num_experts, self.dim), "router", f"{LAYER}.{self.hf_experts['router']}.weight")
+        # Each tensor-parallel rank has a shard of the hidden dimension of every expert, and routes all tokens.
+        bias = ParameterSpec((self.num_experts,), "router")
+        parameters = {"router.weight": router} | ({"router.expert_bias": bias} if self.balance_bias_rate else {})
+        for name in ("w1", "w2", "w3"):
+            shape = (self.dim, self.ffn_dim) if name == "w2" else (self.ffn_dim, self.dim)
+            hf_name = f"{LAYER}.{self.hf_experts[name]}.weight"
+            parameters[f"experts.{name}"] = ParameterSpec((self.num_experts, *shape), "experts", hf_name)
         hidden = self.num_shared_experts * self.ffn_dim
-        shared = {"w1": (hidden, self.dim), "w2": (self.dim, hidden), "w3": (hidden, self.dim)}
-        return matrices | {f"feed_forward.shared.{name}": size for name, size in shared.items() if hidden}
-
-    def expert_parameters(self) -> dict[str, tuple[int, int, int]]:
-        hidden, dim = self.ffn_dim, self.dim
-        sizes = {"w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim)}
-        return {f"feed_forward.experts.{name}": (self.num_experts, *size) for name, size in sizes.items()}
-
-    def router_parameters(self) -> dict[str, tuple[int, ...]]:
-        bias: dict[str, tuple[int, ...]] = {"feed_forward.router.expert_bias": (self.num_experts,)}
-        weight: dict[str, tuple[int, ...]] = {"feed_forward.router.weight": (self.num_experts, self.dim)}
-        return weight | (bias if self.balance_bias_rate else {})
-
-    def num_parameters(self) -> int:
-        idle = 3 * (self.num_experts - self.experts_per_token) * self.ffn_dim * self.dim
-        biases = self.num_experts if self.balance_bias_rate else 0
-        return super().num_parameters() + self.num_layers * (idle + biases)
+        for name in ("w1", "w2", "w3") if hidden else ():
+            shape, style = ((self.dim, hidden), "rowwise") if name == "w2" else ((hidden, self.dim), "colwise")
+            parameters[f"shared.{name}.weight"] = ParameterSpec(shape, style)
+        return {f"feed_forward.{name}": spec for name, spec in parameters.items()}
 
     def num_matmul_parameters(self) -> int:
-        experts = 3 * self.experts_per_token * self.ffn_dim * self.dim
-        return super().num_matmul_parameters() + self.num_layers * (experts + self.num_experts * self.dim)
+        return super().num_matmul_parameters() + self.num_layers * self._expert_size() * self.experts_per_token
 
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that compute a token, including the embedding."""
-        idle = 3 * (self.num_experts - self.experts_per_token) * self.ffn_dim * self.dim
-        return self.num_parameters() - self.num_layers * idle
+        idle = self.num_experts - self.experts_per_token
+        return self.num_parameters() - self.num_layers * self._expert_size() * idle
+
+    def _expert_size(self) -> int:
+        return 3 * self.ffn_dim * self.dim
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -114,16 +119,12 @@ class MoeConfig(LlamaFamilyConfig):
             f"parallelism.expert = {expert} does not divide model.num_experts = {self.num_experts}; use {one_of(near)}"
         ]
 
-    def refuse_options(self) -> None:
-        super().refuse_options()
-        defaults = {"num_shared_experts": 0, "router_score": "softmax", "router_scale": 1.0, "balance_bias_rate": 0.0}
-        for name, only in defaults.items():
+    def to_hugging_face(self) -> dict[str, Any]:
+        for name, only in self.hf_options.items():
             if getattr(self, name) != only:
                 raise UserError(
                     f"model.{name} = {getattr(self, name)!r} has no equivalent in {self.hf_architecture}; it cannot be exported"
                 )
-
-    def to_hugging_face(self) -> dict[str, Any]:
         return super().to_hugging_face() | {
             "num_experts_per_tok": self.experts_per_token,
             "router_aux_loss_coef": self.balance_loss,
@@ -132,11 +133,10 @@ class MoeConfig(LlamaFamilyConfig):
         }
 
     @classmethod
-    def moe_fields(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of `config.json` that both architectures have, except for the coefficient of the auxiliary loss, with
-        which the published models were trained and which a recipe sets for itself."""
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        # Not the coefficient of the auxiliary loss, with which the published models were trained: a recipe sets it for itself.
         require(values, sliding_window=None)
-        return cls.fields_from_hugging_face(values) | {"experts_per_token": values["num_experts_per_tok"]}
+        return super().fields_from_hugging_face(values) | {"experts_per_token": values["num_experts_per_tok"]}
 
 
 @section
@@ -147,19 +147,16 @@ class Qwen3MoeConfig(MoeConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "30B-A3B", "235B-A22B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    num_heads: Positive = 4
-    """Number of query heads."""
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
     published sizes have 128."""
-    max_seq_len: Positive = 40960
-    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    max_seq_len = 40960
 
     hf_architecture = "Qwen3MoeForCausalLM"
     hf_model_type = "qwen3_moe"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = QWEN3_MOE_SIZES
+    sizes = QWEN3_MOE_SIZES
     qk_norm = True
-    own_head_dim = True
+    own_head_dim = 128
 
     def to_hugging_face(self) -> dict[str, Any]:
         return super().to_hugging_face() | {
@@ -175,18 +172,14 @@ class Qwen3MoeConfig(MoeConfig):
         }
 
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         require(values, attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[])
-        return cls.published(
-            cls.moe_fields(values)
-            | {
-                "head_dim": values.get("head_dim") or 128,
-                "ffn_dim": values["moe_intermediate_size"],
-                # The name of the published models and of transformers 4. transformers 5 writes the other.
-                "num_experts": values["num_experts" if "num_experts" in values else "num_local_experts"],
-                "normalize_router": values.get("norm_topk_prob", False),
-            }
-        )
+        return super().fields_from_hugging_face(values) | {
+            "ffn_dim": values["moe_intermediate_size"],
+            # The name of the published models and of transformers 4. transformers 5 writes the other.
+            "num_experts": values["num_experts" if "num_experts" in values else "num_local_experts"],
+            "normalize_router": values.get("norm_topk_prob", False),
+        }
 
 
 @section
@@ -197,27 +190,24 @@ class MixtralConfig(MoeConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "8x7B", "8x22B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of RMSNorm."""
-    max_seq_len: Positive = 32768
-    """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
+    norm_eps = 1e-5
+    max_seq_len = 32768
 
     hf_architecture = "MixtralForCausalLM"
     hf_model_type = "mixtral"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = MIXTRAL_SIZES
-
-    def refuse_options(self) -> None:
-        super().refuse_options()
-        if not self.normalize_router:
-            raise UserError(
-                "model.normalize_router = False has no equivalent in MixtralForCausalLM; it cannot be exported"
-            )
+    sizes = MIXTRAL_SIZES
+    hf_experts: ClassVar = {
+        "router": "block_sparse_moe.gate",
+        "w1": "block_sparse_moe.experts.*.w1",
+        "w2": "block_sparse_moe.experts.*.w2",
+        "w3": "block_sparse_moe.experts.*.w3",
+    }
+    hf_options: ClassVar = {**MoeConfig.hf_options, "normalize_router": True}
 
     def to_hugging_face(self) -> dict[str, Any]:
         return super().to_hugging_face() | {"num_local_experts": self.num_experts, "router_jitter_noise": 0.0}
 
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
-        head_dim = values["hidden_size"] // values["num_attention_heads"]
-        require(values, router_jitter_noise=0.0, head_dim=head_dim)
-        return cls.published(cls.moe_fields(values) | {"num_experts": values["num_local_experts"]})
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        require(values, router_jitter_noise=0.0)
+        return super().fields_from_hugging_face(values) | {"num_experts": values["num_local_experts"]}

@@ -1,13 +1,11 @@
-"""Configs of Gemma 2 and the text models of Gemma 3: fields, published sizes, Hugging Face's config. Does not import torch."""
+"""Gemma 2 and the text models of Gemma 3: the blocks of Llama with the options below. Does not import torch."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from typing_extensions import Self
-
-from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, UserError, section
-from titanlike.config.model_configs.llama_family import LlamaFamilyConfig, rope_fields
-from titanlike.config.model_configs.transformer import require
+from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
+from titanlike.models.base_config import ParameterSpec, require
+from titanlike.models.llama_config import LlamaFamilyConfig, rope_fields
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks in Hugging Face's configs
 
@@ -45,24 +43,27 @@ class GemmaConfig(LlamaFamilyConfig):
     """What Gemma 2 and Gemma 3 share: a GELU gate, norms before and after attention and feed-forward, a scaled embedding, and
     blocks with sliding-window attention."""
 
-    num_heads: Positive = 4
-    """Number of query heads."""
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. The published sizes have 128 or 256."""
     query_scalar: PositiveFloat = 64.0
     """Attention scores are divided by its square root. In most published sizes it is the head dimension."""
-    tied_head: bool = True
-    """Share the weight of the embedding and the LM head, as all published sizes do."""
-    embedding_scale: bool = True
-    """Multiply the output of the embedding by the square root of `dim`."""
+    tied_head = True
+    logit_soft_cap: NonNegativeFloat = 0.0
+    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
+    attention_soft_cap: NonNegativeFloat = 0.0
+    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
+    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
     sliding_window: NonNegative = 64
     """Number of tokens, the current one included, that a token attends to in blocks with sliding-window attention. 0 disables it.
     On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
-    rope_theta: PositiveFloat = 10000.0
-    """Base of the RoPE frequencies. Larger values give longer wavelengths."""
+    sliding_window_pattern: NonNegative = 0
+    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
+    blocks use it. Unused if `sliding_window` is 0."""
+    rope_theta = 10000.0
 
+    embedding_scale = True
     gelu = True
-    own_head_dim = True
+    own_head_dim = 256
     post_norms = True
     unit_offset_norm = True
 
@@ -70,11 +71,19 @@ class GemmaConfig(LlamaFamilyConfig):
     def query_scale(self) -> float:
         return float((self.head_dim / self.query_scalar) ** 0.5)
 
-    def refuse_options(self) -> None:
-        if not self.embedding_scale:
-            raise UserError(
-                f"model.embedding_scale = False has no equivalent in {self.hf_architecture}; it cannot be exported"
-            )
+    def is_local(self, index: int) -> bool:
+        is_global = self.sliding_window_pattern and (index + 1) % self.sliding_window_pattern == 0
+        return bool(self.sliding_window and not is_global)
+
+    def block_parameters(self) -> dict[str, ParameterSpec]:
+        return {
+            "attention_norm.weight": self.norm("input_layernorm"),
+            **self.attention_parameters(),
+            "post_attention_norm.weight": self.norm("post_attention_layernorm"),
+            "ffn_norm.weight": self.norm("pre_feedforward_layernorm"),
+            **self.feed_forward_parameters(),
+            "post_ffn_norm.weight": self.norm("post_feedforward_layernorm"),
+        }
 
     def to_hugging_face(self) -> dict[str, Any]:
         scalar = self.query_scalar
@@ -90,18 +99,18 @@ class GemmaConfig(LlamaFamilyConfig):
         }
 
     @classmethod
-    def gemma_fields(cls, values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-        """Returns the fields of `config.json` that both have. `pattern` is that of the blocks if it has none."""
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         activation = values.get("hidden_activation") or values.get("hidden_act") or "gelu_pytorch_tanh"
         require({"hidden_activation": activation}, hidden_activation="gelu_pytorch_tanh")
         require(values, attention_bias=False, use_bidirectional_attention=False)
         num_layers = values["num_hidden_layers"]
-        pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", pattern))
+        pattern = values.get(
+            "sliding_window_pattern", values.get("_sliding_window_pattern", cls.sliding_window_pattern)
+        )
         kinds = values.get("layer_types") or _layer_types(num_layers, pattern)
         if len(kinds) != num_layers:
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
-        return {
-            "head_dim": values.get("head_dim", 256),
+        return super().fields_from_hugging_face(values) | {
             "query_scalar": float(values.get("query_pre_attn_scalar", 256)),
             "tied_head": values.get("tie_word_embeddings", True),
             "logit_soft_cap": float(values.get("final_logit_softcapping") or 0.0),
@@ -119,22 +128,13 @@ class Gemma2Config(GemmaConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "2B", "9B", "27B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    logit_soft_cap: NonNegativeFloat = 30.0
-    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
-    attention_soft_cap: NonNegativeFloat = 50.0
-    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
-    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
-    sliding_window_pattern: NonNegative = 2
-    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
-    blocks use it. Unused if `sliding_window` is 0."""
+    logit_soft_cap = 30.0
+    attention_soft_cap = 50.0
+    sliding_window_pattern = 2
 
     hf_architecture = "Gemma2ForCausalLM"
     hf_model_type = "gemma2"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = GEMMA2_SIZES
-
-    @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
-        return cls.published(cls.fields_from_hugging_face(values) | cls.gemma_fields(values, 2))
+    sizes = GEMMA2_SIZES
 
 
 @section
@@ -145,11 +145,8 @@ class Gemma3Config(GemmaConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "270M", "1B", "4B", "12B", "27B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    num_layers: Positive = 6
-    """Number of transformer blocks."""
-    sliding_window_pattern: NonNegative = 6
-    """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
-    blocks use it. Unused if `sliding_window` is 0."""
+    num_layers = 6
+    sliding_window_pattern = 6
     rope_theta: PositiveFloat = 1000000.0
     """Base of the RoPE frequencies of the blocks that attend to the full sequence."""
     rope_local_theta: PositiveFloat = 10000.0
@@ -162,7 +159,7 @@ class Gemma3Config(GemmaConfig):
     rope_types = ("default", "linear")
     rope_scaling_type = "linear"
     qk_norm = True
-    sizes: ClassVar[dict[str, dict[str, Any]]] = GEMMA3_SIZES
+    sizes = GEMMA3_SIZES
 
     def to_hugging_face(self) -> dict[str, Any]:
         scaling = {"rope_type": "linear", "factor": self.rope_scaling} if self.rope_scaling != 1.0 else {}
@@ -177,15 +174,14 @@ class Gemma3Config(GemmaConfig):
         }
 
     @classmethod
-    def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         rope = values.get("rope_parameters") or {}
         local = rope_fields({"rope_parameters": rope[LOCAL]} if LOCAL in rope else {}, ("default",))
         theta = local["rope_theta"] if LOCAL in rope else values.get("rope_local_base_freq", 10000.0)
         of_global = dict(values) | ({"rope_parameters": rope[GLOBAL], "rope_scaling": None} if GLOBAL in rope else {})
         if GLOBAL not in rope:
             of_global.setdefault("rope_theta", 1000000.0)
-        fields = cls.fields_from_hugging_face(of_global) | cls.gemma_fields(values, 6)
-        return cls.published(fields | {"rope_local_theta": float(theta)})
+        return super().fields_from_hugging_face(of_global) | {"rope_local_theta": float(theta)}
 
 
 def _layer_types(num_layers: int, pattern: int) -> list[str]:
