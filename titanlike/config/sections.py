@@ -176,17 +176,11 @@ class Training:
     """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
     vocabularies. Each chunk reads and writes the float32 gradient of the LM head: smaller values are slower, those below a few
     hundred by far. 0 disables chunking."""
-    gc_interval: NonNegative = 50
-    """Steps between garbage collections, which all ranks run at the same step so that none waits for another. A full
-    collection follows the first step. 0 leaves garbage collection to Python."""
     non_finite: Literal["stop", "skip"] = "stop"
     """How to handle a non-finite loss or gradient: `stop` the run, or `skip` the optimizer update of that step. `skip`
     synchronizes the host with the GPU at every step."""
-    skip_limit: Positive = 3
-    """Maximum number of skipped steps among any `skip_window` consecutive steps, counted across resumes. One more stops the
-    run."""
-    skip_window: Positive = 100
-    """Number of consecutive steps over which skipped steps are counted."""
+    skip_limit: Annotated[int, Field(ge=1, le=99)] = 3
+    """Maximum number of skipped steps among any 100 consecutive steps, counted across resumes. One more stops the run."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -311,10 +305,10 @@ class Lora:
 class Compile:
     """torch.compile."""
 
-    mode: Literal["block", "model", "none"] = "block"
-    """`block` compiles one block and reuses the code for all, for a fast start. `model` compiles the whole model, which is
-    then one FSDP unit. `none` disables compilation: on a CPU the first compilation takes about half a minute, too long for
-    short runs. With `parallelism.expert`, `block` compiles what is before and after the experts of a block."""
+    mode: Literal["block", "none"] = "block"
+    """`block` compiles one block and reuses the code for all, for a fast start. `none` disables compilation: on a CPU the first
+    compilation takes about half a minute, too long for short runs. With `parallelism.expert`, `block` compiles what is before
+    and after the experts of a block."""
     backend: str = "inductor"
     """Backend of torch.compile: one of torch, or one that an installed package registers with the entry point
     `torch_dynamo_backends`. `aot_eager` reproduces compilation errors without code generation."""
@@ -326,12 +320,9 @@ class Compile:
 class ActivationCheckpoint:
     """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
-    mode: Literal["none", "selective", "every_n", "full", "memory_budget"] = "none"
-    """`selective` keeps the outputs of attention, of collectives and of every second matmul of a block, `every_n`
-    recomputes one of every `every_n` blocks, `full` recomputes every block, and `memory_budget` lets the compiler choose
-    what to keep. `none` disables it."""
-    every_n: Positive = 2
-    """For `every_n`: recompute one of this many blocks."""
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """`selective` keeps the outputs of attention, of collectives and of every second matmul of a block, `full` recomputes
+    every block, and `memory_budget` lets the compiler choose what to keep. `none` disables it."""
     memory_budget: Fraction = 0.5
     """For `memory_budget`: fraction of a block's activations to keep. 0 is like `full`; 1 keeps everything that the compiler
     would."""
@@ -418,10 +409,6 @@ class Sample:
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.7
     """Sampling temperature. Values below 1 favor likely tokens; values above 1 increase randomness. 0 always chooses the most
     likely token."""
-    top_k: NonNegative = 0
-    """Sample from this many of the most likely tokens. 0: from all."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the fewest of the most likely tokens whose probabilities sum to at least this. 1: from all."""
 
 
 @section
@@ -440,9 +427,6 @@ class Metrics:
     machine only."""
     prometheus_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to serve at. `0.0.0.0` serves all interfaces, without authentication."""
-    spike_threshold: NonNegativeFloat = 10.0
-    """Reports a loss that exceeds the median of the last 50 records by this many standard deviations, estimated from the median
-    absolute deviation. 0 disables it."""
     layer_interval: NonNegative = 0
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""

@@ -113,7 +113,7 @@ class Evaluator:
             ),
             [self.tokenizer.opening(sample.prompt)],
             self.tokenizer,
-            Sampling(sample.temperature, sample.top_k, sample.top_p),
+            Sampling(sample.temperature),
             max_new_tokens=sample.tokens,
             seed=self.seed,
         )

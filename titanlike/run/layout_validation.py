@@ -38,9 +38,6 @@ def tensor_parallel_problems(recipe: PretrainRecipe) -> list[str]:
                 f"optimizer.state_dtype = '8bit' quantizes blocks of {BLOCK} elements, but parallelism.tensor = {tensor} splits "
                 f"the {inputs} inputs of {name} within a block; use another tensor, or optimizer.state_dtype = 'bfloat16'"
             )
-    for name, size in (("tensor", tensor), ("pipeline", parallelism.pipeline)):
-        if size > 1 and recipe.compile.mode == "model":
-            problems.append(f"compile.mode = 'model' does not support parallelism.{name} = {size}; use 'block'")
     if parallelism.async_tensor_parallel:
         reasons = {
             "there is nothing to overlap while parallelism.tensor = 1": tensor == 1,
@@ -66,8 +63,6 @@ def expert_parallel_problems(recipe: PretrainRecipe, num_ranks: int) -> list[str
             f"parallelism.expert = {expert} does not divide the {num_ranks} ranks of shard x context; use {one_of(near)}, or more "
             "ranks"
         )
-    if expert > 1 and recipe.compile.mode == "model":
-        problems.append(f"compile.mode = 'model' does not support parallelism.expert = {expert}; use 'block'")
     return problems
 
 

@@ -167,20 +167,10 @@ def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
             f"schedule.warmup_steps = {schedule.warmup_steps} is more than training.steps = {steps}, so the learning rate would "
             f"not reach its peak; use schedule.warmup_steps = {steps} or less, or train longer"
         ]
-    if schedule.decay_ratio and schedule.decay_steps:
-        return [
-            f"schedule.decay_ratio = {schedule.decay_ratio} and schedule.decay_steps = {schedule.decay_steps} both set the length "
-            "of the decay; set one of them to 0"
-        ]
     if schedule.decay_ratio and schedule.warmup_steps + schedule.num_decay_steps(steps) > steps:
         return [
             f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_ratio = {schedule.decay_ratio}, which is "
             f"{schedule.num_decay_steps(steps)} steps, are more than training.steps = {steps}; shorten them or train longer"
-        ]
-    if schedule.warmup_steps + schedule.decay_steps > steps:
-        return [
-            f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + {schedule.decay_steps} is more than "
-            f"training.steps = {steps}; shorten them or train longer"
         ]
     return []
 
@@ -189,11 +179,6 @@ def _option_problems(recipe: PretrainRecipe) -> list[str]:
     """Options that contradict one another."""
     training, optimizer, checkpoint = recipe.training, adamw_section(recipe), recipe.checkpoint
     problems = []
-    if training.non_finite == "skip" and training.skip_limit >= training.skip_window:
-        problems.append(
-            f"training.skip_limit = {training.skip_limit} within skip_window = {training.skip_window} steps allows skipping "
-            f"every step; use skip_window = {training.skip_limit + 1} or more"
-        )
     if optimizer.state_dtype == "bfloat16" and optimizer.beta2 > 0.98:
         problems.append(
             f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {optimizer.beta2}: the change of "

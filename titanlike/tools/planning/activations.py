@@ -91,7 +91,6 @@ def block_activations(job: Job) -> BlockActivations:
         "none": kept,
         "selective": selective,
         "full": stream,
-        "every_n": (stream + (budget.every_n - 1) * kept) / budget.every_n,
         "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
     }[mode]
     return BlockActivations(saved, kept + recomputed, stream, forward, backward, stream, early)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlike.config.layout import blocks_of
+from titanlike.config.optimizer import MUON_STEPS
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
@@ -261,10 +262,9 @@ class Rank:
     def _orthogonalization(self, matrix: Matrix) -> float:
         """Seconds in which a rank orthogonalizes a matrix."""
         small, large = sorted((matrix.outputs, matrix.inputs))
-        steps = self.job.recipe.optimizer.muon_steps
         products = (
-            Matmul(small, small, large, False, steps),
-            Matmul(small, small, small, False, steps),
-            Matmul(small, large, small, False, steps),
+            Matmul(small, small, large, False, MUON_STEPS),
+            Matmul(small, small, small, False, MUON_STEPS),
+            Matmul(small, large, small, False, MUON_STEPS),
         )
         return sum(self.kernels.matmul(product) for product in products)

@@ -136,7 +136,7 @@ class Counts:
         if mode == "selective":  # keeps attention and the first of every two matmuls
             return replace(elementwise, matmuls=tuple(read[1::2]))
         checkpointing = recipe.activation_checkpoint
-        share = {"full": 1.0, "every_n": 1.0 / checkpointing.every_n, "memory_budget": 1 - checkpointing.memory_budget}
+        share = {"full": 1.0, "memory_budget": 1 - checkpointing.memory_budget}
         return full.times(share[mode]) if mode in share else Work()
 
     def _attention_flops(self, local: bool) -> float:

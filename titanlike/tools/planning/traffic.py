@@ -116,7 +116,6 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
     experts = model.expert_parameters()
-    index = 0
     for number, stage in stages.items():
         needs_grad = number > 0 or job.recipe.lora.rank == 0
         for parameters in stage.blocks.values():
@@ -131,14 +130,12 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
             adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
             yield Block(
                 layers,
-                checkpointing.mode == "full"
-                or (checkpointing.mode == "every_n" and index % checkpointing.every_n == 0),
+                checkpointing.mode == "full",
                 needs_grad,
                 frozenset(name.removesuffix(".weight") for name, parameter in named.items() if parameter.float8),
                 adapted,
             )
             needs_grad = needs_grad or bool(adapted)
-            index += 1
 
 
 def _tensor(job: Job, block: Block, totals: Totals) -> None:
@@ -218,9 +215,7 @@ def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
     if float8.scaling != "tensorwise" or not number or not (float8.all_gather or layout.tensor > 1):
         return
     # Without float8 all-gather, the forward pass starts with it, and several stages of a rank have been gathered before.
-    gathered = not float8.all_gather and (
-        (job.schedule.stages_per_rank > 1 and layout.pipeline > 1) or job.recipe.compile.mode == "model"
-    )
+    gathered = not float8.all_gather and job.schedule.stages_per_rank > 1 and layout.pipeline > 1
     if job.num_shards > 1 and not gathered:
         totals.add("all-reduce", fsdp_axis(job), "float8 maxima", 1, number * FLOAT32)
     if layout.tensor > 1:
