@@ -23,9 +23,9 @@ from titanlike.inference.evaluator import Evaluator
 from titanlike.inference.load import load_for_evaluation
 from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import FORMATS, Item, Task, read_task
-from titanlike.inference.validation import evaluation_problems, missing_files
 from titanlike.models import build_model
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.run.preflight import evaluation_files
 
 Ranks = Callable[[int], Pool]
 CPU = torch.device("cpu")
@@ -241,20 +241,20 @@ def test_a_file_that_is_not_a_task_is_refused(format: Any, line: str, message: s
     file.write_text(f"{line}\n")
     with pytest.raises(UserError, match=message):
         read_task(str(file), format)
-    [problem] = missing_files(Evaluation(tasks=(str(file),), formats=(format,)))
+    [problem] = evaluation_files(Evaluation(tasks=(str(file),), formats=(format,)))
     assert message in problem and str(file) in problem
 
 
 def test_contradictions_of_the_section_are_refused(tmp_path: Path) -> None:
-    assert evaluation_problems(Evaluation()) == []
+    assert not [*Evaluation().problems()]
     one = Evaluation(tasks=("a.jsonl",), formats=("arc",), interval=1)
-    assert evaluation_problems(one) == []
+    assert not [*one.problems()]
     for section, message in (
         (dataclasses.replace(one, formats=()), "evaluation.formats has 0 formats for the 1 files"),
         (dataclasses.replace(one, data=("other/a.txt",)), "2 files of evaluation have the name 'a'"),
         (Evaluation(interval=5), "there is nothing to evaluate"),
     ):
-        [problem] = evaluation_problems(section)
+        [problem] = section.problems()
         assert message in problem
-    missing = missing_files(dataclasses.replace(one, data=(str(tmp_path / "none.txt"),)))
+    missing = [*evaluation_files(dataclasses.replace(one, data=(str(tmp_path / "none.txt"),)))]
     assert len(missing) == 2 and "none.txt' does not exist" in missing[0] and "a.jsonl cannot be read" in missing[1]

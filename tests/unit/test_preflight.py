@@ -203,9 +203,9 @@ def test_an_invalid_recipe_is_refused_with_the_remedy(sections: dict[str, Any], 
 def test_small_heads_are_refused_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     small = LlamaConfig(dim=64, num_heads=8, num_kv_heads=8)
     chats = recipe(data=dict(source="chat", path="chats.jsonl"), model=small)
-    monkeypatch.setattr("titanlike.run.model_validation.num_gpus", lambda: 0)
+    monkeypatch.setattr("titanlike.run.preflight.num_gpus", lambda: 0)
     check_recipe(chats, 1)
-    monkeypatch.setattr("titanlike.run.model_validation.num_gpus", lambda: 1)
+    monkeypatch.setattr("titanlike.run.preflight.num_gpus", lambda: 1)
     with pytest.raises(UserError, match="requires a head dimension of 16 or more"):
         check_recipe(chats, 1)
     check_recipe(replace(chats, run=replace(chats.run, device="cpu")), 1)

@@ -1,5 +1,6 @@
 """Sections of the optimizer and the learning rate."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from titanlike.config.base import Fraction, NonNegative, NonNegativeFloat, PositiveFloat, Share, matches, section
@@ -51,6 +52,16 @@ class Optimizer:
     muon_lr_scaling: Literal["rms", "spectral"] = "rms"
     """How the size of Muon's update depends on the shape of a matrix. `rms`: its root mean square is about 0.2, as that of AdamW,
     so that both share a learning rate. `spectral`: its spectral norm is about sqrt(outputs / inputs), at least 1."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if self.state_dtype == "bfloat16" and self.beta2 > 0.98:
+            yield (
+                f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {self.beta2}: the change of "
+                "a step is below its precision; use beta2 = 0.98 or less, or state_dtype = '8bit'"
+            )
+        if self.stochastic_rounding and any(group.optimizer == "muon" for group in self.groups):
+            yield "optimizer = 'muon' does not support optimizer.stochastic_rounding = true; set it to false"
 
     def group_of(self, name: str, *, is_matrix: bool) -> OptimizerGroup | None:
         """Returns the first group that matches a parameter, or None."""

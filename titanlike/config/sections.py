@@ -12,7 +12,10 @@ A custom training program extends `PretrainRecipe` with its own sections:
         ema: Ema = Ema()
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -34,6 +37,7 @@ from titanlike.config.model_configs import LlamaConfig, ModelConfig, Transformer
 from titanlike.config.optimizer import Optimizer, Schedule
 
 DType = Literal["float32", "bfloat16"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 TaskFormat = Literal["hellaswag", "arc", "piqa", "lambada"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -132,6 +136,32 @@ class Data:
     """Batches to prepare ahead of the training loop, in a thread. 0 prepares each batch when it is needed."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 4
     """Threads that read a `stream`. The number does not change the batches."""
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether the source reads files that the recipe names."""
+        return self.source in ("text", "shards", "stream", "chat")
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if self.holdout_every == 1:
+            yield "data.holdout_every = 1 holds out every sequence; use 2 or more, or 0 to hold out none"
+        if self.mixture and not self.reads_paths:
+            yield f"data.mixture is set, but data.source = '{self.source}' reads no paths; set data.source = 'shards'"
+        if self.reads_paths and not self.path and not self.mixture:
+            yield f"data.source = '{self.source}' requires data.path, which is empty; set it, or data.mixture"
+        if "" in self.mixture:
+            yield "data.mixture contains an empty path; remove it"
+        if self.path and self.mixture:
+            yield "data.path and data.mixture are both set; remove one of them"
+        if self.weights and len(self.weights) != len(self.mixture):
+            numbers = f"{len(self.weights)} numbers for the {len(self.mixture)} paths of data.mixture"
+            yield f"data.weights has {numbers}; give one each"
+        if self.chat_template and "chat" not in self.source:
+            source = f"data.source = '{self.source}'"
+            yield f"data.chat_template renders conversations, but {source}; set data.source = 'chat'"
+        if self.source == "shards" and self.prompt_field:
+            yield "data.prompt_field applies to text; for shards, use `titanlike data prepare --prompt-field`"
 
 
 @section
@@ -250,6 +280,34 @@ class Parallelism:
         """Returns the sizes of the five dimensions by name, outermost first."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence about the first contradiction among the keys of the pipeline."""
+        pipeline, stages, split = self.pipeline, self.pipeline_stages, self.pipeline_split
+        if pipeline == 1 and (split or stages > 1):
+            key = "pipeline_split" if split else "pipeline_stages"
+            yield f"parallelism.{key} is set, but parallelism.pipeline = 1 has one stage; remove it"
+        elif split and stages and len(split) != stages * pipeline:
+            yield (
+                f"parallelism.pipeline_split has {len(split)} stages, but pipeline_stages x pipeline = {stages} x {pipeline}; "
+                "remove pipeline_stages"
+            )
+        elif len(split) % pipeline:
+            yield (
+                f"parallelism.pipeline_split has {len(split)} stages, which pipeline = {pipeline} ranks cannot share equally; "
+                f"give {pipeline} or a multiple"
+            )
+        elif (
+            pipeline > 1
+            and self.reshard_after_forward == "always"
+            and SCHEDULES[self.pipeline_schedule].splits_backward
+        ):
+            # FSDP would free weights between the two parts of a backward pass, and lose gradients.
+            yield (
+                f"parallelism.reshard_after_forward = 'always' loses gradients with pipeline_schedule = "
+                f"'{self.pipeline_schedule}', which computes weight gradients separately; use 'auto', or another schedule such as "
+                "'interleaved_1f1b'"
+            )
+
     def split(self, model: TransformerConfig) -> list[int]:
         """Returns the number of the model's blocks in each pipeline stage."""
         if self.pipeline_split:
@@ -283,6 +341,32 @@ class Float8:
     """Round to float8 but multiply in float32, to measure the effect of float8 on the loss on any machine. Slower than
     float32."""
 
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        unused = [name for name in Float8.__dataclass_fields__ if getattr(self, name) != getattr(Float8(), name)]
+        if self.scaling == "none" and unused:
+            verb, pronoun = ("is", "it") if len(unused) == 1 else ("are", "them")
+            yield (
+                f"float8.{' and float8.'.join(unused)} {verb} set, but float8.scaling = 'none' turns float8 off; "
+                f"set float8.scaling = 'tensorwise', or remove {pronoun}"
+            )
+        elif self.scaling != "none" and self.all_gather and self.scaling != "tensorwise":
+            yield (
+                f"float8.all_gather = true requires one scale per matrix, but float8.scaling = {self.scaling!r} has many; "
+                "set float8.scaling = 'tensorwise', or all_gather = false"
+            )
+
+    def hardware_problem(self, device: str, capability: tuple[int, int] | None) -> str:
+        """Returns why a device of this compute capability (None: a CPU) does not support the scaling; "" if it does."""
+        minimum, names = ((10, 0), "Blackwell") if self.scaling == "mxfp8" else ((8, 9), "Ada, Hopper, Blackwell")
+        if self.scaling == "none" or self.emulate or (capability or (0, 0)) >= minimum:
+            return ""
+        actual = "has no float8" if capability is None else f"has {capability[0]}.{capability[1]}"
+        return (
+            f"float8.scaling = {self.scaling!r} requires a GPU of compute capability {minimum[0]}.{minimum[1]} or later ({names}), "
+            f"but {device} {actual}; set float8.scaling = 'none', or float8.emulate = true to measure its effect on the loss (slow)"
+        )
+
 
 @section
 class Lora:
@@ -295,6 +379,11 @@ class Lora:
     layers: tuple[str, ...] = ()
     """Linear layers of the blocks, by parts of their names: `attention`, `wq`, `layers.0`, `layers.*.feed_forward`. Default:
     all linear layers of the blocks."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if self.layers and not self.rank:
+            yield f"lora.layers = {list(self.layers)} has no effect with lora.rank = 0; set lora.rank"
 
     def selects(self, name: str) -> bool:
         """Whether a linear layer of a block has these matrices."""
@@ -367,6 +456,22 @@ class Checkpoint:
     run is then not the run that the recipe describes. `["run.dir"]` takes over the checkpoints of another run directory, and
     `["model.rope_theta"]` changes what `initial` has."""
 
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        scheme, separator, _ = self.dir.partition("://")
+        if self.export != "none" and not self.enabled:
+            yield "checkpoint.export exports the last checkpoint, but checkpoint.enabled = false"
+        if separator and scheme in ("memory", "http", "https", "data"):
+            lost = "is lost when the process ends" if scheme == "memory" else "cannot be written"
+            yield f"checkpoint.dir = {self.dir!r} {lost}; use a directory, or a store such as s3://bucket/runs"
+        if self.export != "none" and separator:
+            yield (
+                f"checkpoint.export requires a local checkpoint.dir, but it is the URL {self.dir!r}; set checkpoint.export = "
+                "'none', and use `titanlike export` on a copy"
+            )
+        if "://" in self.initial:
+            yield f"checkpoint.initial = {self.initial!r} is a URL; download the folder, and give its path"
+
 
 @section
 class Validation:
@@ -394,6 +499,30 @@ class Evaluation:
     """Text or token shards, each as `data.validation_path`, of which to compute loss, perplexity and bits per byte."""
     limit: NonNegative = 0
     """Number of items of each task, and of sequences of `data`, from the first. 0: all."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        tasks, formats, names = (
+            len(self.tasks),
+            len(self.formats),
+            Counter(map(metrics_name, (*self.tasks, *self.data))),
+        )
+        if tasks != formats:
+            yield f"evaluation.formats has {formats} formats for the {tasks} files of evaluation.tasks; give one each"
+            return
+        for name, count in names.items():
+            if count > 1:
+                yield f"{count} files of evaluation have the name {name!r}, which names their metrics; rename one"
+        if self.interval and not names:
+            yield (
+                "evaluation.interval is set, but there is nothing to evaluate; set evaluation.tasks and evaluation.formats, or "
+                "evaluation.data"
+            )
+
+
+def metrics_name(path: str) -> str:
+    """Returns the name of a task or text of an evaluation in its metrics: that of its file."""
+    return Path(path).name.partition(".")[0]
 
 
 @section
@@ -430,6 +559,12 @@ class Metrics:
     layer_interval: NonNegative = 0
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        for name in sorted(set(self.trackers)):
+            if self.trackers.count(name) > 1:
+                yield f"metrics.trackers names {name!r} twice; name it once"
 
 
 @section

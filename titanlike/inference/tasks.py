@@ -18,6 +18,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
+from titanlike.config.sections import metrics_name
 from titanlike.utils.regular_file import read_regular
 
 
@@ -85,12 +86,7 @@ def read_task(file: str, format: str, limit: int = 0) -> Task:
             break
     if not items:
         raise UserError(f"{file} has no items; give a JSON lines file with an object in each line")
-    return Task(task_name(file), format, items)
-
-
-def task_name(file: str) -> str:
-    """Returns the name of a task: that of its file."""
-    return Path(file).name.partition(".")[0]
+    return Task(metrics_name(file), format, items)
 
 
 class _Fields:

@@ -9,7 +9,7 @@ from titanlike.config.base import validate
 from titanlike.config.sections import Evaluation
 from titanlike.distributed import environment
 from titanlike.inference.tasks import FORMATS
-from titanlike.inference.validation import evaluation_problems, missing_files
+from titanlike.run.preflight import evaluation_files
 from titanlike.tools.cli.processes import add_model_options, session, start_processes
 from titanlike.utils.arguments import non_negative_int, positive_int
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
         section = validate(Evaluation, values)
     except ValueError as error:  # a path that is too long
         environment.fail(UserError(f"--{error}".replace("tasks", "task").replace("Value error, ", "")))
-    problems = evaluation_problems(section) or missing_files(section)
+    problems = [*section.problems()] or [*evaluation_files(section)]
     if not section.tasks and not section.data:
         problems.append("there is nothing to evaluate; give --data, or --task and --format")
     if problems:
