@@ -37,7 +37,7 @@ from titanlike.config.model_configs import LlamaConfig, ModelConfig, Transformer
 from titanlike.config.optimizer import Optimizer, Schedule
 
 DType = Literal["float32", "bfloat16"]
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of an element
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 TaskFormat = Literal["hellaswag", "arc", "piqa", "lambada"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]

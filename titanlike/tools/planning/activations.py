@@ -8,10 +8,9 @@ number of tokens.
 from dataclasses import dataclass
 
 from titanlike.config.model_configs import MoeConfig
+from titanlike.config.sections import DTYPE_BYTES
 from titanlike.tools.planning.experts import routed_activations
 from titanlike.tools.planning.job import Job
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

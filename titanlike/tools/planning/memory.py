@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from titanlike.tools.planning.activations import DTYPE_BYTES, BlockActivations, block_activations
+from titanlike.config.sections import DTYPE_BYTES
+from titanlike.tools.planning.activations import BlockActivations, block_activations
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import matrices as matrices_of_muon
 
