@@ -39,7 +39,6 @@ from titanlike.config.optimizer import Optimizer, Schedule
 DType = Literal["float32", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of an element
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-TaskFormat = Literal["hellaswag", "arc", "piqa", "lambada"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -492,9 +491,8 @@ class Evaluation:
     interval: NonNegative = 0
     """Steps between evaluations. The last step is always evaluated. 0 disables evaluation."""
     tasks: tuple[FilePath, ...] = ()
-    """JSON lines files, each with the items of a task. Its metrics have the name of the file."""
-    formats: tuple[TaskFormat, ...] = ()
-    """Format of each file of `tasks`, in its order."""
+    """JSON lines files, each with the items of a task in the format of HellaSwag, ARC, PIQA or LAMBADA, which their fields tell.
+    Its metrics have the name of the file."""
     data: tuple[FilePath, ...] = ()
     """Text or token shards, each as `data.validation_path`, of which to compute loss, perplexity and bits per byte."""
     limit: NonNegative = 0
@@ -502,22 +500,12 @@ class Evaluation:
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
-        tasks, formats, names = (
-            len(self.tasks),
-            len(self.formats),
-            Counter(map(metrics_name, (*self.tasks, *self.data))),
-        )
-        if tasks != formats:
-            yield f"evaluation.formats has {formats} formats for the {tasks} files of evaluation.tasks; give one each"
-            return
+        names = Counter(map(metrics_name, (*self.tasks, *self.data)))
         for name, count in names.items():
             if count > 1:
                 yield f"{count} files of evaluation have the name {name!r}, which names their metrics; rename one"
         if self.interval and not names:
-            yield (
-                "evaluation.interval is set, but there is nothing to evaluate; set evaluation.tasks and evaluation.formats, or "
-                "evaluation.data"
-            )
+            yield "evaluation.interval is set, but there is nothing to evaluate; set evaluation.tasks or evaluation.data"
 
 
 def metrics_name(path: str) -> str:

@@ -51,8 +51,7 @@ class Evaluator:
         """
         self.section, self.sample, self.data, self.training = section, sample, data, training
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        files = zip(section.tasks, section.formats, strict=True)
-        self.tasks = {metrics_name(file): read_task(file, format, section.limit) for file, format in files}
+        self.tasks = {metrics_name(file): read_task(file, section.limit) for file in section.tasks}
         self.texts = {metrics_name(path): self._open(path) for path in section.data}
 
     def is_due(self, step: int) -> bool:

@@ -582,8 +582,8 @@ def evaluation_files(section: Evaluation) -> Iterator[str]:
     for path in section.data:
         if not _exists(path):
             yield f"evaluation.data: {path!r} does not exist; give a text file, a folder, a pattern or token shards"
-    for file, format in zip(section.tasks, section.formats, strict=True):
-        yield from _errors("evaluation.tasks: ", read_task, file, format)
+    for file in section.tasks:
+        yield from _errors("evaluation.tasks: ", read_task, file)
 
 
 def _trackers(recipe: PretrainRecipe) -> Iterator[str]:
