@@ -1,6 +1,7 @@
 """Preflight checks: recipes that cannot work are refused, with the remedy, before anything starts."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import PretrainRecipe, UserError, section
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
 from titanlike.config.model_configs import (
     LLAMA_SIZES,
@@ -523,6 +524,26 @@ def test_all_problems_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         check_recipe(recipe(training=dict(seq_len=9000, global_batch_size=5), schedule=dict(decay_ratio=0.95)), 1)
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_section_of_a_copied_program_checks_itself() -> None:
+    @section
+    class Ema:
+        """An average of the weights."""
+
+        decay: float = 0.0
+
+        def problems(self) -> Iterator[str]:
+            if not self.decay:
+                yield "ema.decay = 0.0 keeps nothing; use 0.999"
+
+    @section
+    class OwnRecipe(PretrainRecipe):
+        ema: Ema = Ema()
+
+    with pytest.raises(UserError, match=r"ema\.decay = 0\.0 keeps nothing"):
+        check_recipe(OwnRecipe(), 1)
+    check_recipe(OwnRecipe(ema=Ema(decay=0.999)), 1)
 
 
 @pytest.mark.parametrize(("processes", "passes"), [(1, 4), (2, 2), (4, 1), (8, 1), (16, 1)])

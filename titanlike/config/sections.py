@@ -342,14 +342,15 @@ class Float8:
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
-        unused = [name for name in Float8.__dataclass_fields__ if getattr(self, name) != getattr(Float8(), name)]
+        default = Float8()
+        unused = [name for name in Float8.__dataclass_fields__ if getattr(self, name) != getattr(default, name)]
         if self.scaling == "none" and unused:
             verb, pronoun = ("is", "it") if len(unused) == 1 else ("are", "them")
             yield (
                 f"float8.{' and float8.'.join(unused)} {verb} set, but float8.scaling = 'none' turns float8 off; "
                 f"set float8.scaling = 'tensorwise', or remove {pronoun}"
             )
-        elif self.scaling != "none" and self.all_gather and self.scaling != "tensorwise":
+        elif self.all_gather and self.scaling != "tensorwise":
             yield (
                 f"float8.all_gather = true requires one scale per matrix, but float8.scaling = {self.scaling!r} has many; "
                 "set float8.scaling = 'tensorwise', or all_gather = false"
