@@ -465,18 +465,6 @@ def test_an_unknown_compile_backend_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert set(BACKENDS) <= set(torch._dynamo.list_backends(None))
 
 
-def test_a_compile_cache_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    sections: dict[str, Any] = dict(run=Run(dir=str(tmp_path)), data=Data(source="synthetic"))
-    cache = str(tmp_path / "file" / "cache")
-    with pytest.raises(
-        UserError, match=rf"^compile\.cache = '{cache}': .*file is a file, not a folder; choose another compile"
-    ):
-        check_machine(recipe(compile=dict(cache=cache), **sections))
-    check_machine(recipe(compile=dict(cache=cache, mode="none"), **sections))
-    check_machine(recipe(compile=dict(cache=str(tmp_path / "cache")), **sections))
-
-
 def test_a_model_larger_than_the_memory_of_the_machine_is_refused(tmp_path: Path) -> None:
     sections: dict[str, Any] = dict(run=Run(dir=str(tmp_path), device="cpu"), data=Data(source="synthetic"))
     huge = recipe(model=LlamaConfig(vocab_size=10**9), **sections)  # 384 billion parameters

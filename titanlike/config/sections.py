@@ -401,8 +401,6 @@ class Compile:
     backend: str = "inductor"
     """Backend of torch.compile: one of torch, or one that an installed package registers with the entry point
     `torch_dynamo_backends`. `aot_eager` reproduces compilation errors without code generation."""
-    cache: FilePath = ""
-    """Directory for compiled code, on storage that machines of the same type share. Default: a local directory."""
 
 
 @section

@@ -611,21 +611,12 @@ def _initial_weights(recipe: PretrainRecipe) -> list[str]:
 
 
 def _directories(recipe: PretrainRecipe) -> Iterator[str]:
-    run, cache = recipe.run, recipe.compile.cache
-    folder = Path(run.dir, run.name)
-    if problem := _directory_problem("run.dir", run.dir, folder, " or run.name"):
-        yield problem
-    elif run.name and (folder / "checkpoints").is_file():
-        yield f"{folder / 'checkpoints'} is a file, not a folder; remove it, or choose another run.name"
-    if cache and recipe.compile.mode != "none" and (problem := _directory_problem("compile.cache", cache, Path(cache))):
-        yield problem
-
-
-def _directory_problem(key: str, value: str, folder: Path, or_key: str = "") -> str:
-    """Returns why a directory does not exist and cannot be created; "" if it does or can."""
-    folder = folder.absolute()
+    run, folder = recipe.run, Path(recipe.run.dir, recipe.run.name).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        return f"{key} = {value!r}: {existing} is a file, not a folder; choose another {key}{or_key}"
-    writable = os.access(existing, os.W_OK | os.X_OK)
-    return "" if writable else f"{key} = {value!r}: {existing} is not writable; choose another {key}"
+        yield f"run.dir = {run.dir!r}: {existing} is a file, not a folder; choose another run.dir or run.name"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"run.dir = {run.dir!r}: {existing} is not writable; choose another run.dir"
+    elif run.name and (folder / "checkpoints").is_file():
+        checkpoints = Path(run.dir, run.name, "checkpoints")
+        yield f"{checkpoints} is a file, not a folder; remove it, or choose another run.name"
