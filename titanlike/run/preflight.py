@@ -524,8 +524,9 @@ def _memory(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> I
     if available is None or (num_gpus() and recipe.run.allows_cuda and not recipe.parallelism.cpu_offload):
         return
     parameters = recipe.model.num_parameters()
+    # With LoRA, gradients are small.
     needed = parameters * DTYPE_BYTES[recipe.training.master_dtype] * (1 if recipe.lora.rank else 2)
-    needed = needed * recipe.parallelism.replicate // world_size * local_world_size  # with LoRA, gradients are small
+    needed = needed * recipe.parallelism.replicate // world_size * local_world_size
     if needed > available:
         yield (
             f"the model has {parameters:,} parameters, and their weights and gradients take {needed / 2**30:,.0f} GiB of the "
