@@ -166,9 +166,9 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number >= 0 and < 1"),
         (
             '[compile]\nmode = "blocks"',
-            'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, model, none',
+            'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, none',
         ),
-        ('[compile]\nmode = "x"', 'compile.mode = "x" is not valid; choose from block, model, none'),
+        ('[compile]\nmode = "x"', 'compile.mode = "x" is not valid; choose from block, none'),
         (
             '[model]\nname = "lama"',
             'model.name = "lama" is not valid; did you mean "llama"? choose from llama, qwen2, qwen3, qwen3_moe, mixtral, '

@@ -53,6 +53,7 @@ def test_chunked_loss_and_gradients_match_torch(chunk: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns when it traces an autograd.Function
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_the_loss_can_be_a_part_of_a_compiled_model(chunk: int) -> None:
     def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
