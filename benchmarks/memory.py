@@ -56,7 +56,7 @@ def measure(recipe: str, changes: dict[str, Any], device: str, *, small: bool, t
         options = {
             "data.source": "synthetic", "tokenizer.encoding": "bytes", "data.path": "", "data.mixture": [], "data.weights": [],
             "data.holdout_every": 0,
-            "training.global_batch_size": batch, "training.steps": STEPS, "schedule.warmup_steps": 1, "schedule.decay_steps": 0,
+            "training.global_batch_size": batch, "training.steps": STEPS, "schedule.warmup_steps": 1, "schedule.decay_ratio": 0,
             "validation.interval": 0, "checkpoint.enabled": False, "metrics.interval": 1, "metrics.trackers": [],
             "sample.tokens": 0, "run.device": device, "run.dir": folder, "run.name": "run", **changes,
         }  # fmt: skip

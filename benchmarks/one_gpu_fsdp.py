@@ -44,7 +44,8 @@ def train(row: str, model_name: str, device: str, steps: int, warmup: int, compi
         model = build_model(config)
     # In chunks, as in a recipe: logits of all tokens in float32 do not fit beside a 1B model.
     model.output.loss_options = dict(chunk=Training().loss_chunk, backend="inductor" if compile_mode == "block" else "")
-    apply_compile(model, blocks(model), mode="block" if compile_mode == "block" else "none")
+    if compile_mode == "block":
+        apply_compile(blocks(model))
     if row == "fsdp":
         apply_fsdp(
             model, build_mesh(device).fsdp, units=fsdp_units(model), gradient_reduction="sum", cast_forward_inputs=False,

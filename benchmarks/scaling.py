@@ -39,7 +39,7 @@ def step_seconds(recipe: str, processes: int, changes: dict[str, str]) -> float:
     """Returns the median step time of one run, without its first ten steps."""
     with tempfile.TemporaryDirectory() as runs:
         keys = changes | {
-            "training.steps": str(STEPS), "schedule.warmup_steps": "0", "schedule.decay_steps": "0",
+            "training.steps": str(STEPS), "schedule.warmup_steps": "0", "schedule.decay_ratio": "0",
             "run.dir": runs, "run.name": "run", "checkpoint.enabled": "false",
             "validation.interval": "0", "sample.tokens": "0", "metrics.interval": "5", "metrics.trackers": "[]",
         }  # fmt: skip

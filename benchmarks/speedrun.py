@@ -144,7 +144,6 @@ INGREDIENTS = {
     "decay in the last half only": {"schedule.decay_ratio": "0.5"},
     "warmup of 5 steps": {"schedule.warmup_steps": "5"},
     "no weight decay": {"optimizer.weight_decay": "0"},
-    "3 Newton-Schulz steps": {"optimizer.muon_steps": "3"},
     "embeddings and LM head: Muon's learning rate": {"optimizer.groups": f"[{MUON}]"},
     "embeddings and LM head: 3 times Muon's": {"optimizer.groups": f'[{MUON}, {{pattern = "*", lr_scale = 3.0}}]'},
     "tied LM head": {"model.tied_head": "true"},

@@ -127,16 +127,14 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         section=recipe.metrics,
         recipe=metadata.recipe,
     )
-    guard = NonFiniteGuard(
-        training.non_finite, training.skip_limit, training.skip_window, skipped=resume.skipped, on_skip=monitor.skipped
-    )
+    guard = NonFiniteGuard(training.non_finite, training.skip_limit, skipped=resume.skipped, on_skip=monitor.skipped)
 
     with (
         monitor,
         checkpoints,
         Profiler(recipe.profiling, run.path, device, monitor.exclude_from_throughput) as profiler,
         GracefulShutdown() as shutdown,
-        GarbageCollector(training.gc_interval) as garbage_collector,
+        GarbageCollector() as garbage_collector,
         attention_backend(training.attention),
         data.training.prefetch(recipe.data.prefetch, resume.first_step, training.steps),
     ):

@@ -25,7 +25,7 @@ LOST_PEER = (
 )  # fmt: skip
 # Overrides of `--smoke`: enough steps to compile, and to measure the throughput.
 SMOKE_OVERRIDES = (
-    "--training.steps=20", "--schedule.warmup_steps=0", "--schedule.decay_steps=0", "--metrics.interval=1",
+    "--training.steps=20", "--schedule.warmup_steps=0", "--schedule.decay_ratio=0", "--metrics.interval=1",
     "--validation.interval=0", "--evaluation.interval=0", "--sample.tokens=0", "--checkpoint.enabled=false",
 )  # fmt: skip
 HOST_TIMEOUT = 900.0  # seconds between the starts of two hosts

@@ -46,7 +46,7 @@ REGIONS = {
     "ap-northeast-1", "ap-northeast-2", "ap-south-1", "ap-southeast-1", "ap-southeast-2", "ca-central-1", "eu-central-1",
     "eu-north-1", "eu-west-1", "eu-west-2", "eu-west-3", "sa-east-1", "us-east-1", "us-east-2", "us-west-1", "us-west-2",
 }  # fmt: skip
-CHANNEL_KEYS = ("data.path", "data.mixture", "data.validation_path", "tokenizer.encoding", "compile.cache")
+CHANNEL_KEYS = ("data.path", "data.mixture", "data.validation_path", "tokenizer.encoding")
 # Options that have another name in the SageMaker SDK or in other launchers.
 SDK_NAMES = {
     "instance_count": "--instances", "num_instances": "--instances", "num_nodes": "--instances", "nodes": "--instances",

@@ -105,17 +105,16 @@ def parallelize(
             module.flex = False  # the other kernels take a dense mask
     balance_losses = [module for part in parts for module in part.modules() if isinstance(module, BalanceLoss)]
     apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
-    compile_layers = partial(apply_compile, model, layers, backend=compile.backend, fullgraph=not inner_units)
-    compile_mode = compile.mode
-    if inner_units and compile_mode == "block" and activation_checkpoint.mode != "selective":
+    compile_blocks = partial(apply_compile, layers, backend=compile.backend, fullgraph=not inner_units)
+    compile_last = compile.mode == "block"
+    if inner_units and compile_last and activation_checkpoint.mode != "selective":
         # The experts are not compiled. A compiled checkpoint would run all of such a block eagerly: the compiler works inside of
         # it. Selective checkpointing recomputes the parts of such a block one by one, and the experts are a part.
-        compile_layers(mode="block")
-        compile_mode = "none"
+        compile_blocks()
+        compile_last = False
     apply_activation_checkpoint(
         layers,
         mode=activation_checkpoint.mode,
-        every_n=activation_checkpoint.every_n,
         memory_budget=activation_checkpoint.memory_budget,
         preserve_rng_state=False,  # dropout is a function of its inputs, and saving a state synchronizes with the GPU
     )
@@ -130,7 +129,8 @@ def parallelize(
                 z_loss=training.z_loss,
             )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
-    compile_layers(mode=compile_mode)
+    if compile_last:
+        compile_blocks()
     reshard = parallelism.reshard_after_forward
     if reshard == "auto" and len(split) > 1:
         reshard = "never"  # every micro-batch would all-gather a stage's weights again
@@ -146,7 +146,7 @@ def parallelize(
         apply_fsdp(
             part,
             mesh.fsdp,
-            units=[] if compile.mode == "model" else fsdp_units(part),
+            units=fsdp_units(part),
             gradient_reduction="sum",  # the loss is already divided by the number of tokens in the global batch
             cast_forward_inputs=False,  # activations take the weights' dtype, and rotary angles must stay in float32
             compute_dtype=compute_dtype,

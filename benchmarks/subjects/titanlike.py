@@ -4,7 +4,7 @@
     row "best"      compiled per block, also on a CPU
     rows "baseline", "compile", "float8", "float8_all_gather": the recipes of train_configs/study, one change each
 
-`options` are recipe keys: `--option titanlike.best:compile.mode=model`.
+`options` are recipe keys: `--option titanlike.best:training.loss_chunk=256`.
 """
 
 import tempfile

@@ -20,7 +20,7 @@ from titanlike.distributed.environment import RankInfo, sagemaker_paths
 
 RECIPE = "train_configs/debug.toml"
 HYPERPARAMETERS: dict[str, Any] = {
-    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 4, "optimizer.lr": 1.5e-3, "optimizer.fused": False,
+    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 4, "optimizer.lr": 1.5e-3, "run.deterministic": False,
     "checkpoint.enabled": True, "checkpoint.export": "float32", "optimizer.groups": [],
 }  # fmt: skip
 SM_VARIABLES = {

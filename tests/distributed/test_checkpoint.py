@@ -153,7 +153,7 @@ def test_other_data_is_refused_and_inexact_changes_are_reported(tmp_path: Path) 
         "run",
         metrics=dict(interval=7),
         checkpoint=dict(interval=9),
-        training=dict(non_finite="skip", skip_limit=5, skip_window=50),
+        training=dict(non_finite="skip", skip_limit=5),
         data=dict(source="text", path="elsewhere"),
     )
     assert resume(saved, permitted, "abc", saved.layout, MACHINE) == []

@@ -201,7 +201,7 @@ def test_generated_kernels_do_not_depend_on_the_number_of_blocks() -> None:
         model = Llama(
             LlamaConfig(dim=64, num_layers=num_blocks, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320)
         )
-        apply_compile(model, blocks(model), mode="block")
+        apply_compile(blocks(model))
         model(torch.zeros(2, 32, dtype=torch.long)).sum().backward()
         counts.append(metrics.generated_kernel_count)
     assert counts[0] == counts[1] > 0

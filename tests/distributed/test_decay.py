@@ -16,8 +16,8 @@ from titanlike.config import UserError
 Ranks = Callable[[int], Pool]
 STABLE: dict[str, Any] = dict(training=dict(steps=4), schedule=dict(warmup_steps=2, decay="none"))
 DECAYS: dict[str, dict[str, Any]] = {
-    "ratio": dict(training=dict(steps=6), schedule=dict(warmup_steps=2, decay="linear", decay_ratio=1 / 3)),
-    "steps": dict(training=dict(steps=8), schedule=dict(warmup_steps=2, decay="sqrt", decay_steps=4, min_ratio=0.0)),
+    "linear": dict(training=dict(steps=6), schedule=dict(warmup_steps=2, decay="linear", decay_ratio=1 / 3)),
+    "sqrt": dict(training=dict(steps=8), schedule=dict(warmup_steps=2, decay="sqrt", decay_ratio=0.5, min_ratio=0.0)),
 }
 
 
@@ -48,20 +48,20 @@ def allowed(folder: Path, saved: Any, **sections: Any) -> list[str]:
 
 def test_a_change_of_the_learning_rate_of_a_step_taken_is_refused(tmp_path: Path) -> None:
     saved = saved_by(tiny(tmp_path, "run", training=dict(steps=10), schedule=dict(warmup_steps=2, decay="none")))
-    decay = dict(training=dict(steps=4), schedule=dict(warmup_steps=2, decay="linear", decay_steps=1))
+    decay = dict(training=dict(steps=4), schedule=dict(warmup_steps=2, decay="linear", decay_ratio=0.25))
     assert allowed(tmp_path, saved, **decay) == []  # of step 4, the first to come
     assert refusal(tmp_path, saved, **decay | dict(training=dict(steps=3))) == (
         f"{tmp_path}/run holds a run at step 3, but the learning rate of step 3 was 1 of the peak and would be 0.1 "
-        '(training.steps was 10, now 3; schedule.decay was "none", now "linear"; schedule.decay_steps was 0, now 1); restore '
+        '(training.steps was 10, now 3; schedule.decay was "none", now "linear"; schedule.decay_ratio was 0.0, now 0.25); restore '
         "these values, resume from an earlier step with --checkpoint.resume_from, or give --run.name to start a new run; to "
         "resume with the changes: "
-        """--checkpoint.allow_changed='["training.steps", "schedule.decay", "schedule.decay_steps"]'"""
+        """--checkpoint.allow_changed='["training.steps", "schedule.decay", "schedule.decay_ratio"]'"""
     )
     assert (
         "the learning rate of step 1 was 0.5 of the peak and would be 0.3333 (schedule.warmup_steps was 2, now 3;"
         in (
             refusal(
-                tmp_path, saved, training=dict(steps=10), schedule=dict(warmup_steps=3, decay="sqrt", decay_steps=1)
+                tmp_path, saved, training=dict(steps=10), schedule=dict(warmup_steps=3, decay="sqrt", decay_ratio=0.1)
             )
         )
     )
@@ -81,7 +81,7 @@ def test_a_change_of_the_number_of_steps_moves_a_decay_that_has_begun(tmp_path: 
     # Another change is reported as well, and the peak is not part of the schedule.
     both = refusal(tmp_path, saved, **longer, optimizer=dict(lr=0.5))
     assert "another recipe: training.steps was 10, now 20; optimizer.lr was 0.01, now 0.5. Restore" in both
-    stable = dict(training=dict(steps=20), schedule=dict(warmup_steps=2, decay_steps=7), optimizer=dict(lr=0.5))
-    saved = saved_by(tiny(tmp_path, "run", training=dict(steps=10), schedule=dict(warmup_steps=2, decay_steps=7)))
+    stable = dict(training=dict(steps=20), schedule=dict(warmup_steps=2, decay_ratio=0.35), optimizer=dict(lr=0.5))
+    saved = saved_by(tiny(tmp_path, "run", training=dict(steps=10), schedule=dict(warmup_steps=2, decay_ratio=0.7)))
     only = refusal(tmp_path, saved, **stable)
     assert "another recipe: optimizer.lr was 0.01, now 0.5. Restore" in only

@@ -49,12 +49,6 @@ CASES: dict[str, Case] = {
     "Gemma 3, PP zbv x TP": ("gemma3", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, {}),
     "Gemma 3, PP 1f1b x FSDP": ("gemma3", dict(pipeline=2, shard=2), 1, {}),
     "Gemma 3, TP x FSDP, compiled, selective": ("gemma3", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
-    "Gemma 3, FSDP, compiled model": (
-        "gemma3",
-        dict(shard=2),
-        2,
-        dict(compile=dict(mode="model", backend="aot_eager")),
-    ),
     **{f"{option}, CP x TP": (option, dict(context=2, tensor=2), 4, {}) for option in OPTIONS},
     **{f"{option}, PP 1f1b x FSDP": (option, dict(pipeline=2, shard=2), 1, {}) for option in OPTIONS},
 }

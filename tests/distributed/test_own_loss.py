@@ -86,15 +86,6 @@ def test_label_smoothing_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, case
 
 
 @pytest.mark.slow
-def test_a_compiled_model_matches_a_plain_loop(ranks: Ranks, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "run", dict(shard=2), compile=dict(mode="model", backend="aot_eager"))
-    losses, norms = plain_loop(recipe, label_smoothing=SMOOTHING)
-    found = trained(ranks, recipe, smoothed_at_once)
-    assert found.losses == pytest.approx(losses, rel=1e-5)
-    assert found.gradient_norms == pytest.approx(norms, rel=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [dict(tensor=2), dict(pipeline=2, pipeline_schedule="zbv"), dict(context=2, shard=2)], ids=str
 )

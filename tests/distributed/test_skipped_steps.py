@@ -133,13 +133,13 @@ def test_skipped_steps_leave_no_trace(ranks: Ranks, tmp_path: Path, case: str) -
 
 def test_too_many_skips_stop_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     recipe = tiny(
-        tmp_path, "run", parallelism=dict(shard=2), training=dict(non_finite="skip", skip_limit=1, skip_window=3),
+        tmp_path, "run", parallelism=dict(shard=2), training=dict(non_finite="skip", skip_limit=2),
         checkpoint=dict(interval=1), validation=dict(interval=0),
     )  # fmt: skip
     ends = ranks(2).run(train_with_faults, recipe, LOSS, 1, (1, 4, 5))
     for message, _ in ends:
         assert message.startswith(
-            "step 5: the loss is nan on rank 1. It would be skip number 2 in the last 3 steps (steps 4, 5), "
-            "more than training.skip_limit = 1. The step was not saved"
+            "step 5: the loss is nan on rank 1. It would be skip number 3 in the last 100 steps (steps 1, 4, 5), "
+            "more than training.skip_limit = 2. The step was not saved"
         )
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1] == "step-00000004"

@@ -334,9 +334,8 @@ def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:
 @pytest.mark.parametrize(
     ("apply", "message"),
     [
-        (lambda m: apply_activation_checkpoint(m, mode="ful"), "mode = 'ful'; use one of none, selective, every_n, full, memory"),
-        (lambda m: apply_compile(m, m, mode="blocks"), "mode = 'blocks'; use one of block, model, none; did you mean block?"),
-        (lambda m: apply_compile(m, ["0"], mode="block"), "blocks: '0' is not a module; pass a ModuleDict, a ModuleList or a seq"),
+        (lambda m: apply_activation_checkpoint(m, mode="ful"), "mode = 'ful'; use one of none, selective, full, memory"),
+        (lambda m: apply_compile(["0"]), "blocks: '0' is not a module; pass a ModuleDict, a ModuleList or a seq"),
         (lambda m: apply_float8(m, Float8()), "float8 converts no layer of Sequential (the scaling is 'none'; set 'tensorwise')"),
         (lambda m: apply_float8(m, Float8(scaling="tensorwise")), "float8 converts no layer of Sequential (0: too small)"),
         (
@@ -462,7 +461,7 @@ def _compiled(sequence_parallel: bool) -> tuple[float, int, int]:
     reference(tokens).square().mean().backward()
     apply_tensor(model, fsdp_tensor.PLAN, mesh_of("cpu", tensor=2).tensor, sequence_parallel=sequence_parallel)
     apply_activation_checkpoint(model.blocks, mode="full")
-    apply_compile(model, model.blocks, mode="block", backend=FAST)
+    apply_compile(model.blocks, backend=FAST)
     model(tokens).square().mean().backward()
     difference = max(
         ((full_tensor(model.get_parameter(name).grad) - p.grad).abs().max() / p.grad.abs().max()).item()

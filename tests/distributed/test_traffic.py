@@ -121,7 +121,7 @@ ODD = replace(
 )  # three ranks divide none of these
 FSDP, TP, CP, PP, ZBV = dict(shard=2), dict(tensor=2), dict(context=2), dict(pipeline=2), dict(pipeline_schedule="zbv")
 ALWAYS, LAST = dict(reshard_after_forward="always"), dict(gradient_sync="last_microbatch")
-FULL, SELECTIVE, EVERY_N = ({"activation_checkpoint": dict(mode=mode)} for mode in ("full", "selective", "every_n"))
+FULL, SELECTIVE = ({"activation_checkpoint": dict(mode=mode)} for mode in ("full", "selective"))
 
 
 def training(**values: Any) -> dict[str, Any]:
@@ -147,7 +147,6 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "FSDP, last micro-batch": (FSDP | LAST, LLAMA, {}),
     "*HSDP, last micro-batch": (FSDP | LAST | dict(replicate=2), LLAMA, {}),
     "*FSDP, reduction in bfloat16": (FSDP, LLAMA, training(reduce_dtype="bfloat16")),
-    "*FSDP, one unit": (FSDP, LLAMA, {"compile": dict(mode="model", backend="aot_eager")}),
     "*FSDP, tied": (FSDP, TIED, {}),
     "*FSDP, tied, always resharded": (FSDP | ALWAYS, TIED, {}),
     "*TP x FSDP, tied": (FSDP | TP, TIED, {}),
@@ -162,7 +161,6 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
         TWO,
     ),
     "TP, full checkpointing": (TP, LLAMA, FULL),
-    "*CP x TP, every second block recomputed": (CP | TP, LLAMA, EVERY_N),
     "TP, chunked loss": (TP, LLAMA, training(loss_chunk=20)),
     "*CP, document masks": (CP, LLAMA, MASKS),
     "*PP 1f1b x CP, document masks": (CP | PP, LLAMA, TWO | MASKS),
@@ -224,7 +222,6 @@ OTHERS |= {
     "*MoE, EP x TP, full checkpointing": (FSDP | TP | EP, QWEN3_MOE, FULL),
     "*MoE, EP, selective checkpointing": (FSDP | EP, QWEN3_MOE, SELECTIVE),
     "*MoE, EP x TP, selective checkpointing": (FSDP | TP | EP, QWEN3_MOE, SELECTIVE),
-    "*MoE, EP x FSDP, every second block recomputed": (FSDP4 | EP, QWEN3_MOE, EVERY_N),
     "*MoE, EP x PP 1f1b x FSDP": (FSDP4 | PP | EP, MIXTRAL, training(local_batch_size=1, global_batch_size=16)),
     "*MoE, EP x PP zbv x FSDP": (FSDP | PP | ZBV | EP, QWEN3_MOE, TWO),
     "*MoE, EP x FSDP, always resharded": (FSDP4 | EP | ALWAYS, QWEN3_MOE, {}),

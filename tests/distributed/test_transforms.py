@@ -20,6 +20,7 @@ from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.tools.verify import Result
+from titanlike.utils import garbage_collector
 
 Ranks = Callable[[int], Pool]
 
@@ -39,7 +40,6 @@ def two_steps(folder: Path, name: str = "run", **sections: Any) -> PretrainRecip
 
 CHECKPOINTING = [
     dict(mode="selective"),
-    dict(mode="every_n", every_n=2),
     dict(mode="full"),
 ]
 
@@ -65,22 +65,18 @@ def test_activation_checkpointing_does_not_change_results(
 
 
 @pytest.mark.parametrize(
-    ("processes", "mode", "model"),
+    ("processes", "model"),
     [
-        (1, "block", "llama"),
-        (2, "block", "gpt"),
-        (1, "model", "llama"),
-        pytest.param(1, "block", "gpt", marks=pytest.mark.slow),
-        pytest.param(1, "model", "gpt", marks=pytest.mark.slow),
-        pytest.param(2, "model", "llama", marks=pytest.mark.slow),
-        pytest.param(2, "block", "llama", marks=pytest.mark.slow),
-        pytest.param(2, "model", "gpt", marks=pytest.mark.slow),
+        (1, "llama"),
+        (2, "gpt"),
+        pytest.param(1, "gpt", marks=pytest.mark.slow),
+        pytest.param(2, "llama", marks=pytest.mark.slow),
     ],
 )
 def test_compilation_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, processes: int, mode: Any, model: str
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, processes: int, model: str
 ) -> None:
-    recipe = two_steps(tmp_path, model=MODELS[model], compile=Compile(mode=mode, backend=FAST))
+    recipe = two_steps(tmp_path, model=MODELS[model], compile=Compile(backend=FAST))
     assert_same(train(ranks(processes), recipe), plain[model])
 
 
@@ -89,7 +85,6 @@ def test_compilation_does_not_change_results(
     [
         dict(mode="selective"),
         pytest.param(dict(mode="memory_budget", memory_budget=0.2), marks=pytest.mark.slow),
-        pytest.param(dict(mode="every_n", every_n=2), marks=pytest.mark.slow),
         pytest.param(dict(mode="full"), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -113,19 +108,13 @@ def _reset_memory_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "layout"),
-    [
-        pytest.param("block", {}, marks=pytest.mark.slow),
-        pytest.param("model", {}, marks=pytest.mark.every),
-        pytest.param("block", dict(tensor=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "layout", [pytest.param({}, marks=pytest.mark.slow), pytest.param(dict(tensor=2), marks=pytest.mark.slow)], ids=str
 )
 def test_inductor_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, mode: Any, layout: dict[str, Any]
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     recipe = two_steps(
-        tmp_path, compile=Compile(mode=mode, backend="inductor"), parallelism=Parallelism(**layout),
+        tmp_path, compile=Compile(backend="inductor"), parallelism=Parallelism(**layout),
         training=dict(local_batch_size=4),
     )  # fmt: skip
     assert_same(train(ranks(2 if layout else 1), recipe), plain["llama"])
@@ -183,7 +172,6 @@ class Matmuls(TorchDispatchMode):
         # Each of 3 Llama blocks has 7 matmuls, of which the last is not needed for gradients, and 1 attention.
         (dict(mode="none"), 0, 0),
         (dict(mode="full"), 18, 3),
-        (dict(mode="every_n", every_n=2), 12, 2),  # blocks 0 and 2
         (dict(mode="selective"), 9, 0),  # a block saves 4 of its 7 matmuls, and the attention
     ],
     ids=lambda value: value["mode"] if isinstance(value, dict) else "",
@@ -212,7 +200,7 @@ def test_all_blocks_share_one_compiled_graph(model: str) -> None:
         built = build_model(MODELS[model])
     initialize(built, torch.device("cpu"), 0)
     names = list(built.state_dict())
-    apply_compile(built, blocks(built), mode="block", backend=FAST)
+    apply_compile(blocks(built), backend=FAST)
     for _ in range(3):
         built(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
@@ -220,8 +208,9 @@ def test_all_blocks_share_one_compiled_graph(model: str) -> None:
     assert list(built.state_dict()) == names
 
 
-def _collections(recipe: PretrainRecipe) -> tuple[list[int], int]:
+def _collections(recipe: PretrainRecipe, interval: int) -> tuple[list[int], int]:
     """Returns the generations that the recipe collects, and the number of automatic collections after the first of them."""
+    default, garbage_collector.INTERVAL = garbage_collector.INTERVAL, interval
     explicit: list[int] = []
     collections: list[int] = []
     before: list[int] = []
@@ -243,14 +232,15 @@ def _collections(recipe: PretrainRecipe) -> tuple[list[int], int]:
     finally:
         gc.callbacks.remove(callback)
         gc.collect = collect
+        garbage_collector.INTERVAL = default
     return explicit, len(collections) - before[0] - len(explicit)
 
 
 def test_garbage_collection_runs_only_at_the_interval(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(checkpoint=dict(enabled=False), validation=dict(interval=0))
     for interval, times in ((1, 7), (2, 4), (8, 1)):  # a full collection after the first step, generation 1 later
-        recipe = tiny(tmp_path, f"every{interval}", training=dict(steps=8, gc_interval=interval), **options)
-        assert ranks(1).run(_collections, recipe) == [([2] + [1] * times, 0)]
+        recipe = tiny(tmp_path, f"every{interval}", training=dict(steps=8), **options)
+        assert ranks(1).run(_collections, recipe, interval) == [([2] + [1] * times, 0)]
 
 
 def test_a_smaller_memory_budget_saves_less() -> None:
@@ -260,7 +250,7 @@ def test_a_smaller_memory_budget_saves_less() -> None:
             model = build_model(LLAMA)
         initialize(model, torch.device("cpu"), 0)
         apply_activation_checkpoint(blocks(model), mode="memory_budget", memory_budget=budget)
-        apply_compile(model, blocks(model), mode="block", backend=FAST)
+        apply_compile(blocks(model), backend=FAST)
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
             model(torch.zeros(2, 32, dtype=torch.long))

@@ -23,7 +23,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "CP x TP": (dict(context=2, tensor=2), {}),
     "PP zbv x TP": (dict(pipeline=2, pipeline_schedule="zbv", tensor=2), dict(model=FOUR)),
     "TP x FSDP, compiled": (dict(tensor=2, shard=2), COMPILED),
-    "FSDP, compiled model": (dict(shard=2), dict(compile=dict(mode="model", backend="aot_eager"))),
 }
 
 

@@ -53,7 +53,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "parallelism.gradient_sync": ("each_microbatch", "last_microbatch"),
     "parallelism.cpu_offload": ("true", "false"),
     "parallelism.async_tensor_parallel": ("true", "false"),
-    "activation_checkpoint.mode": ("none", "selective", "full", "every_n", "memory_budget"),
+    "activation_checkpoint.mode": ("none", "selective", "full", "memory_budget"),
     "compile.mode": ("none", "block"),
     "float8.scaling": ("none", "tensorwise", "rowwise"),
     "optimizer.state_dtype": ("full", "bfloat16", "8bit"),

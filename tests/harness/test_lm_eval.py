@@ -113,7 +113,7 @@ def test_scores_equal_those_of_the_harness(name: str, folder: Path, alone: None)
     reference = run_harness("hf", f"pretrained={folder / name},dtype=float32", folder)
     as_model = run_harness("titanlike", f"path={folder / name}", folder)
     config = CONFIGS[name]
-    section = Evaluation(tasks=tuple(f"{folder}/{format}.jsonl" for format in YAML), formats=tuple(YAML))  # type: ignore[arg-type]
+    section = Evaluation(tasks=tuple(f"{folder}/{format}.jsonl" for format in YAML))
     training = Training(seq_len=64, local_batch_size=4)
     tokenizer = build_tokenizer(Tokenizer(), config.vocab_size)
     evaluator = Evaluator(section, Sample(), Data(), training, config, tokenizer, 0)

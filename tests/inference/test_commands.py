@@ -95,7 +95,7 @@ def test_prompts_from_arguments_a_file_and_standard_input(
 def test_figures_as_text_and_as_json(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    what = ("--task", folder / "piqa.jsonl", "--format", "piqa", "--data", folder / "text.txt", "--seq-len", 32)
+    what = ("--task", folder / "piqa.jsonl", "--data", folder / "text.txt", "--seq-len", 32)
     command(monkeypatch, "evaluate", folder / "hf", *what)
     text = capsys.readouterr().out
     command(monkeypatch, "evaluate", folder / "hf", *what, "--json")
@@ -183,13 +183,8 @@ def test_mistakes_are_reported_in_a_sentence(
         (("generate", folder / "hf", "--prompt", "a", "--top-p", "2"), "expected a number from 1e-09 to 1, got '2'"),
         (("generate", folder / "hf", "--prompts", folder / "none"), "none cannot be read: No such file"),
         (("generate", folder / "hf", "--prompt", "a", "--step", "3"), "which has no steps; omit --step"),
-        (("evaluate", folder / "hf"), "there is nothing to evaluate; give --data, or --task and --format"),
-        (
-            ("evaluate", folder / "hf", "--task", task),
-            "--format has 0 formats for the 1 files of --task; give one each",
-        ),
-        (("evaluate", folder / "hf", "--task", task, "--format", "hella"), "invalid choice: 'hella'"),
-        (("evaluate", folder / "hf", "--task", task, "--format", "arc"), "piqa.jsonl, line 1: no field 'choices'"),
+        (("evaluate", folder / "hf"), "there is nothing to evaluate; give --data or --task"),
+        (("evaluate", folder / "hf", "--task", folder / "text.txt"), "text.txt, line 1: not an item of a task"),
         (("evaluate", folder / "hf", "--data", "a" * 300), "--data.0: is too long for a path; use at most 1024 bytes"),
         (("evaluate", folder / "hf", "--data", "nowhere"), "--data: 'nowhere' does not exist"),
         (("evaluate", folder / "empty", "--data", task), "contains no checkpoint and no config.json"),
@@ -219,7 +214,7 @@ def test_weights_that_are_not_finite_are_reported_in_a_sentence(
     for arguments in (
         ("generate", hf, "--prompt", "a", "--temperature", 0, "--json"),
         ("generate", hf, "--prompt", "a", "--json"),
-        ("evaluate", hf, "--task", folder / "piqa.jsonl", "--format", "piqa", "--json"),
+        ("evaluate", hf, "--task", folder / "piqa.jsonl", "--json"),
         ("evaluate", hf, "--data", folder / "text.txt"),
     ):
         message = (

@@ -54,11 +54,11 @@ def test_a_program_is_recorded_with_its_synchronization_and_its_leak(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_model_compiled_as_one_graph_trains_without_synchronization(tmp_path: Path) -> None:
+def test_compiled_blocks_train_without_synchronization(tmp_path: Path) -> None:
     settings = {
         "data.source": "synthetic", "training.steps": 4, "schedule.warmup_steps": 1, "training.loss_chunk": 512,
         "training.compute_dtype": "bfloat16", "model.num_layers": 1, "run.hang_timeout": 3600,
-        "compile.mode": "model", "metrics.interval": 1, "metrics.trackers": "[]", "validation.interval": 0,
+        "compile.mode": "block", "metrics.interval": 1, "metrics.trackers": "[]", "validation.interval": 0,
         "checkpoint.enabled": "false", "sample.tokens": 0, "run.dir": tmp_path,
     }  # fmt: skip
     recipe = ["recipes/pretrain.py", "train_configs/debug.toml"]

@@ -35,7 +35,7 @@ class TinyModel(nn.Module):
 def train(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[TinyModel, Any, float]:
     """Returns a trained model, its optimizer, and the last loss."""
     model = TinyModel(dtype)
-    optimizer: Any = build_optimizer(model, Optimizer(lr=1e-3, fused=False, **options))
+    optimizer: Any = build_optimizer(model, Optimizer(lr=1e-3, **options))
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
     for _ in range(steps):
         loss = (model(x.to(dtype)).float() - torch.sin(2 * x)).square().mean()

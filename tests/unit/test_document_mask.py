@@ -195,7 +195,10 @@ def test_a_model_has_the_same_gradients_with_block_masks(
     backend: Any = CompileCounterWithBackend("aot_eager")
     model, dense = model_of(config, flex=True), model_of(config)
     apply_activation_checkpoint(blocks(model), mode=checkpoint, preserve_rng_state=False)
-    apply_compile(model, blocks(model), mode=mode, backend=backend)
+    if mode == "block":
+        apply_compile(blocks(model), backend=backend)
+    elif mode == "model":
+        model.compile(backend=backend, fullgraph=True)
     for seed in range(3):
         ids = documents(200, 50, seed=seed)
         torch.testing.assert_close(loss_and_gradients(model, ids), loss_and_gradients(dense, ids), rtol=1e-4, atol=1e-6)
@@ -220,7 +223,7 @@ def test_selective_checkpointing_saves_the_output_of_flex_attention(
     backend: Any = aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
     model = model_of(LLAMA, flex=True)
     apply_activation_checkpoint(blocks(model), mode=checkpoint, preserve_rng_state=False)
-    apply_compile(model, blocks(model), mode="block", backend=backend)
+    apply_compile(blocks(model), backend=backend)
     loss_and_gradients(model, documents(200, 50))
     assert graphs["forward"].count("flex_attention") == 1
     assert graphs["backward"].count("flex_attention") == recomputed

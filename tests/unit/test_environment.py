@@ -243,18 +243,6 @@ def test_port_in_use_is_not_free() -> None:
         assert not port_is_free(server.getsockname()[1])
 
 
-def test_compile_cache_sets_the_inductor_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": ""})
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keeps pytest's own handler
-    start(PretrainRecipe, [f"--run.dir={tmp_path}"])
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    start(PretrainRecipe, [f"--run.dir={tmp_path}", "--compile.cache=kept"])
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")
-    start(PretrainRecipe, [f"--run.dir={tmp_path}", "--compile.cache=other"])  # does not override what is set
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept")
-
-
 @pytest.mark.parametrize(("load", "policy"), [(1.0, "PASSIVE"), (0.2, None)])
 def test_threads_sleep_while_they_wait_if_other_processes_use_the_cores(
     load: float, policy: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

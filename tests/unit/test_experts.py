@@ -199,7 +199,7 @@ def test_a_compiled_block_computes_the_same(options: dict[str, Any]) -> None:
             parameter.normal_(0.0, 0.5)
     compiled.load_state_dict(plain.state_dict())
     torch._dynamo.reset()
-    apply_compile(compiled, blocks(compiled), mode="block", backend="aot_eager_decomp_partition", fullgraph=True)
+    apply_compile(blocks(compiled), backend="aot_eager_decomp_partition")
     tokens, labels = torch.randint(37, (2, 2, 11)).unbind()
     results = []
     for model in (plain, compiled):

@@ -18,7 +18,6 @@ from titanlike.config.sections import Float8
 from titanlike.float8.all_gather import wrap_weights
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
 from titanlike.float8.selection import matches, skip_reasons, summary_lines
-from titanlike.float8.validation import hardware_problems
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.registry import build_model
@@ -167,9 +166,9 @@ def test_sizes_of_skipped_matrices_are_not_checked() -> None:
     ],
 )  # fmt: skip
 def test_hardware_without_float8_is_refused(scaling: Any, capability: tuple[int, int] | None, message: str) -> None:
-    found = hardware_problems(Float8(scaling=scaling), "X", capability)
-    assert (message in found[0]) if message else not found
-    assert not hardware_problems(Float8(scaling=scaling, emulate=True), "X", capability)
+    found = Float8(scaling=scaling).hardware_problem("X", capability)
+    assert (message in found) if message else not found
+    assert not Float8(scaling=scaling, emulate=True).hardware_problem("X", capability)
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

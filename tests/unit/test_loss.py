@@ -53,6 +53,22 @@ def test_chunked_loss_and_gradients_match_torch(chunk: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns when it traces an autograd.Function
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_the_loss_can_be_a_part_of_a_compiled_model(chunk: int) -> None:
+    def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=0.1)
+
+    compiled_loss = torch.compile(chunked_linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    for token_loss in (None, own_loss):
+        x, weight, labels = inputs()
+        expected, found = (
+            torch.autograd.grad(function(x, weight, labels, chunk=chunk, token_loss=token_loss), (x, weight))
+            for function in (chunked_linear_cross_entropy, compiled_loss)
+        )
+        torch.testing.assert_close(found, expected)
+
+
 def z_loss_reference(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
     """The summed loss with its z-loss term, in plain PyTorch."""
     logits, labels = logits.flatten(0, -2), labels.flatten()

@@ -28,7 +28,7 @@ def test_loss_is_summed_over_valid_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decay", "decay_steps", "at"),
+    ("decay", "decay_ratio", "at"),
     [
         # 10 warm-up steps of 110: mid warm-up, peak, mid decay, minimum of 0.1
         ("linear", 0, {5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1}),
@@ -36,21 +36,21 @@ def test_loss_is_summed_over_valid_tokens() -> None:
         ("sqrt", 0, {10: 1.0, 35: 0.55, 110: 0.1}),
         ("none", 0, {5: 0.5, 10: 1.0, 110: 1.0}),
         # warm-up, stable phase, decay over the last 20 steps
-        ("linear", 20, {10: 1.0, 60: 1.0, 90: 1.0, 100: 0.55, 110: 0.1}),
+        ("linear", 0.18, {10: 1.0, 60: 1.0, 90: 1.0, 100: 0.55, 110: 0.1}),
     ],
 )
-def test_learning_rate(decay: str, decay_steps: int, at: dict[int, float]) -> None:
-    section = Schedule(warmup_steps=10, decay=decay, decay_steps=decay_steps, min_ratio=0.1)  # type: ignore[arg-type]
+def test_learning_rate(decay: str, decay_ratio: float, at: dict[int, float]) -> None:
+    section = Schedule(warmup_steps=10, decay=decay, decay_ratio=decay_ratio, min_ratio=0.1)  # type: ignore[arg-type]
     for step, ratio in at.items():
         assert learning_rate(step, 110, 2.0, section) == pytest.approx(2.0 * ratio), step
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(0.2, 20), (0.25, 25), (0.204, 20), (0.001, 1), (0.9, 90)])
 def test_a_decay_ratio_is_a_fraction_of_all_steps(ratio: float, steps: int) -> None:
-    by_ratio, by_steps = Schedule(warmup_steps=10, decay_ratio=ratio), Schedule(warmup_steps=10, decay_steps=steps)
-    assert by_ratio.num_decay_steps(100) == steps
-    for step in range(1, 101):
-        assert learning_rate(step, 100, 2.0, by_ratio) == learning_rate(step, 100, 2.0, by_steps)
+    section = Schedule(warmup_steps=10, decay_ratio=ratio, min_ratio=0.0)
+    assert section.num_decay_steps(100) == steps
+    rates = [learning_rate(step, 100, 2.0, section) for step in range(10, 101)]
+    assert [rate for rate in rates if rate < 2.0] == rates[-steps:] and rates[-1] == 0.0
 
 
 def test_learning_rate_of_runs_shorter_than_the_warmup() -> None:
@@ -68,20 +68,6 @@ def test_norms_and_biases_have_no_weight_decay(config: LlamaConfig | GPTConfig) 
     assert all("norm" in names[p] or names[p].endswith("bias") for p in not_decayed["params"])
     assert not any("norm" in names[p] or names[p].endswith("bias") for p in decayed["params"])
     assert len(decayed["params"]) + len(not_decayed["params"]) == len(names)
-
-
-def test_fused_and_unfused_adamw_match() -> None:
-    def trained(fused: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-        optimizer = build_optimizer(model, Optimizer(fused=fused, lr=0.1))
-        for _ in range(5):
-            model(torch.ones(2, 8)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.weight
-
-    torch.testing.assert_close(trained(True), trained(False))
 
 
 @pytest.mark.parametrize("fused", [True, False])

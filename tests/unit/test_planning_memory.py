@@ -258,7 +258,7 @@ def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str, comp
     planned = job(name, 1, model=sizes, training=one, activation_checkpoint=dict(mode=mode), compile=COMPILED)
     model = build_model(planned.recipe.model)
     apply_activation_checkpoint(blocks(model), mode=mode, preserve_rng_state=False)
-    apply_compile(model, blocks(model), mode="block", backend="aot_eager_decomp_partition")  # inductor's partitioner
+    apply_compile(blocks(model), backend="aot_eager_decomp_partition")  # inductor's partitioner
     block = blocks(model)["0"]
     x = torch.randn(1, 256, 64, requires_grad=True)
     inputs = rotary_angles(planned.recipe.model, torch.arange(256)[None]) if name != "gpt2_124m" else ()

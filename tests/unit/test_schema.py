@@ -73,7 +73,7 @@ def test_help_lists_the_sections_and_explains_one_of_them() -> None:
     assert overview[:3] == ["usage", "", "sections (--help SECTION):"]
     assert names == list(dict.fromkeys(key.name.partition(".")[0] for key in describe(PretrainRecipe)))
     assert len(overview) < 30 and all(len(line) <= 120 for line in overview)
-    assert next(line for line in overview if " schedule " in line).split()[1:3] == ["5", "keys"]
+    assert next(line for line in overview if " schedule " in line).split()[1:3] == ["4", "keys"]
     for topic in ("schedule", "[schedule]"):
         found = help_text(PretrainRecipe, "usage", topic)
         assert re.findall(r"^  --(\S+)", found, flags=re.MULTILINE) == [

@@ -24,7 +24,7 @@ BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Properties of a pipeline schedule."""
 
     torch_class: str
@@ -35,12 +35,14 @@ class Schedule:
 
 
 SCHEDULES = {
-    "gpipe": Schedule("ScheduleGPipe"),
-    "1f1b": Schedule("Schedule1F1B"),
-    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B", stages_per_rank=2, fixed=False),
-    "zero_bubble": Schedule("ScheduleInterleavedZeroBubble", stages_per_rank=2, fixed=False, splits_backward=True),
-    "zbv": Schedule("ScheduleZBVZeroBubble", stages_per_rank=2, v_shaped=True, splits_backward=True),
-    "dualpipev": Schedule("ScheduleDualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True),
+    "gpipe": PipelineSchedule("ScheduleGPipe"),
+    "1f1b": PipelineSchedule("Schedule1F1B"),
+    "interleaved_1f1b": PipelineSchedule("ScheduleInterleaved1F1B", stages_per_rank=2, fixed=False),
+    "zero_bubble": PipelineSchedule(
+        "ScheduleInterleavedZeroBubble", stages_per_rank=2, fixed=False, splits_backward=True
+    ),
+    "zbv": PipelineSchedule("ScheduleZBVZeroBubble", stages_per_rank=2, v_shaped=True, splits_backward=True),
+    "dualpipev": PipelineSchedule("ScheduleDualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True),
 }
 
 

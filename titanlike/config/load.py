@@ -19,24 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 from titanlike.config.base import LIMIT, UserError, shown
 from titanlike.config.credentials import refuse_credentials
 from titanlike.config.schema import describe
-from titanlike.config.torchtitan import refuse_torchtitan
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
 MAX_DEPTH = 8  # of tables and lists in a recipe; sections have two
-
-# Renamed keys. The old ones are unknown keys; the error suggests the new ones.
-RENAMED = {
-    "checkpoint.allow": "checkpoint.allow_changed",
-    "checkpoint.weights": "checkpoint.export",
-    "checkpoint.grace": "run.shutdown_timeout",
-    "checkpoint.tries": "checkpoint.max_failures",
-    "data.ahead": "data.prefetch",
-    "data.validation_every": "data.holdout_every",
-    "optimizer.state": "optimizer.state_dtype",
-    "parallelism.async_tensor": "parallelism.async_tensor_parallel",
-    "run.hang_seconds": "run.hang_timeout",
-}
 
 
 def load(
@@ -57,7 +43,6 @@ def load(
     try:
         return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
     except ValidationError as error:
-        refuse_torchtitan({key.name for key in describe(recipe_type)}, values, path)
         lines = [_format_error(recipe_type, dict(detail), origins, path) for detail in error.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
 
@@ -295,9 +280,7 @@ def _unknown_key(name: str, value: Any, keys: Sequence[str]) -> str:
     setting = name or '""'
     setting += "" if isinstance(value, dict) else f" = {show_value(value)}"
     near = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
-    if name in RENAMED:
-        remedy = f"did you mean {RENAMED[name]}?"
-    elif near:
+    if near:
         remedy = f"did you mean {section + '.' if section else ''}{near}?"
     elif same_leaf:
         remedy = f"did you mean {same_leaf[0]}?"

@@ -1,10 +1,11 @@
 """Sections of the optimizer and the learning rate."""
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from collections.abc import Iterator
+from typing import Literal
 
 from titanlike.config.base import Fraction, NonNegative, NonNegativeFloat, PositiveFloat, Share, matches, section
+
+MUON_STEPS = 5  # Newton-Schulz steps with which Muon orthogonalizes
 
 
 @section
@@ -38,9 +39,6 @@ class Optimizer:
     """Added to the denominator for numerical stability."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay coefficient. 0 disables it."""
-    fused: bool = True
-    """Use the fused implementation, with one kernel for the whole update. Disable it only for comparison. Applies to
-    `state_dtype = "full"`."""
     state_dtype: Literal["full", "bfloat16", "8bit"] = "full"
     """Precision of Adam's moments. `full`: that of the weights, 8 bytes per parameter in float32. `bfloat16`: 4 bytes. `8bit`:
     2 bytes, quantized in blocks that share a scale, of matrices whose rows are a multiple of 64 elements; 8 bytes of others."""
@@ -51,13 +49,19 @@ class Optimizer:
     """Groups of parameters, each in a table `[[optimizer.groups]]`."""
     muon_momentum: Share = 0.95
     """Decay rate of Muon's momentum."""
-    muon_steps: Annotated[int, Field(ge=1, le=20)] = 5
-    """Newton-Schulz steps with which Muon orthogonalizes."""
     muon_lr_scaling: Literal["rms", "spectral"] = "rms"
     """How the size of Muon's update depends on the shape of a matrix. `rms`: its root mean square is about 0.2, as that of AdamW,
     so that both share a learning rate. `spectral`: its spectral norm is about sqrt(outputs / inputs), at least 1."""
-    muon_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of the orthogonalization and of what ranks exchange for it. `auto`: bfloat16 on GPUs, float32 on CPUs."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if self.state_dtype == "bfloat16" and self.beta2 > 0.98:
+            yield (
+                f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {self.beta2}: the change of "
+                "a step is below its precision; use beta2 = 0.98 or less, or state_dtype = '8bit'"
+            )
+        if self.stochastic_rounding and any(group.optimizer == "muon" for group in self.groups):
+            yield "optimizer = 'muon' does not support optimizer.stochastic_rounding = true; set it to false"
 
     def group_of(self, name: str, *, is_matrix: bool) -> OptimizerGroup | None:
         """Returns the first group that matches a parameter, or None."""
@@ -76,11 +80,9 @@ class Schedule:
     """Steps of linear warmup from 0 to the peak, at most `training.steps`. 0 disables it."""
     decay: Literal["linear", "cosine", "sqrt", "none"] = "cosine"
     """Shape of the decay. `sqrt` (1 - sqrt) falls fast at first and is common after a long stable phase."""
-    decay_steps: NonNegative = 0
-    """Length of the decay in steps, ending at the last step. 0: all steps after the warmup, without a stable phase."""
     decay_ratio: Fraction = 0.0
-    """Length of the decay as a fraction of `training.steps`, instead of `decay_steps`. A run that is resumed from its stable phase
-    may change this section and `training.steps`. 0: `decay_steps` applies."""
+    """Length of the decay, which ends at the last step, as a fraction of `training.steps`. A run that is resumed from its stable
+    phase may change this section and `training.steps`. 0: all steps after the warmup, without a stable phase."""
     min_ratio: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
 
@@ -88,4 +90,4 @@ class Schedule:
         """Returns the length of the decay of a run with this number of steps."""
         if self.decay_ratio:
             return max(1, round(self.decay_ratio * num_steps))
-        return self.decay_steps or num_steps - self.warmup_steps
+        return num_steps - self.warmup_steps

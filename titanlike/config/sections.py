@@ -12,7 +12,10 @@ A custom training program extends `PretrainRecipe` with its own sections:
         ema: Ema = Ema()
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -36,8 +39,8 @@ from titanlike.models.configs import ModelConfig
 from titanlike.models.llama_config import LlamaConfig
 
 DType = Literal["float32", "bfloat16"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of an element
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-TaskFormat = Literal["hellaswag", "arc", "piqa", "lambada"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -135,6 +138,32 @@ class Data:
     workers: Annotated[int, Field(ge=1, le=1024)] = 4
     """Threads that read a `stream`. The number does not change the batches."""
 
+    @property
+    def reads_paths(self) -> bool:
+        """Whether the source reads files that the recipe names."""
+        return self.source in ("text", "shards", "stream", "chat")
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if self.holdout_every == 1:
+            yield "data.holdout_every = 1 holds out every sequence; use 2 or more, or 0 to hold out none"
+        if self.mixture and not self.reads_paths:
+            yield f"data.mixture is set, but data.source = '{self.source}' reads no paths; set data.source = 'shards'"
+        if self.reads_paths and not self.path and not self.mixture:
+            yield f"data.source = '{self.source}' requires data.path, which is empty; set it, or data.mixture"
+        if "" in self.mixture:
+            yield "data.mixture contains an empty path; remove it"
+        if self.path and self.mixture:
+            yield "data.path and data.mixture are both set; remove one of them"
+        if self.weights and len(self.weights) != len(self.mixture):
+            numbers = f"{len(self.weights)} numbers for the {len(self.mixture)} paths of data.mixture"
+            yield f"data.weights has {numbers}; give one each"
+        if self.chat_template and "chat" not in self.source:
+            source = f"data.source = '{self.source}'"
+            yield f"data.chat_template renders conversations, but {source}; set data.source = 'chat'"
+        if self.source == "shards" and self.prompt_field:
+            yield "data.prompt_field applies to text; for shards, use `titanlike data prepare --prompt-field`"
+
 
 @section
 class Training:
@@ -178,17 +207,11 @@ class Training:
     """Tokens per chunk of the chunked linear cross-entropy: logits exist for one chunk at a time. Saves memory with large
     vocabularies. Each chunk reads and writes the float32 gradient of the LM head: smaller values are slower, those below a few
     hundred by far. 0 disables chunking."""
-    gc_interval: NonNegative = 50
-    """Steps between garbage collections, which all ranks run at the same step so that none waits for another. A full
-    collection follows the first step. 0 leaves garbage collection to Python."""
     non_finite: Literal["stop", "skip"] = "stop"
     """How to handle a non-finite loss or gradient: `stop` the run, or `skip` the optimizer update of that step. `skip`
     synchronizes the host with the GPU at every step."""
-    skip_limit: Positive = 3
-    """Maximum number of skipped steps among any `skip_window` consecutive steps, counted across resumes. One more stops the
-    run."""
-    skip_window: Positive = 100
-    """Number of consecutive steps over which skipped steps are counted."""
+    skip_limit: Annotated[int, Field(ge=1, le=99)] = 3
+    """Maximum number of skipped steps among any 100 consecutive steps, counted across resumes. One more stops the run."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -258,6 +281,34 @@ class Parallelism:
         """Returns the sizes of the five dimensions by name, outermost first."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence about the first contradiction among the keys of the pipeline."""
+        pipeline, stages, split = self.pipeline, self.pipeline_stages, self.pipeline_split
+        if pipeline == 1 and (split or stages > 1):
+            key = "pipeline_split" if split else "pipeline_stages"
+            yield f"parallelism.{key} is set, but parallelism.pipeline = 1 has one stage; remove it"
+        elif split and stages and len(split) != stages * pipeline:
+            yield (
+                f"parallelism.pipeline_split has {len(split)} stages, but pipeline_stages x pipeline = {stages} x {pipeline}; "
+                "remove pipeline_stages"
+            )
+        elif len(split) % pipeline:
+            yield (
+                f"parallelism.pipeline_split has {len(split)} stages, which pipeline = {pipeline} ranks cannot share equally; "
+                f"give {pipeline} or a multiple"
+            )
+        elif (
+            pipeline > 1
+            and self.reshard_after_forward == "always"
+            and SCHEDULES[self.pipeline_schedule].splits_backward
+        ):
+            # FSDP would free weights between the two parts of a backward pass, and lose gradients.
+            yield (
+                f"parallelism.reshard_after_forward = 'always' loses gradients with pipeline_schedule = "
+                f"'{self.pipeline_schedule}', which computes weight gradients separately; use 'auto', or another schedule such as "
+                "'interleaved_1f1b'"
+            )
+
     def split(self, model: TransformerConfig) -> list[int]:
         """Returns the number of the model's blocks in each pipeline stage."""
         if self.pipeline_split:
@@ -291,6 +342,33 @@ class Float8:
     """Round to float8 but multiply in float32, to measure the effect of float8 on the loss on any machine. Slower than
     float32."""
 
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        default = Float8()
+        unused = [name for name in Float8.__dataclass_fields__ if getattr(self, name) != getattr(default, name)]
+        if self.scaling == "none" and unused:
+            verb, pronoun = ("is", "it") if len(unused) == 1 else ("are", "them")
+            yield (
+                f"float8.{' and float8.'.join(unused)} {verb} set, but float8.scaling = 'none' turns float8 off; "
+                f"set float8.scaling = 'tensorwise', or remove {pronoun}"
+            )
+        elif self.all_gather and self.scaling != "tensorwise":
+            yield (
+                f"float8.all_gather = true requires one scale per matrix, but float8.scaling = {self.scaling!r} has many; "
+                "set float8.scaling = 'tensorwise', or all_gather = false"
+            )
+
+    def hardware_problem(self, device: str, capability: tuple[int, int] | None) -> str:
+        """Returns why a device of this compute capability (None: a CPU) does not support the scaling; "" if it does."""
+        minimum, names = ((10, 0), "Blackwell") if self.scaling == "mxfp8" else ((8, 9), "Ada, Hopper, Blackwell")
+        if self.scaling == "none" or self.emulate or (capability or (0, 0)) >= minimum:
+            return ""
+        actual = "has no float8" if capability is None else f"has {capability[0]}.{capability[1]}"
+        return (
+            f"float8.scaling = {self.scaling!r} requires a GPU of compute capability {minimum[0]}.{minimum[1]} or later ({names}), "
+            f"but {device} {actual}; set float8.scaling = 'none', or float8.emulate = true to measure its effect on the loss (slow)"
+        )
+
 
 @section
 class Lora:
@@ -304,6 +382,11 @@ class Lora:
     """Linear layers of the blocks, by parts of their names: `attention`, `wq`, `layers.0`, `layers.*.feed_forward`. Default:
     all linear layers of the blocks."""
 
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if self.layers and not self.rank:
+            yield f"lora.layers = {list(self.layers)} has no effect with lora.rank = 0; set lora.rank"
+
     def selects(self, name: str) -> bool:
         """Whether a linear layer of a block has these matrices."""
         return self.rank > 0 and (not self.layers or any(matches(pattern, name) for pattern in self.layers))
@@ -313,27 +396,22 @@ class Lora:
 class Compile:
     """torch.compile."""
 
-    mode: Literal["block", "model", "none"] = "block"
-    """`block` compiles one block and reuses the code for all, for a fast start. `model` compiles the whole model, which is
-    then one FSDP unit. `none` disables compilation: on a CPU the first compilation takes about half a minute, too long for
-    short runs. With `parallelism.expert`, `block` compiles what is before and after the experts of a block."""
+    mode: Literal["block", "none"] = "block"
+    """`block` compiles one block and reuses the code for all, for a fast start. `none` disables compilation: on a CPU the first
+    compilation takes about half a minute, too long for short runs. With `parallelism.expert`, `block` compiles what is before
+    and after the experts of a block."""
     backend: str = "inductor"
     """Backend of torch.compile: one of torch, or one that an installed package registers with the entry point
     `torch_dynamo_backends`. `aot_eager` reproduces compilation errors without code generation."""
-    cache: FilePath = ""
-    """Directory for compiled code, on storage that machines of the same type share. Default: a local directory."""
 
 
 @section
 class ActivationCheckpoint:
     """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
-    mode: Literal["none", "selective", "every_n", "full", "memory_budget"] = "none"
-    """`selective` keeps the outputs of attention, of collectives and of every second matmul of a block, `every_n`
-    recomputes one of every `every_n` blocks, `full` recomputes every block, and `memory_budget` lets the compiler choose
-    what to keep. `none` disables it."""
-    every_n: Positive = 2
-    """For `every_n`: recompute one of this many blocks."""
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """`selective` keeps the outputs of attention, of collectives and of every second matmul of a block, `full` recomputes
+    every block, and `memory_budget` lets the compiler choose what to keep. `none` disables it."""
     memory_budget: Fraction = 0.5
     """For `memory_budget`: fraction of a block's activations to keep. 0 is like `full`; 1 keeps everything that the compiler
     would."""
@@ -378,6 +456,22 @@ class Checkpoint:
     run is then not the run that the recipe describes. `["run.dir"]` takes over the checkpoints of another run directory, and
     `["model.rope_theta"]` changes what `initial` has."""
 
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        scheme, separator, _ = self.dir.partition("://")
+        if self.export != "none" and not self.enabled:
+            yield "checkpoint.export exports the last checkpoint, but checkpoint.enabled = false"
+        if separator and scheme in ("memory", "http", "https", "data"):
+            lost = "is lost when the process ends" if scheme == "memory" else "cannot be written"
+            yield f"checkpoint.dir = {self.dir!r} {lost}; use a directory, or a store such as s3://bucket/runs"
+        if self.export != "none" and separator:
+            yield (
+                f"checkpoint.export requires a local checkpoint.dir, but it is the URL {self.dir!r}; set checkpoint.export = "
+                "'none', and use `titanlike export` on a copy"
+            )
+        if "://" in self.initial:
+            yield f"checkpoint.initial = {self.initial!r} is a URL; download the folder, and give its path"
+
 
 @section
 class Validation:
@@ -398,13 +492,26 @@ class Evaluation:
     interval: NonNegative = 0
     """Steps between evaluations. The last step is always evaluated. 0 disables evaluation."""
     tasks: tuple[FilePath, ...] = ()
-    """JSON lines files, each with the items of a task. Its metrics have the name of the file."""
-    formats: tuple[TaskFormat, ...] = ()
-    """Format of each file of `tasks`, in its order."""
+    """JSON lines files, each with the items of a task in the format of HellaSwag, ARC, PIQA or LAMBADA, which their fields tell.
+    Its metrics have the name of the file."""
     data: tuple[FilePath, ...] = ()
     """Text or token shards, each as `data.validation_path`, of which to compute loss, perplexity and bits per byte."""
     limit: NonNegative = 0
     """Number of items of each task, and of sequences of `data`, from the first. 0: all."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        names = Counter(map(metrics_name, (*self.tasks, *self.data)))
+        for name, count in names.items():
+            if count > 1:
+                yield f"{count} files of evaluation have the name {name!r}, which names their metrics; rename one"
+        if self.interval and not names:
+            yield "evaluation.interval is set, but there is nothing to evaluate; set evaluation.tasks or evaluation.data"
+
+
+def metrics_name(path: str) -> str:
+    """Returns the name of a task or text of an evaluation in its metrics: that of its file."""
+    return Path(path).name.partition(".")[0]
 
 
 @section
@@ -420,10 +527,6 @@ class Sample:
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.7
     """Sampling temperature. Values below 1 favor likely tokens; values above 1 increase randomness. 0 always chooses the most
     likely token."""
-    top_k: NonNegative = 0
-    """Sample from this many of the most likely tokens. 0: from all."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the fewest of the most likely tokens whose probabilities sum to at least this. 1: from all."""
 
 
 @section
@@ -442,12 +545,15 @@ class Metrics:
     machine only."""
     prometheus_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to serve at. `0.0.0.0` serves all interfaces, without authentication."""
-    spike_threshold: NonNegativeFloat = 10.0
-    """Reports a loss that exceeds the median of the last 50 records by this many standard deviations, estimated from the median
-    absolute deviation. 0 disables it."""
     layer_interval: NonNegative = 0
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        for name in sorted(set(self.trackers)):
+            if self.trackers.count(name) > 1:
+                yield f"metrics.trackers names {name!r} twice; name it once"
 
 
 @section

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, skip_reasons
-from titanlike.float8.validation import hardware_problems
 from titanlike.models.layers import head_output
 from titanlike.models.loss import TokenLoss
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
@@ -72,9 +71,8 @@ def check_hardware(device_type: str, float8: Float8) -> None:
     device, capability = "the CPU", None
     if device_type == "cuda":
         device, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    problems = hardware_problems(float8, device, capability)
-    if problems:
-        raise UserError("\n".join(problems))
+    if problem := float8.hardware_problem(device, capability):
+        raise UserError(problem)
 
 
 class Float8Linear(TorchaoLinear):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.sections import Data, Evaluation, Sample, Training
+from titanlike.config.sections import Data, Evaluation, Sample, Training, metrics_name
 from titanlike.data.sources import open_validation
 from titanlike.data.text.tokenizer import Tokenizer
 from titanlike.data.token_shards import Shards
@@ -17,7 +17,7 @@ from titanlike.inference.logits import recomputed_logits
 from titanlike.inference.perplexity import perplexity
 from titanlike.inference.sampling import Sampling
 from titanlike.inference.scoring import Scorer, encode_pair
-from titanlike.inference.tasks import Task, read_task, task_name
+from titanlike.inference.tasks import Task, read_task
 from titanlike.models.base_config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
 
@@ -51,9 +51,8 @@ class Evaluator:
         """
         self.section, self.sample, self.data, self.training = section, sample, data, training
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        files = zip(section.tasks, section.formats, strict=True)
-        self.tasks = {task_name(file): read_task(file, format, section.limit) for file, format in files}
-        self.texts = {task_name(path): self._open(path) for path in section.data}
+        self.tasks = {metrics_name(file): read_task(file, section.limit) for file in section.tasks}
+        self.texts = {metrics_name(path): self._open(path) for path in section.data}
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate or to sample after a step. The last step is always evaluated."""
@@ -113,7 +112,7 @@ class Evaluator:
             ),
             [self.tokenizer.opening(sample.prompt)],
             self.tokenizer,
-            Sampling(sample.temperature, sample.top_k, sample.top_p),
+            Sampling(sample.temperature),
             max_new_tokens=sample.tokens,
             seed=self.seed,
         )

@@ -1,5 +1,7 @@
 """Evaluation tasks from local JSON lines files, as lm-evaluation-harness defines them. Does not import torch.
 
+The fields of the first line tell the format of a file.
+
 | Format | Fields of a line | Score |
 |---|---|---|
 | `hellaswag` | `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label` | the most likely ending |
@@ -18,6 +20,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
+from titanlike.config.sections import metrics_name
 from titanlike.utils.regular_file import read_regular
 
 
@@ -58,10 +61,10 @@ class Task:
         return {"acc": correct / count, "acc_norm": normalized / count}
 
 
-def read_task(file: str, format: str, limit: int = 0) -> Task:
+def read_task(file: str, limit: int = 0) -> Task:
     """Reads a file. With `limit`, its first items only. Raises `UserError` with the line that has another form."""
-    parse = FORMATS[format]
-    items = []
+    items: list[Item] = []
+    format = ""
     try:
         lines = read_regular(Path(file)).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -73,24 +76,20 @@ def read_task(file: str, format: str, limit: int = 0) -> Task:
             item = json.loads(line)
             if not isinstance(item, dict):
                 raise ValueError("not an object")
-            items.append(parse(_Fields(item)))
+            format = format or _format_of(item)
+            items.append(FORMATS[format](_Fields(item)))
         except KeyError as error:
             raise UserError(
-                f"{file}, line {number}: no field {error}, which the format {format} requires; add it, or choose another of the "
-                f"formats {', '.join(FORMATS)}"
+                f"{file}, line {number}: no field {error}, which the format {format} of this file requires; add it"
             ) from None
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}, line {number}: not an item of the format {format}: {shown(str(error))}") from None
+            what = f"the format {format}" if format else "a task"
+            raise UserError(f"{file}, line {number}: not an item of {what}: {shown(str(error))}") from None
         if len(items) == limit:
             break
     if not items:
         raise UserError(f"{file} has no items; give a JSON lines file with an object in each line")
-    return Task(task_name(file), format, items)
-
-
-def task_name(file: str) -> str:
-    """Returns the name of a task: that of its file."""
-    return Path(file).name.partition(".")[0]
+    return Task(metrics_name(file), format, items)
 
 
 class _Fields:
@@ -162,6 +161,18 @@ FORMATS: dict[str, Callable[[_Fields], Item]] = {
     "piqa": _piqa,
     "lambada": _lambada,
 }
+
+
+# The field that tells each format from the others.
+FIELD_OF_FORMAT = {"hellaswag": "ctx_a", "arc": "question", "piqa": "goal", "lambada": "text"}
+
+
+def _format_of(item: Mapping[str, Any]) -> str:
+    for format, field in FIELD_OF_FORMAT.items():
+        if field in item:
+            return format
+    choices = ", ".join(f"{field} ({format})" for format, field in FIELD_OF_FORMAT.items())
+    raise ValueError(f"it has none of the fields {choices}")
 
 
 def _argmax(values: Sequence[float]) -> int:

@@ -16,6 +16,7 @@ from titanlike.metrics.hardware import peak_memory_gib
 from titanlike.utils.dtensor import local_tensor, shard_groups
 
 SPIKE_WINDOW = 50  # records
+SPIKE_THRESHOLD = 10.0  # standard deviations above the median
 SPIKE_MIN_RECORDS = 10
 STANDARD_DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
 MIN_DEVIATION = 1e-3  # of the median: a loss that hardly changes is not a spike
@@ -27,19 +28,18 @@ class SpikeDetector:
     """Detects a loss far above the recent ones. The median and the median absolute deviation of a window do not depend on a few
     spikes in it, and follow a new level after half of the window."""
 
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
+    def __init__(self) -> None:
         self._window: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def deviations(self, loss: float) -> float:
         """Adds a loss. Returns its distance from the median in standard deviations if it is a spike, otherwise 0."""
         result = 0.0
-        if self.threshold and len(self._window) >= SPIKE_MIN_RECORDS and math.isfinite(loss):
+        if len(self._window) >= SPIKE_MIN_RECORDS and math.isfinite(loss):
             median = statistics.median(self._window)
             deviation = STANDARD_DEVIATION * statistics.median(abs(value - median) for value in self._window)
             scale = max(deviation, MIN_DEVIATION * abs(median))
             distance = (loss - median) / scale if scale else 0.0  # 0 if recent losses are 0
-            result = distance if distance > self.threshold else 0.0
+            result = distance if distance > SPIKE_THRESHOLD else 0.0
         if math.isfinite(loss):
             self._window.append(loss)
         return result

@@ -58,7 +58,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             run = RunInfo(self.folder, self.first_step, self.section.project, self.recipe)
             self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
-        self._spikes, self._in_spike = SpikeDetector(self.section.spike_threshold), False
+        self._spikes, self._in_spike = SpikeDetector(), False
         is_distributed = dist.is_initialized() and dist.get_world_size() > 1
         self._ranks = RankStatistics(self.device) if is_distributed else None
         self._started = self._window_started = time.perf_counter()

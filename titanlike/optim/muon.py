@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config import UserError
+from titanlike.config.optimizer import MUON_STEPS
 from titanlike.optim.whole_matrices import WholeMatrices
 from titanlike.utils.dtensor import local_tensor
 
@@ -44,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        num_steps: int = 5,
+        num_steps: int = MUON_STEPS,
         lr_scaling: Literal["rms", "spectral"] = "rms",
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -92,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, self.momentum).to(dtype)
 
 
-def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
+def orthogonalize(matrix: Tensor, num_steps: int = MUON_STEPS) -> Tensor:
     """Returns about U V^T of a matrix U S V^T, or of each matrix of a stack, with singular values between 0.5 and 1.5, by
     Newton-Schulz steps."""
     a, b, c = COEFFICIENTS

@@ -44,9 +44,7 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
             groups["muon"],
             lr=section.lr,
             momentum=section.muon_momentum,
-            num_steps=section.muon_steps,
             lr_scaling=section.muon_lr_scaling,
-            dtype=None if section.muon_dtype == "auto" else getattr(torch, section.muon_dtype),
         )
         optimizers.append(muon)
     # With LoRA, the routers are frozen.
@@ -61,7 +59,7 @@ def _build_adamw(
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
-        return AdamW(groups, **options, fused=section.fused)
+        return AdamW(groups, **options, fused=True)
     copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline: equal seeds keep them equal
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:

@@ -27,8 +27,7 @@ MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "
 def apply_activation_checkpoint(
     blocks: Blocks,
     *,
-    mode: Literal["none", "selective", "every_n", "full", "memory_budget"],
-    every_n: int = 2,
+    mode: Literal["none", "selective", "full", "memory_budget"],
     memory_budget: float = 0.5,
     preserve_rng_state: bool = True,
 ) -> None:
@@ -39,14 +38,14 @@ def apply_activation_checkpoint(
         preserve_rng_state: restores the state of the random generators for the recomputation. False is faster, and correct for
             blocks without random numbers, or with those of `models.layers.Dropout`, which is a function of its inputs.
     """
-    check_choice("mode", mode, ("none", "selective", "every_n", "full", "memory_budget"))
+    check_choice("mode", mode, ("none", "selective", "full", "memory_budget"))
     if mode == "memory_budget":
         # The partitioner reads this global setting at compile time; there is no setting per region.
         compat.set_activation_memory_budget(memory_budget)
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-    for index, block in enumerate(list_blocks(blocks)):
-        if mode in ("none", "memory_budget") or (mode == "every_n" and index % every_n):
-            continue
+    if mode not in ("selective", "full"):
+        return
+    for block in list_blocks(blocks):
         for module in _parts(block) if mode == "selective" else [block]:
             # The compiler supports the context_fn of selective checkpointing only. What keeps values is not compiled.
             options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}

@@ -1,63 +1,50 @@
-"""Checks of a recipe before anything starts: for any number of processes, and against this machine. Does not import torch."""
+"""Checks of a recipe before anything starts: of what several sections say together, for any number of processes, and against this
+machine. A section checks itself in its method `problems`. Does not import torch."""
 
+import difflib
+import glob
+import math
 import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import lru_cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import shown
-from titanlike.config.layout import BLOCK
+from titanlike.config.base import LIMIT, divisors, matches, one_of, shown
+from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.schema import describe
-from titanlike.data.validation import data_problems, missing_data
-from titanlike.float8.validation import float8_problems, hardware_problems, token_problems
-from titanlike.inference.validation import evaluation_problems, missing_files
+from titanlike.config.sections import DTYPE_BYTES, Evaluation, Float8, Optimizer, Parallelism
+from titanlike.float8.selection import ALIGNMENT, HEAD, skip_reasons
+from titanlike.inference.tasks import read_task
 from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import CONFIGS
-from titanlike.optim.validation import optimizer_group_problems
-from titanlike.run.layout_validation import (
-    adamw_section,
-    batch_ramp_problems,
-    expert_parallel_problems,
-    microbatch_problems,
-    pipeline_stage_problems,
-    tensor_parallel_problems,
-)
-from titanlike.run.model_validation import attention_problems, lora_problems, model_problems
-from titanlike.run.mps_validation import apple_gpu_problems, mps_problems
-from titanlike.run.tracker_validation import missing_trackers, tracker_problems
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "eager")
+FLEX_MIN_HEAD_DIM = 16  # of FlexAttention's kernels for GPUs
+BFLOAT16_MACOS = 14  # the first version of macOS with bfloat16 on its GPUs
 
 
 def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     """Raises `UserError` with one line for each thing in the recipe that cannot work on this number of processes."""
-    problems = [
-        *model_problems(recipe),
-        *_schedule_problems(recipe),
-        *_option_problems(recipe),
-        *attention_problems(recipe),
-        *_compile_problems(recipe),
-        *data_problems(recipe),
-        *evaluation_problems(recipe.evaluation),
-        *tracker_problems(recipe.metrics),
-        *tensor_parallel_problems(recipe),
-        *pipeline_stage_problems(recipe),
-        *float8_problems(recipe),
-        *lora_problems(recipe),
-        *mps_problems(recipe, world_size),
-    ]
+    problems: list[str] = []
+    for field in fields(recipe):
+        section = getattr(recipe, field.name)
+        problems += section.problems() if hasattr(section, "problems") else []
+    for check in (_lengths, _data, _attention, _compiler, _optimizer, _checkpoint, _tensor, _pipeline, _float8, _lora):
+        problems += check(recipe)
+    if recipe.run.device == "mps":
+        problems += _mps(recipe, world_size)
     try:
-        layout = recipe.parallelism.resolve(world_size)
-        num_data_ranks = layout.replicate * layout.shard
-        num_microbatches = recipe.training.num_microbatches(num_data_ranks)
-        sequences_per_rank = recipe.training.global_batch_size // num_data_ranks
-        problems += expert_parallel_problems(recipe, layout.shard * layout.context)
-        problems += microbatch_problems(recipe, num_microbatches, sequences_per_rank)
-        problems += token_problems(recipe, sequences_per_rank // num_microbatches)
-        problems += batch_ramp_problems(recipe, num_data_ranks)
+        problems += _layout(recipe, recipe.parallelism.resolve(world_size))
     except UserError as problem:
         problems.append(str(problem))
     if problems:
@@ -66,44 +53,545 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
 
 def check_machine(recipe: PretrainRecipe, world_size: int = 1, local_world_size: int = 1) -> None:
     """Raises `UserError` if this machine lacks data, a writable run directory or hardware. Creates nothing."""
-    problems = []
-    if recipe.run.device == "mps":
-        problems += apple_gpu_problems(recipe)
-    elif recipe.run.device == "cpu" or not num_gpus():
-        problems += hardware_problems(recipe.float8, "the CPU", None)
-        if recipe.training.attention in ("cudnn", "efficient", "flash3", "flash4"):
-            problems.append(
-                f"training.attention = '{recipe.training.attention}' is a kernel for GPUs, but this runs on the CPU; "
-                "set training.attention = 'auto'"
-            )
-    problems += _memory_problems(recipe, world_size, local_world_size)
-    problems += missing_data(recipe)
-    problems += missing_files(recipe.evaluation)
-    problems += missing_trackers(recipe.metrics)
-    problems += _initial_problems(recipe)
-    folder = Path(recipe.run.dir, recipe.run.name)
-    folder_problem = _folder_problem("run.dir", recipe.run.dir, folder, " or run.name")
-    problems += folder_problem
-    if not folder_problem and recipe.run.name and (folder / "checkpoints").is_file():
-        problems.append(f"{folder / 'checkpoints'} is a file, not a folder; remove it, or choose another run.name")
-    if recipe.compile.mode != "none" and recipe.compile.cache:
-        problems += _folder_problem("compile.cache", recipe.compile.cache, Path(recipe.compile.cache))
+    problems = [
+        *_hardware(recipe),
+        *_memory(recipe, world_size, local_world_size),
+        *_data_files(recipe),
+        *evaluation_files(recipe.evaluation),
+        *_trackers(recipe),
+        *_initial_weights(recipe),
+        *_directories(recipe),
+    ]
     if problems:
         raise UserError("\n".join(problems))
 
 
-def _folder_problem(key: str, value: str, folder: Path, or_key: str = "") -> list[str]:
-    """Whether a directory exists or can be created."""
-    folder = folder.absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        return [f"{key} = {value!r}: {existing} is a file, not a folder; choose another {key}{or_key}"]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"{key} = {value!r}: {existing} is not writable; choose another {key}"]
+def _errors(prefix: str, function: Callable[..., object], *arguments: object) -> list[str]:
+    """Returns the `UserError` that a call raises."""
+    try:
+        function(*arguments)
+    except UserError as error:
+        return [f"{prefix}{error}"]
     return []
 
 
-def _initial_problems(recipe: PretrainRecipe) -> list[str]:
+# Checks for any machine.
+
+
+def _lengths(recipe: PretrainRecipe) -> Iterator[str]:
+    training, schedule, max_seq_len = recipe.training, recipe.schedule, recipe.model.max_seq_len
+    steps, warmup, decay = training.steps, schedule.warmup_steps, schedule.num_decay_steps(training.steps)
+    if training.seq_len > max_seq_len:
+        yield (
+            f"training.seq_len = {training.seq_len} is longer than the model's max_seq_len = {max_seq_len}; "
+            f"use {max_seq_len} or less, or raise model.max_seq_len"
+        )
+    if warmup > steps:
+        yield (
+            f"schedule.warmup_steps = {warmup} is more than training.steps = {steps}, so the learning rate would "
+            f"not reach its peak; use schedule.warmup_steps = {steps} or less, or train longer"
+        )
+    elif schedule.decay_ratio and warmup + decay > steps:
+        yield (
+            f"schedule.warmup_steps = {warmup} and schedule.decay_ratio = {schedule.decay_ratio}, which is "
+            f"{decay} steps, are more than training.steps = {steps}; shorten them or train longer"
+        )
+
+
+def _data(recipe: PretrainRecipe) -> Iterator[str]:
+    data = recipe.data
+    if recipe.tokenizer.encoding == "bytes" and recipe.model.vocab_size < 257:
+        yield f"model.vocab_size = {recipe.model.vocab_size} is smaller than the tokenizer's 257 tokens; use 257 or more"
+    if recipe.validation.interval == 0 or data.validation_path:
+        return
+    if data.source == "stream":
+        yield (
+            "validation.interval is set, but nothing is held out of a stream; set data.validation_path to shards or text, "
+            "or validation.interval = 0"
+        )
+    elif data.source != "shards" and not data.holdout_every:  # shards may have a split
+        yield (
+            "validation.interval is set, but data.holdout_every = 0 holds out nothing; set validation.interval = 0, or "
+            "data.holdout_every = 50"
+        )
+
+
+def _attention(recipe: PretrainRecipe) -> Iterator[str]:
+    """What the selected kernel does not support, which torch would report at the first step."""
+    kernel, model, context = recipe.training.attention, recipe.model, recipe.parallelism.context
+    reasons = {
+        f"model.attention_soft_cap = {model.attention_soft_cap}": model.attention_soft_cap > 0,
+        "data.document_masks = true": recipe.data.document_masks,
+        f"data.source = '{recipe.data.source}'": "chat" in recipe.data.source,
+        f"model.sliding_window = {model.sliding_window}": model.num_local() > 0
+        and model.sliding_window < recipe.training.seq_len,
+    }
+    what = next((reason for reason, holds in reasons.items() if holds), "")
+    masked = bool(what) and recipe.run.allows_cuda  # the CPU's flash kernel supports masks
+    flex = masked and kernel == "auto"  # these use FlexAttention
+    if flex and (recipe.run.device == "cuda" or num_gpus() > 0) and model.head_dim < FLEX_MIN_HEAD_DIM:
+        yield (
+            f"{what} uses FlexAttention on a GPU, which requires a head dimension of {FLEX_MIN_HEAD_DIM} or "
+            f"more, but that of this model is {model.head_dim}; set training.attention = 'math', or use larger heads"
+        )
+    if flex and recipe.activation_checkpoint.mode == "selective" and recipe.compile.mode == "none":
+        yield (
+            f"{what} uses FlexAttention on a GPU, but activation_checkpoint.mode = 'selective' with "
+            "compile.mode = 'none' keeps it from being compiled; set compile.mode = 'block', or "
+            "activation_checkpoint.mode = 'full'"
+        )
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    unsupported = (
+        ("efficient", kv_heads != heads, f"does not support num_kv_heads = {kv_heads} and num_heads = {heads}"),
+        ("cudnn", recipe.run.deterministic, "is not deterministic, but run.deterministic = true"),
+        ("flash3 flash4", recipe.training.compute_dtype != "bfloat16", "requires training.compute_dtype = 'bfloat16'"),
+        ("cudnn flash flash3 flash4", masked, f"does not support the mask of {what}"),
+        ("efficient", model.attention_soft_cap > 0, f"does not bound scores as {what} asks"),
+        (
+            "cudnn efficient math flash3 flash4",
+            context > 1 and not what,
+            f"is not used with parallelism.context = {context}",
+        ),
+    )
+    for kernels, holds, reason in unsupported:
+        if kernel in kernels.split() and holds:
+            yield f"training.attention = '{kernel}' {reason}; set training.attention = 'auto'"
+
+
+def _compiler(recipe: PretrainRecipe) -> Iterator[str]:
+    if recipe.compile.mode == "none":
+        if recipe.activation_checkpoint.mode == "memory_budget":
+            yield (
+                "activation_checkpoint.mode = 'memory_budget' is implemented by the compiler, but compile.mode = 'none'; "
+                "set compile.mode = 'block', or use activation_checkpoint.mode = 'selective'"
+            )
+        return
+    backend = recipe.compile.backend
+    if backend in BACKENDS:
+        return
+    installed = sorted({entry.name for entry in entry_points(group="torch_dynamo_backends")})
+    if backend not in installed:
+        near = nearest(backend, [*BACKENDS, *installed])
+        yield (
+            f"compile.backend = '{shown(backend)}' is not a backend of torch.compile; "
+            + (f"did you mean {near!r}? " if near else "")
+            + f"choose from {', '.join([*BACKENDS, *installed])}, or install the package that registers it"
+        )
+
+
+def _adamw_section(recipe: PretrainRecipe) -> Optimizer:
+    """Returns the section of AdamW, with its defaults if the program has another optimizer and a section of its own for it."""
+    return recipe.optimizer if isinstance(recipe.optimizer, Optimizer) else Optimizer()
+
+
+def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
+    model, optimizer = recipe.model, _adamw_section(recipe)
+    rows = [*model.matrices().values(), *model.expert_parameters().values()]
+    if optimizer.state_dtype == "8bit" and all(shape[-1] % BLOCK for shape in rows):
+        yield (
+            f"optimizer.state_dtype = '8bit' quantizes rows of a multiple of {BLOCK} elements, and no matrix of this model has one "
+            f"(model.dim = {model.dim}); use a multiple of {BLOCK}, or state_dtype = 'bfloat16' or 'full'"
+        )
+    if optimizer.stochastic_rounding and recipe.training.master_dtype != "bfloat16":
+        yield (
+            "optimizer.stochastic_rounding = true has no effect on training.master_dtype = 'float32'; set "
+            "training.master_dtype = 'bfloat16', or stochastic_rounding = false"
+        )
+    if not optimizer.groups:
+        return
+    # The LM head is a parameter of a pipeline even if it is tied.
+    parameters = {**model.parameters(), **model.last_parameters()}
+    parameters = {name: spec for name, spec in parameters.items() if not name.endswith("expert_bias")}
+    used = {optimizer.group_of(name, is_matrix=len(spec.shape) > 1) for name, spec in parameters.items()}
+    for group in dict.fromkeys(optimizer.groups):
+        if group not in used:
+            yield (
+                f"optimizer.groups: no parameter is left for pattern = {group.pattern!r} with optimizer = {group.optimizer!r}; a "
+                "pattern consists of parts of a name such as layers.0.attention.wq.weight, and the first group that matches applies"
+            )
+    if all(group.optimizer != "muon" for group in optimizer.groups):
+        return
+    refused = "optimizer = 'muon' does not support "
+    if recipe.lora.rank:
+        yield f"{refused}lora.rank = {recipe.lora.rank}, whose matrices are products; set lora.rank = 0"
+    if recipe.parallelism.cpu_offload:
+        yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
+    stacks = [optimizer.group_of(f"layers.0.{name}", is_matrix=True) for name in model.expert_parameters()]
+    if recipe.parallelism.tensor > 1 and any(group is not None and group.optimizer == "muon" for group in stacks):
+        yield (
+            f"{refused}parallelism.tensor = {recipe.parallelism.tensor} for experts, whose matrices it would divide; use "
+            "parallelism.expert, or a pattern that does not match experts"
+        )
+
+
+def _checkpoint(recipe: PretrainRecipe) -> Iterator[str]:
+    checkpoint, model = recipe.checkpoint, recipe.model
+    keys = [key.name for key in describe(type(recipe))] if checkpoint.allow_changed else []
+    for key in checkpoint.allow_changed:
+        if key not in keys:
+            near = nearest(key, keys)
+            hint = f"did you mean {near}?" if near else "see --help"
+            yield f"checkpoint.allow_changed: {shown(key)} is not a key; {hint}"
+    if checkpoint.export != "none" and not model.hf_architecture:
+        yield f"checkpoint.export: transformers has no model that computes what model.name = {model.name!r} does"
+    elif checkpoint.export != "none":
+        yield from _errors("checkpoint.export: ", model.to_hugging_face)
+
+
+def _tensor(recipe: PretrainRecipe) -> Iterator[str]:
+    """Sizes that the tensor- and context-parallel degrees do not divide, and options that they exclude."""
+    model, parallelism, seq_len = recipe.model, recipe.parallelism, recipe.training.seq_len
+    tensor, context = parallelism.tensor, parallelism.context
+    sizes = model.tensor_parallel_sizes()
+    common = [n for n in divisors(math.gcd(*sizes.values())) if n <= tensor][-8:]
+    for name, size in sizes.items():
+        if size % tensor:
+            larger = -(-size // math.lcm(64, tensor)) * math.lcm(64, tensor)
+            or_larger = f", or model.vocab_size = {larger}" if name == "vocab_size" and larger <= LIMIT else ""
+            yield f"parallelism.tensor = {tensor} does not divide model.{name} = {size}; use {one_of(common)}{or_larger}"
+    chunks = tensor * (2 * context if context > 1 else 1)
+    if seq_len % chunks:
+        near = [n * chunks for n in (seq_len // chunks, seq_len // chunks + 1)]
+        near = [length for length in near if 0 < length <= model.max_seq_len] or [chunks]
+        why = "tensor" if context == 1 else "2 x context" if tensor == 1 else "tensor x 2 x context"
+        yield f"training.seq_len = {seq_len} is not divisible into {chunks} chunks ({why}); use {one_of(near)}"
+    rowwise = {name: model.block_matrices().get(name, (0, 0))[1] for name in model.rowwise_matrices}
+    rowwise |= {name: shape[2] for name, shape in model.expert_parameters().items() if name.endswith("w2")}
+    for name, inputs in rowwise.items():
+        if _adamw_section(recipe).state_dtype == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):
+            yield (
+                f"optimizer.state_dtype = '8bit' quantizes blocks of {BLOCK} elements, but parallelism.tensor = {tensor} splits "
+                f"the {inputs} inputs of {name} within a block; use another tensor, or optimizer.state_dtype = 'bfloat16'"
+            )
+    if parallelism.async_tensor_parallel:
+        refused = "parallelism.async_tensor_parallel = true: {}; set it to false".format
+        if tensor == 1:
+            yield refused("there is nothing to overlap while parallelism.tensor = 1")
+        if recipe.compile.mode == "none":
+            yield refused("the compiler does the overlapping, but compile.mode = 'none'")
+        if not recipe.run.allows_cuda:
+            yield refused(f"it requires GPUs with peer-to-peer access, but run.device = '{recipe.run.device}'")
+    if parallelism.cpu_offload and not recipe.run.allows_cuda:
+        yield (
+            f"parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = '{recipe.run.device}'; set it "
+            "to false"
+        )
+
+
+def _pipeline(recipe: PretrainRecipe) -> Iterator[str]:
+    """The first thing that is wrong with the pipeline stages, whatever the batch."""
+    parallelism, num_layers = recipe.parallelism, recipe.model.num_layers
+    pipeline, name, split = parallelism.pipeline, parallelism.pipeline_schedule, parallelism.pipeline_split
+    if pipeline == 1 or any(parallelism.problems()):
+        return
+    schedule = SCHEDULES[name]
+    per_rank = len(split) // pipeline or parallelism.pipeline_stages or schedule.stages_per_rank
+    num_stages = per_rank * pipeline
+    if schedule.fixed and per_rank != schedule.stages_per_rank:
+        yield (
+            f"parallelism.pipeline_schedule = '{name}' has {schedule.stages_per_rank} stage(s) on each rank, not {per_rank}; "
+            f"use {schedule.stages_per_rank}"
+            + (", or another schedule such as 'interleaved_1f1b'" if num_stages <= num_layers else "")
+        )
+    elif parallelism.pipeline_stages and num_stages > num_layers:
+        fitting = num_layers // pipeline
+        yield (
+            f"parallelism.pipeline_stages x pipeline = {per_rank} x {pipeline} = {num_stages}, but model.num_layers = "
+            f"{num_layers}; " + (f"use pipeline_stages = {fitting} or less" if fitting else "reduce pipeline")
+        )
+    elif not split and num_stages > num_layers:
+        yield (
+            f"parallelism.pipeline = {pipeline} makes {num_stages} stages with the schedule '{name}', but "
+            f"model.num_layers = {num_layers}; use {max(num_layers // per_rank, 1)} or less"
+        )
+    elif split and sum(split) != num_layers:
+        yield (
+            f"parallelism.pipeline_split = {list(split)} has {sum(split)} blocks, but model.num_layers = {num_layers}; "
+            "make them equal, or remove pipeline_split"
+        )
+    elif schedule.splits_backward and (recipe.activation_checkpoint.mode, recipe.compile.mode) == ("selective", "none"):
+        yield (
+            f"parallelism.pipeline_schedule = '{name}' runs two backward passes through a block, and activation_checkpoint.mode "
+            "= 'selective' supports one; use mode = 'full', compile.mode = 'block', or the schedule '1f1b'"
+        )
+
+
+def _float8(recipe: PretrainRecipe) -> Iterator[str]:
+    float8, model = recipe.float8, recipe.model
+    if float8.scaling == "none":
+        return
+    if float8.all_gather and recipe.parallelism.cpu_offload:
+        yield (
+            "float8.all_gather = true does not support parallelism.cpu_offload = true: it computes scales on the GPU; "
+            "set one of them false"
+        )
+    if float8.head and model.tied_head:
+        yield "float8.head = true, but the head of this model is tied to the embedding, which is not converted; set it false"
+    yield from _float8_selection(float8, model, recipe.parallelism.tensor)
+
+
+@lru_cache  # the planner checks thousands of layouts of one model
+def _float8_selection(float8: Float8, model: TransformerConfig, tensor: int) -> tuple[str, ...]:
+    """Patterns that match no matrix, and matrices that float8 cannot multiply."""
+    matrices = model.matrices()
+    parts = sorted({part for name in matrices for part in name.split(".") if not part.isdigit()})
+    problems = []
+    for key in ("layers", "skip"):
+        for pattern in getattr(float8, key):
+            if not any(matches(pattern, name) for name in matrices):
+                near = difflib.get_close_matches(pattern.rpartition(".")[2], parts, 1)
+                problems.append(
+                    f"float8.{key}: {pattern!r} matches no matrix of this model ({', '.join(model.block_matrices())} in each of "
+                    f"layers.0 to layers.{model.num_layers - 1}, and {HEAD})"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+    reasons = skip_reasons(float8, matrices, model.tied_head)
+    if all(reasons.values()) and not problems:
+        problems.append(
+            f"float8.scaling = {float8.scaling!r} has no matrix to convert: "
+            + ("all are too small; set float8.skip_small = false to convert them anyway" if "too small" in reasons.values()
+               else "float8.layers and float8.skip exclude all matrices of the blocks; change them, or set float8.head = true")
+            + ", or float8.scaling = 'none'"
+        )  # fmt: skip
+    alignment, misaligned = ALIGNMENT[float8.scaling], dict[str, str]()
+    for name, (outputs, inputs) in matrices.items():
+        matrix = name.split(".", 2)[2] if name != HEAD else HEAD
+        local = (outputs, inputs // tensor) if matrix in model.rowwise_matrices else (outputs // tensor, inputs)
+        divides = local[0] * local[1] * tensor == outputs * inputs  # otherwise another check refuses it
+        if not reasons[name] and divides and (local[0] % alignment or local[1] % alignment):
+            misaligned[matrix] = f"{local[0]} x {local[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")
+    for matrix, size in misaligned.items():
+        problems.append(
+            f"float8.scaling = {float8.scaling!r} requires multiples of {alignment}, but {matrix} is {size}; change the model's "
+            + ("sizes or parallelism.tensor" if tensor > 1 else "sizes")
+            + f", or exclude it with float8.skip = [{matrix.rpartition('.')[2]!r}]"
+        )
+    return tuple(problems)
+
+
+def _lora(recipe: PretrainRecipe) -> Iterator[str]:
+    lora, model = recipe.lora, recipe.model
+    if not lora.rank:
+        return
+    names = [name for name in model.matrices() if name.startswith("layers.")]
+    unmatched = [pattern for pattern in lora.layers if not any(matches(pattern, name) for name in names)]
+    for pattern in unmatched:
+        yield (
+            f"lora.layers: {pattern!r} matches no linear layer ({', '.join(model.block_matrices())} in each of layers.0 to "
+            f"layers.{model.num_layers - 1})"
+        )
+    if recipe.float8.scaling != "none":
+        yield (
+            f"lora.rank = {lora.rank} and float8.scaling = {recipe.float8.scaling!r} are not supported together; set one of them "
+            "to 0 or 'none'"
+        )
+    elif recipe.parallelism.pipeline > 1 and not unmatched:
+        # A pipeline stage without a trained layer would have no backward pass.
+        selected = {int(name.split(".")[1]) for name in names if lora.selects(name)}
+        first = 0
+        for number, size in enumerate(recipe.parallelism.split(model)):
+            if selected.isdisjoint(range(first, first + size)):
+                yield (
+                    f"lora.layers selects nothing in blocks {first} to {first + size - 1}, which are stage {number} of the "
+                    "pipeline; select layers of all blocks"
+                )
+            first += size
+
+
+def _mps(recipe: PretrainRecipe, world_size: int) -> Iterator[str]:
+    """What torch does not support on an Apple GPU."""
+    attention, scaling, mode = recipe.training.attention, recipe.float8.scaling, recipe.compile.mode
+    if world_size > 1:
+        yield f"run.device = 'mps' trains one process, but there are {world_size}; use one, or run.device = 'cpu'"
+    if scaling != "none":
+        yield f"run.device = 'mps' has no float8; set float8.scaling = 'none' instead of {scaling!r}"
+    if mode != "none":
+        yield f"run.device = 'mps' is not supported by compile.mode = {mode!r}; set it to 'none'"
+    if attention not in ("auto", "math"):
+        yield f"run.device = 'mps' has no kernel training.attention = {attention!r}; set it to 'auto'"
+
+
+# Checks for a number of processes.
+
+
+def _layout(recipe: PretrainRecipe, layout: Parallelism) -> Iterator[str]:
+    """What does not fit a number of processes. Raises `UserError` if they cannot share the batch."""
+    training, num_data_ranks, num_ranks = (
+        recipe.training,
+        layout.replicate * layout.shard,
+        layout.shard * layout.context,
+    )
+    num_microbatches = training.num_microbatches(num_data_ranks)
+    yield from recipe.model.expert_parallel_problems(layout.expert)
+    if num_ranks % layout.expert:
+        near = [n for n in divisors(num_ranks) if n <= layout.expert][-4:]
+        yield (
+            f"parallelism.expert = {layout.expert} does not divide the {num_ranks} ranks of shard x context; use {one_of(near)}, "
+            "or more ranks"
+        )
+    sequences_per_rank = training.global_batch_size // num_data_ranks
+    yield from _microbatches(recipe, num_microbatches, sequences_per_rank)
+    yield from _float8_tokens(recipe, sequences_per_rank // num_microbatches)
+    sequences = training.global_batch_size // num_microbatches  # of a micro-batch of all ranks
+    for _, size in training.batch_ramp:
+        prefix = f"training.batch_ramp has a size of {size}"
+        if size % sequences:
+            multiples = [n * sequences for n in (size // sequences, size // sequences + 1) if n]
+            yield (
+                f"{prefix}, which is no multiple of the {sequences} sequences of a micro-batch on {num_data_ranks} data-parallel "
+                f"ranks; use {one_of(multiples)}, or a smaller training.local_batch_size"
+            )
+        else:
+            for problem in _microbatches(recipe, size // sequences, size // num_data_ranks):
+                yield f"{prefix}: {problem}"
+
+
+def _microbatches(recipe: PretrainRecipe, num_microbatches: int, sequences_per_rank: int) -> Iterator[str]:
+    """Whether the pipeline schedule supports this number of micro-batches."""
+    pipeline, name = recipe.parallelism.pipeline, recipe.parallelism.pipeline_schedule
+    if pipeline == 1:
+        return
+    num_stages = pipeline * SCHEDULES[name].stages_per_rank
+    counts = {size: sequences_per_rank // size for size in divisors(sequences_per_rank)}
+    if name in ("1f1b", "dualpipev"):
+        supported = num_microbatches >= num_stages
+        required = f"{num_stages} or more"
+        sizes = [size for size, count in counts.items() if count >= num_stages]
+    else:
+        # torch's condition for the interleaved schedules; a multiple of the ranks fills the pipeline.
+        supported = name in ("gpipe", "zbv") or num_microbatches % max(1, num_microbatches // pipeline) == 0
+        # With one micro-batch, FSDP would get gradients of two dtypes from the two parts of the backward pass.
+        supported &= num_microbatches > 1 or not SCHEDULES[name].splits_backward
+        required = f"a multiple of {pipeline}"
+        sizes = [size for size, count in counts.items() if count % pipeline == 0]
+    if not supported:
+        remedy = (
+            f"use training.local_batch_size = {one_of(sizes[-3:])}" if sizes else "raise training.global_batch_size"
+        )
+        yield (
+            f"parallelism.pipeline_schedule = '{name}' over {pipeline} ranks requires {required} micro-batches, but a rank has "
+            f"{num_microbatches} ({sequences_per_rank} sequences, training.local_batch_size = {recipe.training.local_batch_size}); "
+            f"{remedy}, or another schedule such as 'gpipe'"
+        )
+
+
+def _float8_tokens(recipe: PretrainRecipe, sequences: int) -> Iterator[str]:
+    """Whether the number of tokens in a micro-batch, the inner dimension of weight gradients, is aligned."""
+    scaling, context, seq_len = recipe.float8.scaling, recipe.parallelism.context, recipe.training.seq_len
+    if scaling in ("none", "rowwise_with_gw_hp"):
+        return
+    alignment, tokens = ALIGNMENT[scaling], sequences * seq_len // context
+    if tokens % alignment:
+        step = alignment * context // math.gcd(alignment * context, sequences)
+        near = [n * step for n in (seq_len // step, seq_len // step + 1) if n]
+        sizes = f"{sequences} x {seq_len}" + (f" / {context}" if context > 1 else "")
+        yield (
+            f"float8.scaling = {scaling!r} requires multiples of {alignment}, but a rank's micro-batch has {tokens} tokens "
+            f"({sizes}); use training.seq_len = {one_of(near)}"
+        )
+
+
+# Checks of this machine.
+
+
+def _hardware(recipe: PretrainRecipe) -> Iterator[str]:
+    training = recipe.training
+    if recipe.run.device == "mps":
+        version = platform.mac_ver()[0]
+        if sys.platform != "darwin":
+            yield f"run.device = 'mps' is an Apple GPU, but this system is {sys.platform}; set run.device = 'auto'"
+        elif training.compute_dtype == "bfloat16" and int(version.partition(".")[0] or 0) < BFLOAT16_MACOS:
+            yield (
+                f"training.compute_dtype = 'bfloat16' requires macOS {BFLOAT16_MACOS} on an Apple GPU, but this is macOS "
+                f"{version}; set it to 'float32'"
+            )
+    elif recipe.run.device == "cpu" or not num_gpus():
+        if problem := recipe.float8.hardware_problem("the CPU", None):
+            yield problem
+        if training.attention in ("cudnn", "efficient", "flash3", "flash4"):
+            yield (
+                f"training.attention = '{training.attention}' is a kernel for GPUs, but this runs on the CPU; "
+                "set training.attention = 'auto'"
+            )
+
+
+def _memory(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> Iterator[str]:
+    """Whether the weights and gradients that this machine holds on the CPU, the least that training needs, exceed its memory."""
+    available = total_memory()
+    if available is None or (num_gpus() and recipe.run.allows_cuda and not recipe.parallelism.cpu_offload):
+        return
+    parameters = recipe.model.num_parameters()
+    # With LoRA, gradients are small.
+    needed = parameters * DTYPE_BYTES[recipe.training.master_dtype] * (1 if recipe.lora.rank else 2)
+    needed = needed * recipe.parallelism.replicate // world_size * local_world_size
+    if needed > available:
+        yield (
+            f"the model has {parameters:,} parameters, and their weights and gradients take {needed / 2**30:,.0f} GiB of the "
+            f"{available / 2**30:,.0f} GiB of memory of this machine; reduce model.vocab_size, model.dim or model.num_layers, or "
+            "use more machines"
+        )
+
+
+def _exists(path: str) -> bool:
+    """Whether a path, a URL or a pattern names anything. URLs are not looked up."""
+    return "://" in path or Path(path).exists() or bool(glob.glob(path, recursive=True))
+
+
+def _data_files(recipe: PretrainRecipe) -> list[str]:
+    """The files of data and tokenizer that are missing, and shards that do not fit the recipe."""
+    data, problems = recipe.data, list[str]()
+    keys = dict.fromkeys(data.mixture, "mixture") if data.mixture else {data.path: "path"} if data.path else {}
+    keys = keys if data.reads_paths else {}
+    if data.validation_path:
+        keys[data.validation_path] = "validation_path"
+    shards = data.source == "shards"
+    expected = "a folder made by `titanlike data prepare`" if shards else "a text file, a folder or a pattern"
+    for path, key in keys.items():
+        if not _exists(path):
+            problems.append(
+                f"data.{key} = {path!r} does not exist; give {expected}, or set data.source = 'synthetic' to run without data"
+            )
+    if data.chat_template and not Path(data.chat_template).is_file():
+        problems.append(f"data.chat_template = {data.chat_template!r} is not a file; give a Jinja template")
+    problems += _tokenizer_files(recipe.tokenizer.encoding)
+    if shards and not problems:
+        from titanlike.data.sources import check_shards  # slow to import, and most recipes do not need it
+
+        problems = [problem for path in keys for problem in _errors("", check_shards, path, recipe)]
+    return problems
+
+
+def _tokenizer_files(encoding: str) -> Iterator[str]:
+    if encoding == "bytes" or Path(encoding).is_file() or Path(encoding, "tokenizer.json").is_file():
+        return
+    if os.sep in encoding:
+        yield (
+            f"tokenizer.encoding = {encoding!r}: no such file; give a tiktoken rank file or tokenizer.json, the name of a "
+            "tiktoken encoding such as 'gpt2', or 'bytes'"
+        )
+        return
+    from titanlike.data.text.tokenizer import check_name  # slow to import, and most recipes do not need it
+
+    yield from _errors("", check_name, encoding)
+
+
+def evaluation_files(section: Evaluation) -> Iterator[str]:
+    """Yields a sentence for each file of evaluation that is missing on this machine, or that is not a task."""
+    for path in section.data:
+        if not _exists(path):
+            yield f"evaluation.data: {path!r} does not exist; give a text file, a folder, a pattern or token shards"
+    for file in section.tasks:
+        yield from _errors("evaluation.tasks: ", read_task, file)
+
+
+def _trackers(recipe: PretrainRecipe) -> Iterator[str]:
+    for name in ("wandb", "mlflow"):
+        found = find_spec(name) if name in recipe.metrics.trackers else None
+        if name in recipe.metrics.trackers and not (found and found.origin):  # a directory `wandb` is no package
+            yield f'metrics.trackers names {name!r}, which is not installed; run: pip install "titanlike[{name}]"'
+
+
+def _initial_weights(recipe: PretrainRecipe) -> list[str]:
     """Whether the weights to start from exist, and, if they are a Hugging Face folder, are those of the recipe's model."""
     initial = recipe.checkpoint.initial
     if not initial or "://" in initial:
@@ -120,135 +608,13 @@ def _initial_problems(recipe: PretrainRecipe) -> list[str]:
     return config_problems(initial, found, recipe.model, recipe.checkpoint.allow_changed)
 
 
-def _memory_problems(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> list[str]:
-    """Whether the weights and gradients that this machine holds on the CPU, the least that training needs, exceed its memory."""
-    available = total_memory()
-    if available is None or (num_gpus() and recipe.run.allows_cuda and not recipe.parallelism.cpu_offload):
-        return []
-    parameters, element_size = recipe.model.num_parameters(), 4 if recipe.training.master_dtype == "float32" else 2
-    # With LoRA, gradients are small.
-    needed = (
-        (1 if recipe.lora.rank else 2)
-        * element_size
-        * parameters
-        * recipe.parallelism.replicate
-        // world_size
-        * local_world_size
-    )
-    if needed <= available:
-        return []
-    return [
-        f"the model has {parameters:,} parameters, and their weights and gradients take {needed / 2**30:,.0f} GiB of the "
-        f"{available / 2**30:,.0f} GiB of memory of this machine; reduce model.vocab_size, model.dim or model.num_layers, or use "
-        "more machines"
-    ]
-
-
-def _compile_problems(recipe: PretrainRecipe) -> list[str]:
-    """Whether torch.compile has the backend: one of its own, or one that an installed package registers."""
-    backend = recipe.compile.backend
-    if recipe.compile.mode == "none" or backend in BACKENDS:
-        return []
-    installed = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
-    if backend in installed:
-        return []
-    near = nearest(backend, [*BACKENDS, *installed])
-    hint = f"did you mean {near!r}? " if near else ""
-    return [
-        f"compile.backend = '{shown(backend)}' is not a backend of torch.compile; {hint}choose from "
-        f"{', '.join([*BACKENDS, *sorted(installed)])}, or install the package that registers it"
-    ]
-
-
-def _schedule_problems(recipe: PretrainRecipe) -> list[str]:
-    steps, schedule = recipe.training.steps, recipe.schedule
-    if schedule.warmup_steps > steps:
-        return [
-            f"schedule.warmup_steps = {schedule.warmup_steps} is more than training.steps = {steps}, so the learning rate would "
-            f"not reach its peak; use schedule.warmup_steps = {steps} or less, or train longer"
-        ]
-    if schedule.decay_ratio and schedule.decay_steps:
-        return [
-            f"schedule.decay_ratio = {schedule.decay_ratio} and schedule.decay_steps = {schedule.decay_steps} both set the length "
-            "of the decay; set one of them to 0"
-        ]
-    if schedule.decay_ratio and schedule.warmup_steps + schedule.num_decay_steps(steps) > steps:
-        return [
-            f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_ratio = {schedule.decay_ratio}, which is "
-            f"{schedule.num_decay_steps(steps)} steps, are more than training.steps = {steps}; shorten them or train longer"
-        ]
-    if schedule.warmup_steps + schedule.decay_steps > steps:
-        return [
-            f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + {schedule.decay_steps} is more than "
-            f"training.steps = {steps}; shorten them or train longer"
-        ]
-    return []
-
-
-def _option_problems(recipe: PretrainRecipe) -> list[str]:
-    """Options that contradict one another."""
-    training, optimizer, checkpoint = recipe.training, adamw_section(recipe), recipe.checkpoint
-    problems = []
-    if training.non_finite == "skip" and training.skip_limit >= training.skip_window:
-        problems.append(
-            f"training.skip_limit = {training.skip_limit} within skip_window = {training.skip_window} steps allows skipping "
-            f"every step; use skip_window = {training.skip_limit + 1} or more"
-        )
-    if optimizer.state_dtype == "bfloat16" and optimizer.beta2 > 0.98:
-        problems.append(
-            f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {optimizer.beta2}: the change of "
-            "a step is below its precision; use beta2 = 0.98 or less, or state_dtype = '8bit'"
-        )
-    rows = [*recipe.model.matrices().values(), *recipe.model.expert_parameters().values()]
-    if optimizer.state_dtype == "8bit" and all(shape[-1] % BLOCK for shape in rows):
-        problems.append(
-            f"optimizer.state_dtype = '8bit' quantizes rows of a multiple of {BLOCK} elements, and no matrix of this model has one "
-            f"(model.dim = {recipe.model.dim}); use a multiple of {BLOCK}, or state_dtype = 'bfloat16' or 'full'"
-        )
-    if optimizer.stochastic_rounding and training.master_dtype != "bfloat16":
-        problems.append(
-            "optimizer.stochastic_rounding = true has no effect on training.master_dtype = 'float32'; set "
-            "training.master_dtype = 'bfloat16', or stochastic_rounding = false"
-        )
-    problems += optimizer_group_problems(recipe, optimizer)
-    if recipe.activation_checkpoint.mode == "memory_budget" and recipe.compile.mode == "none":
-        problems.append(
-            "activation_checkpoint.mode = 'memory_budget' is implemented by the compiler, but compile.mode = 'none'; "
-            "set compile.mode = 'block', or use activation_checkpoint.mode = 'selective'"
-        )
-    keys = [key.name for key in describe(type(recipe))] if checkpoint.allow_changed else []
-    for key in checkpoint.allow_changed:
-        if key not in keys:
-            near = nearest(key, keys)
-            hint = f"did you mean {near}?" if near else "see --help"
-            problems.append(f"checkpoint.allow_changed: {shown(key)} is not a key; {hint}")
-    if checkpoint.export != "none" and not checkpoint.enabled:
-        problems.append("checkpoint.export exports the last checkpoint, but checkpoint.enabled = false")
-    if checkpoint.export != "none" and not recipe.model.hf_architecture:
-        problems.append(
-            f"checkpoint.export: transformers has no model that computes what model.name = {recipe.model.name!r} does"
-        )
-    elif checkpoint.export != "none":
-        try:
-            recipe.model.to_hugging_face()
-        except UserError as error:
-            problems.append(f"checkpoint.export: {error}")
-    scheme = checkpoint.dir.partition("://")[0] if "://" in checkpoint.dir else ""
-    if scheme in ("memory", "http", "https", "data"):
-        lost = "is lost when the process ends" if scheme == "memory" else "cannot be written"
-        problems.append(
-            f"checkpoint.dir = {checkpoint.dir!r} {lost}; use a directory, or a store such as s3://bucket/runs"
-        )
-    if checkpoint.export != "none" and "://" in checkpoint.dir:
-        problems.append(
-            f"checkpoint.export requires a local checkpoint.dir, but it is the URL {checkpoint.dir!r}; set checkpoint.export = "
-            "'none', and use `titanlike export` on a copy"
-        )
-    if "://" in checkpoint.initial:
-        problems.append(f"checkpoint.initial = {checkpoint.initial!r} is a URL; download the folder, and give its path")
-    if recipe.parallelism.cpu_offload and not recipe.run.allows_cuda:
-        problems.append(
-            f"parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = '{recipe.run.device}'; set it "
-            "to false"
-        )
-    return problems
+def _directories(recipe: PretrainRecipe) -> Iterator[str]:
+    run, folder = recipe.run, Path(recipe.run.dir, recipe.run.name).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        yield f"run.dir = {run.dir!r}: {existing} is a file, not a folder; choose another run.dir or run.name"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"run.dir = {run.dir!r}: {existing} is not writable; choose another run.dir"
+    elif run.name and (folder / "checkpoints").is_file():
+        checkpoints = Path(run.dir, run.name, "checkpoints")
+        yield f"{checkpoints} is a file, not a folder; remove it, or choose another run.name"

@@ -31,9 +31,8 @@ FREE_SECTIONS = {
 }
 # Keys of other sections that may change. The location of the data is irrelevant: its fingerprint is compared.
 FREE_KEYS = {
-    "training.local_batch_size", "training.gc_interval", "training.loss_chunk",
-    "training.non_finite", "training.skip_limit", "training.skip_window",
-    "training.attention", "optimizer.fused", "tokenizer.encoding", "data.source", "data.path",
+    "training.local_batch_size", "training.loss_chunk", "training.non_finite", "training.skip_limit",
+    "training.attention", "tokenizer.encoding", "data.source", "data.path",
     "data.mixture", "data.validation_path", "data.cache", "data.prefetch", "data.workers", "data.bad_records",
     "data.chat_template", "float8.all_gather",
     "float8.emulate",
@@ -42,8 +41,7 @@ FREE_KEYS = {
 BATCH_SIZE_KEYS = {"training.batch_ramp", "training.global_batch_size"}
 # Free keys that change rounding: the resumed run is not bit-exact.
 INEXACT = (
-    "training.local_batch_size", "training.loss_chunk", "training.attention", "optimizer.fused",
-    "parallelism.cpu_offload",
+    "training.local_batch_size", "training.loss_chunk", "training.attention", "parallelism.cpu_offload",
     "parallelism.pipeline_", "parallelism.async_tensor_parallel", "float8.", "compile.mode", "compile.backend",
     "activation_checkpoint.",
 )  # fmt: skip

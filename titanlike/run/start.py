@@ -157,8 +157,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if ranks.restart_count:  # the first start has applied it, and a restart resumes from the newest checkpoint
         recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume_from=0))
     system.set_variables(system.wait_policy())  # read when torch is imported
-    if recipe.compile.cache:  # read when torch is imported
-        system.set_variables({"TORCHINDUCTOR_CACHE_DIR": str(Path(recipe.compile.cache).absolute())})
     if recipe.profiling.steps:
         system.set_variables({"KINETO_LOG_LEVEL": "99"})  # the profiler would print lines; read when torch is imported
     if recipe.run.allows_cuda:

@@ -18,7 +18,6 @@ from typing import Literal
 import titanlike
 from titanlike.config.sections import Float8
 from titanlike.distributed import environment
-from titanlike.float8.validation import hardware_problems
 from titanlike.utils import system
 
 GIB = 2**30
@@ -230,7 +229,7 @@ def gpus() -> Iterable[Finding]:
         _precision("bfloat16", capability >= (8, 0), "8.0", 'set training.compute_dtype = "float32"', capability),
         _precision(
             "float8",
-            not hardware_problems(Float8(scaling="tensorwise"), name, capability),
+            not Float8(scaling="tensorwise").hardware_problem(name, capability),
             "8.9",
             'leave float8.scaling = "none"',
             capability,

@@ -81,7 +81,6 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "optimizer.state_dtype": "full",
         "optimizer.stochastic_rounding": False,
         "schedule.warmup_steps": min(values["schedule"].get("warmup_steps", 0), 2, steps),
-        "schedule.decay_steps": 0,
         "schedule.decay_ratio": 0.0,
         "parallelism.cpu_offload": False,
         "parallelism.async_tensor_parallel": False,

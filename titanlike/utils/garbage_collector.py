@@ -2,27 +2,26 @@
 
 import gc
 
+INTERVAL = 50  # steps
+
 
 class GarbageCollector:
     """Replaces automatic garbage collection, which stops each rank at a different step and makes all others wait for it.
 
-    with GarbageCollector(50) as garbage_collector:
+    with GarbageCollector() as garbage_collector:
         for step in ...:
             garbage_collector.step()
     """
 
-    def __init__(self, interval: int) -> None:
-        """Collects at an interval in steps. 0 leaves collection to Python."""
-        self.interval = interval
+    def __init__(self) -> None:
         self.steps = 0
 
     def __enter__(self) -> "GarbageCollector":
-        if self.interval:
-            gc.disable()
+        gc.disable()
         return self
 
     def step(self) -> None:
-        """Collects everything after the first step, which leaves the compiler's garbage, then young objects at the interval.
+        """Collects everything after the first step, which leaves the compiler's garbage, then young objects every `INTERVAL` steps.
 
         Later collections do not traverse the objects that are alive after the first step.
         """
@@ -30,10 +29,9 @@ class GarbageCollector:
         if self.steps == 1:
             gc.collect()
             gc.freeze()
-        elif self.interval and self.steps % self.interval == 0:
+        elif self.steps % INTERVAL == 0:
             gc.collect(1)
 
     def __exit__(self, *error: object) -> None:
         gc.unfreeze()
-        if self.interval:
-            gc.enable()
+        gc.enable()

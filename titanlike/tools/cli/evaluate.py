@@ -9,7 +9,7 @@ from titanlike.config.base import validate
 from titanlike.config.sections import Evaluation
 from titanlike.distributed import environment
 from titanlike.inference.tasks import FORMATS
-from titanlike.inference.validation import evaluation_problems, missing_files
+from titanlike.run.preflight import evaluation_files
 from titanlike.tools.cli.processes import add_model_options, session, start_processes
 from titanlike.utils.arguments import non_negative_int, positive_int
 
@@ -23,8 +23,8 @@ Evaluates the model of a run, a checkpoint or a Hugging Face folder: loss, perpl
 tasks from local JSON lines files, scored as lm-evaluation-harness does. Starts one process per GPU, or NPROC. FSDP shards the
 weights over them, unless --tensor, --pipeline or --context say otherwise. The layout does not change the result.
 
-  titanlike evaluate runs/NAME --data heldout.txt --task hellaswag_val.jsonl --format hellaswag
-  NPROC=8 titanlike evaluate llama/ --tensor 2 --task arc.jsonl --format arc --task piqa.jsonl --format piqa --json"""
+  titanlike evaluate runs/NAME --data heldout.txt --task hellaswag_val.jsonl
+  NPROC=8 titanlike evaluate llama/ --tensor 2 --task arc.jsonl --task piqa.jsonl --json"""
 
 MAX_SEQ_LEN = 2048  # of text, where the checkpoint does not record that of the training
 
@@ -40,10 +40,8 @@ def add(commands: Any) -> None:
     add_model_options(parser)
     text = "text files, JSON lines, Parquet or token shards; may be repeated"
     parser.add_argument("--data", action="append", default=[], metavar="PATH", help=text)
-    text = "JSON lines file with the items of a task; may be repeated"
+    text = f"JSON lines file with the items of a task in a format of {', '.join(FORMATS)}; may be repeated"
     parser.add_argument("--task", action="append", default=[], metavar="FILE", help=text)
-    text = f"format of each --task, in their order: {', '.join(FORMATS)}"
-    parser.add_argument("--format", action="append", default=[], choices=list(FORMATS), metavar="FORMAT", help=text)
     text = "items of each task, and sequences of --data, from the first (default: all)"
     parser.add_argument("--limit", type=non_negative_int, default=0, metavar="N", help=text)
     text = "length of the sequences of --data (default: that of the training, or 2048)"
@@ -60,17 +58,17 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the command, or exits with the user's error."""
-    values = {"tasks": arguments.task, "formats": arguments.format, "data": arguments.data, "limit": arguments.limit}
+    values = {"tasks": arguments.task, "data": arguments.data, "limit": arguments.limit}
     try:
         section = validate(Evaluation, values)
     except ValueError as error:  # a path that is too long
         environment.fail(UserError(f"--{error}".replace("tasks", "task").replace("Value error, ", "")))
-    problems = evaluation_problems(section) or missing_files(section)
+    problems = [*section.problems()] or [*evaluation_files(section)]
     if not section.tasks and not section.data:
-        problems.append("there is nothing to evaluate; give --data, or --task and --format")
+        problems.append("there is nothing to evaluate; give --data or --task")
     if problems:
         text = "\n".join(problems).replace("evaluation.tasks: ", "")
-        for key, option in (("formats", "--format"), ("tasks", "--task"), ("data", "--data")):
+        for key, option in (("tasks", "--task"), ("data", "--data")):
             text = text.replace(f"evaluation.{key}", option)
         environment.fail(UserError(text))
     start_processes()

@@ -7,11 +7,10 @@ number of tokens.
 
 from dataclasses import dataclass
 
+from titanlike.config.sections import DTYPE_BYTES
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.experts import routed_activations
 from titanlike.tools.planning.job import Job
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ def block_activations(job: Job) -> BlockActivations:
         "none": kept,
         "selective": selective,
         "full": stream,
-        "every_n": (stream + (budget.every_n - 1) * kept) / budget.every_n,
         "memory_budget": stream + budget.memory_budget * max(0.0, kept - stream),
     }[mode]
     return BlockActivations(saved, kept + recomputed, stream, forward, backward, stream, early)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlike.config.layout import blocks_of
+from titanlike.config.optimizer import MUON_STEPS
+from titanlike.config.sections import DTYPE_BYTES
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
@@ -19,7 +21,7 @@ from titanlike.tools.planning.muon import Matrix, rounds
 from titanlike.tools.planning.operators import Counts, Program
 from titanlike.tools.planning.parameters import stage_of
 from titanlike.tools.planning.schedules import Action, Kind, actions, simulate_time
-from titanlike.tools.planning.work import SIZE, Matmul, Passes
+from titanlike.tools.planning.work import Matmul, Passes
 
 Parts = dict[str, float]  # seconds, by what they are spent on
 
@@ -230,7 +232,7 @@ class Rank:
     def once(self) -> Parts:
         """Seconds of what a step runs once: the optimizer, FSDP's copies into and out of buffers, and small reductions."""
         job, training = self.job, self.job.recipe.training
-        compute, reduced = SIZE[training.compute_dtype], SIZE[training.reduce_dtype]
+        compute, reduced = DTYPE_BYTES[training.compute_dtype], DTYPE_BYTES[training.reduce_dtype]
         parameters = [parameter for stage in self.modules for parameter in stage_of(job, stage).parameters]
         gathered = sum(parameter.size for parameter in parameters)
         local = [each.size * (job.layout.expert if each.expert else 1) for each in parameters if each.trainable]
@@ -242,12 +244,12 @@ class Rank:
             elif each.purpose == "gradients" and each.kind == "reduce-scatter":
                 copied += each.bytes * (1 + compute / reduced)
         if not job.uses_fsdp():  # the forward and the backward pass cast each weight, and its gradient
-            copied = gathered * job.num_microbatches * 3.0 * (SIZE[training.master_dtype] + compute)
+            copied = gathered * job.num_microbatches * 3.0 * (DTYPE_BYTES[training.master_dtype] + compute)
         parts = {"weight copies": copied / self.kernels.memory_speed}
         updated = self.counts.optimizer_bytes(trained)
         if job.layout.cpu_offload:
             # The link moves weights to the GPU, and gradients to the host, whose update is bound by a memory of about this speed.
-            moved = gathered / job.num_shards * 2 * SIZE[training.master_dtype] + trained * reduced
+            moved = gathered / job.num_shards * 2 * DTYPE_BYTES[training.master_dtype] + trained * reduced
             parts["optimizer"] = (updated + moved) / (self.hardware.host_gb_per_second * 1e9)
         else:
             parts["optimizer"] = updated / self.kernels.memory_speed
@@ -261,10 +263,9 @@ class Rank:
     def _orthogonalization(self, matrix: Matrix) -> float:
         """Seconds in which a rank orthogonalizes a matrix."""
         small, large = sorted((matrix.outputs, matrix.inputs))
-        steps = self.job.recipe.optimizer.muon_steps
         products = (
-            Matmul(small, small, large, False, steps),
-            Matmul(small, small, small, False, steps),
-            Matmul(small, large, small, False, steps),
+            Matmul(small, small, large, False, MUON_STEPS),
+            Matmul(small, small, small, False, MUON_STEPS),
+            Matmul(small, large, small, False, MUON_STEPS),
         )
         return sum(self.kernels.matmul(product) for product in products)

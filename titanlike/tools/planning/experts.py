@@ -6,12 +6,13 @@ Counted from `models/experts.py` and `parallelisms/expert.py`. All experts are a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titanlike.config.sections import DTYPE_BYTES
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.collectives import FLOAT32, INT64, Totals
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Stage
-from titanlike.tools.planning.work import SIZE, Matmul
+from titanlike.tools.planning.work import Matmul
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RoutedActivations:
 def routed_activations(job: Job, model: MoeConfig) -> RoutedActivations:
     """Returns the activations of a block's router and experts."""
     layout, number, mode = job.layout, model.experts_per_token, job.recipe.activation_checkpoint.mode
-    element = SIZE[job.recipe.training.compute_dtype]
+    element = DTYPE_BYTES[job.recipe.training.compute_dtype]
     exchanged = layout.expert > 1
     compiled = job.recipe.compile.mode != "none" and not exchanged
     rows = element * number * model.dim  # a copy of each token for each of its experts
@@ -70,7 +71,7 @@ def routing_bytes(job: Job) -> tuple[float, float]:
     model, layout, tokens = job.recipe.model, job.layout, job.tokens
     if not isinstance(model, MoeConfig):
         return 0.0, 0.0
-    element, exchanged = SIZE[job.recipe.training.compute_dtype], layout.expert > 1
+    element, exchanged = DTYPE_BYTES[job.recipe.training.compute_dtype], layout.expert > 1
     router_compiled = job.recipe.compile.mode != "none"
     compiled = router_compiled and not exchanged
     num_rows = tokens * model.experts_per_token
@@ -98,7 +99,7 @@ def exchanged_tokens(job: Job, recomputed: bool, needs_grad: bool, totals: Total
         return
     forward = num * (1 + recomputed)
     totals.add("all-to-all", "expert", "expert counts", num, model.num_experts * INT64)  # kept for the recomputation
-    size = job.tokens * model.experts_per_token * model.dim * SIZE[job.recipe.training.compute_dtype]
+    size = job.tokens * model.experts_per_token * model.dim * DTYPE_BYTES[job.recipe.training.compute_dtype]
     totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)
 
 

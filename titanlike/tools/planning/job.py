@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.layout import SCHEDULES, Schedule, stages_of
+from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
 from titanlike.config.sections import Parallelism
 
 
@@ -26,7 +26,7 @@ class Job:
         return self.layout.split(self.recipe.model)
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> PipelineSchedule:
         """The pipeline schedule."""
         return SCHEDULES[self.layout.pipeline_schedule]
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from titanlike.tools.planning.activations import DTYPE_BYTES, BlockActivations, block_activations
+from titanlike.config.sections import DTYPE_BYTES
+from titanlike.tools.planning.activations import BlockActivations, block_activations
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import matrices as matrices_of_muon
 
@@ -190,7 +191,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     # Without FSDP, each linear layer casts its weight, and keeps the copy for the backward pass unless it is recomputed.
     casts = 0.0 if fsdp or compute == DTYPE_BYTES[job.recipe.training.master_dtype] else full_block
     checkpointing = job.recipe.activation_checkpoint
-    kept = {"none": 1.0, "every_n": 1.0 - 1.0 / checkpointing.every_n, "memory_budget": checkpointing.memory_budget}
+    kept = {"none": 1.0, "memory_budget": checkpointing.memory_budget}
     kept_casts = casts * kept.get(checkpointing.mode, 0.0)
     stack = act.saved * n + kept_casts  # of each block
     recomputed = (act.kept - act.saved) * n + casts - kept_casts

@@ -57,5 +57,4 @@ def rounds(job: Job, stages: Sequence[int]) -> list[list[Matrix]]:
 
 def element_size(job: Job) -> int:
     """Returns the bytes of an element in which ranks exchange and orthogonalize matrices."""
-    dtype = job.recipe.optimizer.muon_dtype
-    return 4 if dtype == "float32" or (dtype == "auto" and not job.recipe.run.allows_cuda) else 2
+    return 2 if job.recipe.run.allows_cuda else 4

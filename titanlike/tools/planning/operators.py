@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from titanlike.config.sections import Float8
+from titanlike.config.sections import DTYPE_BYTES, Float8
 from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import TransformerConfig
 from titanlike.tools.planning.experts import ends_with_experts, routed_matmuls, routing_bytes
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.work import SIZE, Matmul, Passes, Work
+from titanlike.tools.planning.work import Matmul, Passes, Work
 
 EAGER_CASTS = 4.6  # bytes of a cast to float8 in eager code, relative to compiled code: 23 to 5
 
@@ -44,7 +44,7 @@ class Counts:
     @cached_property
     def element(self) -> int:
         """Bytes of an activation."""
-        return SIZE[self.job.recipe.training.compute_dtype]
+        return DTYPE_BYTES[self.job.recipe.training.compute_dtype]
 
     @cached_property
     def compiled(self) -> bool:
@@ -134,7 +134,7 @@ class Counts:
         if mode == "selective":  # keeps attention and the first of every two matmuls
             return replace(elementwise, matmuls=tuple(read[1::2]))
         checkpointing = recipe.activation_checkpoint
-        share = {"full": 1.0, "every_n": 1.0 / checkpointing.every_n, "memory_budget": 1 - checkpointing.memory_budget}
+        share = {"full": 1.0, "memory_budget": 1 - checkpointing.memory_budget}
         return full.times(share[mode]) if mode in share else Work()
 
     def _attention_flops(self, local: bool) -> float:
@@ -246,7 +246,7 @@ class Counts:
     def optimizer_bytes(self, parameters: float) -> float:
         """Returns the bytes of the gradient norm, clipping and AdamW for a number of local parameters."""
         recipe = self.job.recipe
-        master = SIZE[recipe.training.master_dtype]
+        master = DTYPE_BYTES[recipe.training.master_dtype]
         state = {"full": 2 * master, "bfloat16": 4, "8bit": 2}[recipe.optimizer.state_dtype]
         # Norm: reads gradients. Clipping: reads and writes them. AdamW: reads all, writes weights and moments.
         return parameters * (master + 2 * master + 3 * master + 2 * state)

@@ -79,9 +79,7 @@ def fsdp_units(job: Job, stage: Stage) -> list[Unit]:
         policy = "never"
     groups = [stage.first, *stage.blocks.values(), stage.last]
     root: tuple[Parameter, ...] = ()
-    if job.recipe.compile.mode == "model":
-        root, groups = stage.parameters, []
-    elif job.recipe.model.tied_head and len(job.split) == 1:  # the embedding is used at both ends
+    if job.recipe.model.tied_head and len(job.split) == 1:  # the embedding is used at both ends
         root, groups = (*stage.first, *stage.last), groups[1:-1]
     groups = [group for group in groups if group]
     # `auto` leaves out the last unit, which the backward pass uses first.

@@ -61,11 +61,10 @@ def weakly_scaled(recipe: PretrainRecipe, first: int, num_gpus: int) -> Pretrain
 
     steps = scaled(training.steps)
     warmup = min(scaled(schedule.warmup_steps), steps)
-    decay = min(scaled(schedule.decay_steps), steps - warmup)
     if schedule.decay_ratio:
         warmup = min(warmup, max(0, steps - schedule.num_decay_steps(steps)))  # both are rounded
     return replace(
         recipe,
         training=replace(training, global_batch_size=batch, batch_ramp=(), steps=steps),
-        schedule=replace(schedule, warmup_steps=warmup, decay_steps=decay),
+        schedule=replace(schedule, warmup_steps=warmup),
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from titanlike.config.sections import DTYPE_BYTES
 from titanlike.tools.planning.collectives import FLOAT32, INT64, Collective, Totals
 from titanlike.tools.planning.experts import balancing, counts_bytes, exchanged_tokens, has_balance_loss
 from titanlike.tools.planning.gathers import num_gathers
@@ -18,7 +19,6 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import element_size, rounds
 from titanlike.tools.planning.parameters import Parameter, Stage, fsdp_units, stage_of
 
-SIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element
 CHATS = ("chat", "synthetic_chat")  # sources whose conversations are documents
 
 
@@ -75,12 +75,12 @@ def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None
         if num_shards > 1:
             size = sum(
                 parameter.padded(num_shards)
-                * (1 if parameter.float8 and job.recipe.float8.all_gather else SIZE[training.compute_dtype])
+                * (1 if parameter.float8 and job.recipe.float8.all_gather else DTYPE_BYTES[training.compute_dtype])
                 for parameter in unit.parameters
             )
             totals.add("all-gather", axis, "weights", calls, size)
         trainable = [parameter for parameter in unit.parameters if parameter.trainable]
-        size = SIZE[training.reduce_dtype] * sum(parameter.padded(num_shards) for parameter in trainable)
+        size = DTYPE_BYTES[training.reduce_dtype] * sum(parameter.padded(num_shards) for parameter in trainable)
         if trainable and num_shards > 1:
             totals.add("reduce-scatter", axis, "gradients", 1 if once else job.num_microbatches, size)
         if trainable and layout.replicate > 1:
@@ -116,7 +116,6 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
     matrices, rowwise_matrices, experts = model.block_matrices(), model.rowwise_matrices, model.expert_parameters()
-    index = 0
     for number, stage in stages.items():
         needs_grad = number > 0 or job.recipe.lora.rank == 0
         for parameters in stage.blocks.values():
@@ -131,14 +130,12 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
             adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
             yield Block(
                 layers,
-                checkpointing.mode == "full"
-                or (checkpointing.mode == "every_n" and index % checkpointing.every_n == 0),
+                checkpointing.mode == "full",
                 needs_grad,
                 frozenset(name.removesuffix(".weight") for name, parameter in named.items() if parameter.float8),
                 adapted,
             )
             needs_grad = needs_grad or bool(adapted)
-            index += 1
 
 
 def _tensor(job: Job, block: Block, totals: Totals) -> None:
@@ -146,7 +143,7 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
     reverse. A gather that only float8 matmuls read sends float8."""
     recipe, num = job.recipe, job.num_microbatches
     elements = job.tokens * recipe.model.dim
-    element = SIZE[recipe.training.compute_dtype]
+    element = DTYPE_BYTES[recipe.training.compute_dtype]
     float8 = block.float8 if recipe.float8.scaling == "tensorwise" else frozenset()
     needs_grad = block.needs_grad
     for layer in block.layers:
@@ -172,7 +169,7 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
 def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     """The embedding scatters its output. The LM head gathers its input, and the softmax reduces three values of each token."""
     recipe, num = job.recipe, job.num_microbatches
-    elements, element = job.tokens * recipe.model.dim, SIZE[recipe.training.compute_dtype]
+    elements, element = job.tokens * recipe.model.dim, DTYPE_BYTES[recipe.training.compute_dtype]
     if number == 0:
         totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
         trains = any(parameter.trainable for parameter in stage.first)
@@ -193,7 +190,7 @@ def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
 
 def _replicated(job: Job, stage: Stage, totals: Totals) -> None:
     """Each tensor-parallel rank computes the gradients of replicated parameters from a part of the tokens."""
-    element = SIZE[job.recipe.training.compute_dtype]
+    element = DTYPE_BYTES[job.recipe.training.compute_dtype]
     for parameter in stage.parameters:
         if parameter.trainable and not parameter.sharded:
             totals.add("all-reduce", "tensor", "replicated gradients", job.num_microbatches, parameter.size * element)
@@ -203,7 +200,7 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
     """Attention gathers the keys and values of the full sequence. The backward pass scatters their gradients."""
     model = job.recipe.model
     heads = model.num_kv_heads // job.layout.tensor
-    size = job.tokens * job.layout.context * heads * model.head_dim * SIZE[job.recipe.training.compute_dtype]
+    size = job.tokens * job.layout.context * heads * model.head_dim * DTYPE_BYTES[job.recipe.training.compute_dtype]
     calls = 2 * job.num_microbatches
     totals.add("all-gather", "context", "keys and values", calls * (1 + block.recomputed), size)
     for name in ("attention.wk", "attention.wv"):
@@ -218,9 +215,7 @@ def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
     if float8.scaling != "tensorwise" or not number or not (float8.all_gather or layout.tensor > 1):
         return
     # Without float8 all-gather, the forward pass starts with it, and several stages of a rank have been gathered before.
-    gathered = not float8.all_gather and (
-        (job.schedule.stages_per_rank > 1 and layout.pipeline > 1) or job.recipe.compile.mode == "model"
-    )
+    gathered = not float8.all_gather and job.schedule.stages_per_rank > 1 and layout.pipeline > 1
     if job.num_shards > 1 and not gathered:
         totals.add("all-reduce", fsdp_axis(job), "float8 maxima", 1, number * FLOAT32)
     if layout.tensor > 1:
@@ -243,7 +238,7 @@ def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
 def _add_maxima(job: Job, calls: int, totals: Totals) -> None:
     for axis, size in (("tensor", job.layout.tensor), ("context", job.layout.context)):
         if size > 1:
-            element = SIZE[job.recipe.training.compute_dtype]
+            element = DTYPE_BYTES[job.recipe.training.compute_dtype]
             totals.add("all-reduce", axis, "float8 maxima", calls * job.num_microbatches, element)
 
 
@@ -252,7 +247,7 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     exchange the gradients of tied weights."""
     model, training = job.recipe.model, job.recipe.training
     last = len(job.split) - 1
-    size = job.tokens * model.dim * SIZE[training.compute_dtype] // job.layout.tensor
+    size = job.tokens * model.dim * DTYPE_BYTES[training.compute_dtype] // job.layout.tensor
     for number in stages:
         neighbours = {number - 1, number + 1} & set(range(last + 1)) - stages.keys()
         calls = job.num_microbatches * len(neighbours)
@@ -261,7 +256,7 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
             totals.add(kind, "pipeline", "expert counts", calls * has_balance_loss(model), counts_bytes(job))
     if model.tied_head and job.recipe.lora.rank == 0 and len({0, last} & stages.keys()) == 1:
         rows = -(-model.vocab_size // job.layout.tensor // job.num_shards)
-        size = rows * model.dim * SIZE[training.master_dtype]
+        size = rows * model.dim * DTYPE_BYTES[training.master_dtype]
         totals.add("send", "pipeline", "tied gradients", 1, size)
         totals.add("receive", "pipeline", "tied gradients", 1, size)
 

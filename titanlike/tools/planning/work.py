@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 
-SIZE = {"float32": 4, "bfloat16": 2}  # bytes of an element
-
 
 @dataclass(frozen=True)
 class Matmul:
