@@ -69,7 +69,8 @@ class UserError(ValueError):
 def section(cls: type[T]) -> type[T]:
     """Turns a class of annotated fields into a recipe section, or into a recipe made of sections.
 
-    A section may derive from another one. It inherits fields with their docstrings, which pydantic alone would drop.
+    A section may derive from another one. It inherits fields with their docstrings, which pydantic alone would drop. Its attribute
+    `defaults` has the defaults of inherited fields that differ.
     """
     own = inspect.get_annotations(cls)
     inherited = {
@@ -77,10 +78,10 @@ def section(cls: type[T]) -> type[T]:
         for name, info in getattr(cls, "__pydantic_fields__", {}).items()
         if name not in own and info.description
     }
-    for name in inherited:
-        setattr(
-            cls, name, getattr(cls, name)
-        )  # the default, without which the annotation would make the field required
+    defaults = vars(cls).get("defaults", {})
+    assert defaults.keys() <= inherited.keys()
+    for name in inherited:  # without a default, the annotation would make the field required
+        setattr(cls, name, defaults.get(name, getattr(cls, name)))
     cls.__annotations__ = inherited | own
     return cast(type[T], pydantic_dataclass(frozen=True, config=STRICT)(cls))
 

@@ -58,6 +58,8 @@ class TransformerConfig:
     dropout: float = 0.0
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of inherited fields that differ from those of the base."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalized over the head dimension, before RoPE."""
     post_norms: ClassVar[bool] = False

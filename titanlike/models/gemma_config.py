@@ -1,7 +1,7 @@
 """Gemma 2 and the text models of Gemma 3: the blocks of Llama with the options below. Does not import torch."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 from titanlike.models.base_config import ParameterSpec, require
@@ -47,7 +47,6 @@ class GemmaConfig(LlamaFamilyConfig):
     """Dimension of an attention head, independent of `dim` and `num_heads`. The published sizes have 128 or 256."""
     query_scalar: PositiveFloat = 64.0
     """Attention scores are divided by its square root. In most published sizes it is the head dimension."""
-    tied_head = True
     logit_soft_cap: NonNegativeFloat = 0.0
     """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
     attention_soft_cap: NonNegativeFloat = 0.0
@@ -59,8 +58,8 @@ class GemmaConfig(LlamaFamilyConfig):
     sliding_window_pattern: NonNegative = 0
     """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
     blocks use it. Unused if `sliding_window` is 0."""
-    rope_theta = 10000.0
 
+    defaults: ClassVar = {"tied_head": True, "rope_theta": 10000.0}
     embedding_scale = True
     gelu = True
     own_head_dim = 256
@@ -128,10 +127,8 @@ class Gemma2Config(GemmaConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "2B", "9B", "27B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    logit_soft_cap = 30.0
-    attention_soft_cap = 50.0
-    sliding_window_pattern = 2
 
+    defaults: ClassVar = {"logit_soft_cap": 30.0, "attention_soft_cap": 50.0, "sliding_window_pattern": 2}
     hf_architecture = "Gemma2ForCausalLM"
     hf_model_type = "gemma2"
     sizes = GEMMA2_SIZES
@@ -145,8 +142,6 @@ class Gemma3Config(GemmaConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "270M", "1B", "4B", "12B", "27B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    num_layers = 6
-    sliding_window_pattern = 6
     rope_theta: PositiveFloat = 1000000.0
     """Base of the RoPE frequencies of the blocks that attend to the full sequence."""
     rope_local_theta: PositiveFloat = 10000.0
@@ -154,6 +149,7 @@ class Gemma3Config(GemmaConfig):
     rope_scaling: PositiveFloat = 1.0
     """Divides the RoPE frequencies of the blocks that attend to the full sequence: 8 from 4B on; 1 disables it."""
 
+    defaults: ClassVar = {"num_layers": 6, "sliding_window_pattern": 6}
     hf_architecture = "Gemma3ForCausalLM"
     hf_model_type = "gemma3_text"
     rope_types = ("default", "linear")

@@ -218,13 +218,12 @@ class LlamaConfig(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    norm_eps = 1e-5
-    rope_theta = 500000.0
     rope_scaling: PositiveFloat = 1.0
     """Llama 3.1's RoPE scaling factor of the low frequencies: 8 for Llama 3.1, 32 for Llama 3.2; 1 disables it."""
     rope_original_seq_len: Positive = 8192
     """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
 
+    defaults: ClassVar = {"norm_eps": 1e-5, "rope_theta": 500000.0}
     hf_architecture = "LlamaForCausalLM"
     hf_model_type = "llama"
     rope_types = ("default", "llama3")

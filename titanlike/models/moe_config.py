@@ -150,8 +150,8 @@ class Qwen3MoeConfig(MoeConfig):
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
     published sizes have 128."""
-    max_seq_len = 40960
 
+    defaults: ClassVar = {"max_seq_len": 40960}
     hf_architecture = "Qwen3MoeForCausalLM"
     hf_model_type = "qwen3_moe"
     sizes = QWEN3_MOE_SIZES
@@ -190,9 +190,8 @@ class MixtralConfig(MoeConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "8x7B", "8x22B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    norm_eps = 1e-5
-    max_seq_len = 32768
 
+    defaults: ClassVar = {"norm_eps": 1e-5, "max_seq_len": 32768}
     hf_architecture = "MixtralForCausalLM"
     hf_model_type = "mixtral"
     sizes = MIXTRAL_SIZES

@@ -32,8 +32,8 @@ class Qwen2Config(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "2.5-0.5B", "2.5-1.5B", "2.5-3B", "2.5-7B", "2.5-14B", "2.5-32B", "2.5-72B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
-    max_seq_len = 32768
 
+    defaults: ClassVar = {"max_seq_len": 32768}
     hf_architecture = "Qwen2ForCausalLM"
     hf_model_type = "qwen2"
     hf_fixed: ClassVar = {"use_sliding_window": False}

@@ -28,8 +28,8 @@ class Qwen3Config(LlamaFamilyConfig):
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
     published sizes have 128."""
-    max_seq_len = 40960
 
+    defaults: ClassVar = {"max_seq_len": 40960}
     hf_architecture = "Qwen3ForCausalLM"
     hf_model_type = "qwen3"
     hf_fixed: ClassVar = {"attention_bias": False, "use_sliding_window": False}
