@@ -36,7 +36,7 @@ GPUS_OF = {name: gpus for gpus, names in GPUS.items() for name in names}
 STEPS = 4
 SHORT = (
     "--data.source=synthetic", "--tokenizer.encoding=bytes", "--schedule.warmup_steps=1", f"--training.steps={STEPS}",
-    "--checkpoint.enabled=false", "--sample.tokens=0", "--validation.interval=0", "--metrics.trackers=[]",
+    "--checkpoint.enabled=false", "--checkpoint.initial=", "--sample.tokens=0", "--validation.interval=0", "--metrics.trackers=[]",
 )  # fmt: skip
 COLUMNS = (
     "recipe", "GPUs", "allocated GiB", "planned GiB", "difference", "reserved GiB", "planned reserved GiB", "reserved difference",
@@ -77,20 +77,12 @@ def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_
     step = process["steps"][-1]
     launches = step["launches"]
     calls = [call for group in step["collectives"] for call in group["calls"].values()]
-    allocated, reserved = process["allocated_peak"], process["reserved_peak"]
-    planned = plan(name, gpus, arguments)
     return {
         "recipe": name,
         "options": arguments,
         "GPUs": gpus,
-        "allocated": allocated,
-        "reserved": reserved,
-        "allocated GiB": round(allocated / 2**30, 2),
-        "planned GiB": round(planned.allocated / 2**30, 2),
-        "difference": f"{planned.allocated / allocated - 1:+.1%}",
-        "reserved GiB": round(reserved / 2**30, 2),
-        "planned reserved GiB": round(planned.reserved / 2**30, 2),
-        "reserved difference": f"{planned.reserved / reserved - 1:+.1%}",
+        "allocated": process["allocated_peak"],
+        "reserved": process["reserved_peak"],
         "launches": sum(launches.values()),
         "matmuls": launches["matmul"],
         "attention": launches["attention"],
@@ -104,10 +96,26 @@ def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_
     }
 
 
+def beside_plan(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the cells of a row, with today's plan."""
+    planned = plan(row["recipe"], row["GPUs"], row["options"])
+    return row | {
+        "allocated GiB": f"{row['allocated'] / 2**30:.2f}",
+        "planned GiB": f"{planned.allocated / 2**30:.2f}",
+        "difference": f"{planned.allocated / row['allocated'] - 1:+.1%}",
+        "reserved GiB": f"{row['reserved'] / 2**30:.2f}",
+        "planned reserved GiB": f"{planned.reserved / 2**30:.2f}",
+        "reserved difference": f"{planned.reserved / row['reserved'] - 1:+.1%}",
+        "host ms": f"{row['host ms']:,}",
+        "launches": f"{row['launches']:,}",
+    }
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the rows as a table in Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in COLUMNS) + " |" for row in rows)])
+    cells = [[str(beside_plan(row)[name]) for name in COLUMNS] for row in rows]
+    return "\n".join([*lines, *("| " + " | ".join(each) + " |" for each in cells)])
 
 
 def main() -> None:

@@ -103,8 +103,10 @@ def _every_second_product(job: Job) -> float:
     for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise)):
         width = matrices[name][0] / (1 if name in rowwise else tensor)
         widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
-    kept = widths[::2]
-    # Compiled code does not keep the last one unless a post-norm reads it: otherwise no gradient depends on it.
-    if len(widths) % 2 and job.recipe.compile.mode != "none" and not model.post_norms:
-        kept.pop()
-    return DTYPE_BYTES[job.recipe.training.compute_dtype] * sum(kept)
+    # Compiled code does not keep the block's last sum, of one or two products, unless a post-norm reads it: otherwise no gradient
+    # depends on it.
+    if job.recipe.compile.mode != "none" and not model.post_norms:
+        widths[-1] = 0
+        if lora.selects(f"layers.0.{name}"):
+            widths[-3] = 0
+    return DTYPE_BYTES[job.recipe.training.compute_dtype] * sum(widths[::2])
