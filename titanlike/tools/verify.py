@@ -223,7 +223,7 @@ def _parse(layout: str) -> dict[str, str]:
 
 
 def _run(words: Sequence[str], processes: int, record: Path | None = None) -> subprocess.CompletedProcess[str]:
-    launch = Path(__file__).parent / "cli" / "launch.py"
+    launch = REPOSITORY / "titanlike/run/launch.py"
     return subprocess.run(
         [sys.executable, str(launch), *words],
         env=environment.child_environment(

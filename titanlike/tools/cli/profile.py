@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.distributed import environment
+from titanlike.run.start import REPOSITORY
 
 if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
@@ -117,7 +118,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str], folder: Path
     if folder.exists():
         raise UserError(f"{folder} exists; give another --out")
     ours = OVERRIDES | {"profiling.ranks": f"[{arguments.ranks}]", "run.dir": folder.parent, "run.name": folder.name}
-    launcher = Path(__file__).with_name("launch.py")
+    launcher = REPOSITORY / "titanlike/run/launch.py"
     command = [sys.executable, str(launcher), str(arguments.path), *overrides]
     command += [f"--{key}={value}" for key, value in ours.items()]
     done = subprocess.run(command, stdout=sys.stderr if arguments.json else None, check=False)
