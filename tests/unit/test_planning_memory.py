@@ -163,7 +163,7 @@ def test_gradients_that_replace_what_has_accumulated_need_no_more_memory() -> No
     # Before the last reduction, a rank has all gradients in float32, instead of its eighth.
     gradients = 4 * planned.recipe.model.num_parameters() * 7 / 8
     assert before.allocated - after.allocated == pytest.approx(gradients, rel=0.01)
-    assert before.reserved == pytest.approx(1.06 * before.allocated)
+    assert before.reserved == pytest.approx(1.055 * before.allocated)
 
 
 def test_jobs_that_only_compiled_code_can_run_are_not_simulated() -> None:
