@@ -84,7 +84,7 @@ def test_a_job_trains_the_recipe_that_it_names_and_the_next_job_resumes_it(
     assert "/pretrain.py, recipe own_configs/tiny.toml\n" in done.stdout
     run = base / "checkpoints/tiny"
     resolved = (run / "recipe.toml").read_text()
-    assert "vocab_size = 300\n" in resolved and "steps = 4\n" in resolved and "fused = false\n" in resolved
+    assert "vocab_size = 300\n" in resolved and "steps = 4\n" in resolved and "deterministic = false\n" in resolved
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000004"]
     assert list((base / "model/hf").glob("*.safetensors")) and (base / "model/hf/config.json").exists()
     assert not (run / "hf").exists() and not (code / "runs").exists()
