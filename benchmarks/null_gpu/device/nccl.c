@@ -76,11 +76,13 @@ static size_t size_of(ncclDataType_t type) {
 static char *open_log(const char *id, int rank, int *own) {
     const char *folder = getenv("NULL_GPU_FOLDER");
     if (folder == NULL) fail("NULL_GPU_FOLDER is not set; start programs with python -m benchmarks.null_gpu");
-    char path[512];
+    char path[512], new_path[520];
     snprintf(path, sizeof path, "%s/%s.%d", folder, id, rank);
-    int file = open(path, own ? O_RDWR | O_CREAT : O_RDONLY, 0600);
+    snprintf(new_path, sizeof new_path, "%s.new", path);
+    int file = own ? open(new_path, O_RDWR | O_CREAT, 0600) : open(path, O_RDONLY);
     if (file < 0) return NULL;
-    if (own && ftruncate(file, LOG_SIZE)) fail("cannot extend %s", path);
+    // Another rank may open the log at any time. To read a file before it has its size would end that rank with SIGBUS.
+    if (own && (ftruncate(file, LOG_SIZE) || rename(new_path, path))) fail("cannot create %s", path);
     char *log = mmap(NULL, LOG_SIZE, own ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED | MAP_NORESERVE, file, 0);
     if (own) *own = file;
     else close(file);
