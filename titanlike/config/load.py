@@ -22,6 +22,7 @@ from titanlike.config.schema import describe
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
+MANY_UNKNOWN = 4  # keys, which are not typos but those of another program
 MAX_DEPTH = 8  # of tables and lists in a recipe; sections have two
 
 
@@ -44,6 +45,10 @@ def load(
         return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
     except ValidationError as error:
         lines = [_format_error(recipe_type, dict(detail), origins, path) for detail in error.errors()]
+        if sum("unknown key" in line for line in lines) >= MANY_UNKNOWN:
+            lines.append(
+                f"{path} has many unknown keys; docs/coming_from.md has those of torchtitan, Megatron-LM and HF Trainer"
+            )
         raise UserError("\n".join(dict.fromkeys(lines))) from None
 
 

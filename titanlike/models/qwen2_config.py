@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): the blocks of Llama with biases of queries, keys and values. Does not import torch."""
+"""Qwen2 and Qwen2.5 (dense): the blocks of Llama (`llama.py`) with biases of queries, keys and values. Does not import torch."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): the blocks of Llama with an RMSNorm over each head of queries and keys. Does not import torch."""
+"""Qwen3 (dense): the blocks of Llama (`llama.py`) with an RMSNorm over each head of queries and keys. Does not import torch."""
 
 from typing import Any, ClassVar, Literal
 

@@ -11,23 +11,34 @@ A package registers a function as an entry point, here in its pyproject.toml:
 | `titanlike.completed` | on rank 0 at the end of a run | `recipe`, `metrics` (the file of records), `device`, `measured` |
 | `titanlike.out_of_memory` | on a rank whose device is out of memory | `recipe` |
 
-All arguments are keywords. The function returns the text that is printed, or None.
+All arguments are keywords. The function returns the text that is printed, or None. A function of `titanlike.checked` raises
+`UserError` for an argument that it does not know.
 """
 
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 
-def call_hooks(name: str, **arguments: Any) -> list[str]:
-    """Calls the functions of a group and returns their texts. One that fails is reported in its place: it is a guest."""
-    texts = []
-    for entry in entry_points(group=f"titanlike.{name}"):
+NOT_INSTALLED = "no plan: titanlike is not installed here, or was installed by an earlier version; run pip install -e"
+
+
+def call_hooks(point: str, /, *, may_refuse: bool = False, **arguments: Any) -> list[str]:
+    """Calls the functions that are registered for a point of a run and returns their texts.
+
+    A function that fails is reported in the place of its text: it neither ends a run nor hides the error that ends it. With
+    `may_refuse`, its `UserError` is raised.
+    """
+    found = entry_points(group=f"titanlike.{point}")
+    texts = [] if found else [f"{NOT_INSTALLED} {REPOSITORY}"]
+    for entry in found:
         try:
             texts.append(entry.load()(**arguments))
-        except UserError:
-            raise
-        except Exception as error:  # noqa: BLE001  neither ends a run nor hides the error that ends it
+        except Exception as error:
+            if may_refuse and isinstance(error, UserError):
+                raise
             texts.append(f"{entry.name}: {type(error).__name__}: {error}")
     return [text for text in texts if text]

@@ -20,7 +20,7 @@ from titanlike.config.schema import describe, help_text
 from titanlike.config.sections import Run
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
-from titanlike.run.hooks import call_hooks
+from titanlike.run.hooks import REPOSITORY, call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int, refuse_control_characters, refuse_undecodable
@@ -30,7 +30,6 @@ R = TypeVar("R", bound=PretrainRecipe)
 
 OPTIONS = ("recipe", "check", "preflight", "hardware")  # options with a value that are no keys of a section
 MAX_DERIVED_NAME = 200  # bytes; a launch id follows
-REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
 
 USAGE = """\
@@ -129,7 +128,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         check_recipe(recipe, arguments.check or ranks.world_size)
         texts = []
         if arguments.check and not arguments.check_files:
-            texts = call_hooks("checked", recipe=recipe, num_processes=arguments.check, hardware=arguments.hardware)
+            texts = call_hooks(
+                "checked", may_refuse=True, recipe=recipe, num_processes=arguments.check, hardware=arguments.hardware
+            )
         program = Path(sys.argv[0]).resolve()
         if arguments.check_files:
             _check_program(program, arguments)
