@@ -24,7 +24,7 @@ from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.cost import step_time
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.memory import Memory, memory
+from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.traffic import traffic
 
 GOALS = {"tokens per second": 0.15, "ratio": 0.05, "memory": 0.10}
@@ -86,13 +86,13 @@ def memory_gib(row: Row) -> float:
     found = []
     for rank in range(job.layout.pipeline):
         planned = memory(job, rank)
-        moments = [
+        moments = tuple(
             replace(moment, usage=replace(moment.usage, loss=moment.usage.loss + extra))
             if moment.usage.loss
             else moment
             for moment in planned.moments
-        ]
-        found.append(Memory(tuple(moments)).reserved)
+        )
+        found.append(replace(planned, moments=moments).reserved)
     return max(found) / GIB
 
 

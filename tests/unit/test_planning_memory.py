@@ -155,6 +155,7 @@ def test_formulas_give_the_memory_of_a_simulated_step(case: str) -> None:
     formula, simulated = memory(planned, rank), simulate(planned, rank)
     assert formula.allocated == pytest.approx(simulated.allocated, rel=0.05)
     assert formula.reserved == pytest.approx(simulated.reserved, rel=0.05)
+    assert formula.fragmentation == simulated.fragmentation
 
 
 def test_gradients_that_replace_what_has_accumulated_need_no_more_memory() -> None:

@@ -52,7 +52,7 @@ def test_the_pipeline_rank_with_most_memory_decides() -> None:
     assert len(plan.memory) == len(plan.traffic) == 8
     assert plan.reserved == max(memory.reserved for memory in plan.memory)
     assert {7, plan.worst_rank} == set(ranks_to_simulate(plan))
-    large = Memory((Moment("forward", Usage(activations=90 * GIB)),))
+    large = Memory((Moment("forward", Usage(activations=90 * GIB)),), 1.0)
     simulated = make_plan(plan.job, H100, {3: large})
     assert simulated.worst_rank == 3 and not simulated.fits and simulated.simulated == {3}
     assert limits(simulated).startswith("Memory limits this layout") and "activations are 90.0 GiB" in limits(simulated)

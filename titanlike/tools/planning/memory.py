@@ -53,7 +53,7 @@ class Memory:
     """Memory of the ranks that hold one pipeline rank's stages, over one step after the first."""
 
     moments: tuple[Moment, ...]
-    fragmentation: float = FRAGMENTATION
+    fragmentation: float  # reserved over allocated bytes
 
     @property
     def peak(self) -> Moment:
@@ -81,13 +81,17 @@ def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
     """Returns the memory of a pipeline rank. Without `every_block`, the moments without a pipeline are those of the first and last
     two blocks, between which usage is linear: the peak is the same, and is found as fast for any number of blocks."""
     sizes = _Sizes.of(job, rank)
-    recomputes = job.recipe.activation_checkpoint.mode != "none"
-    fragmentation = FRAGMENTATION if recomputes and job.uses_fsdp() else LOW_FRAGMENTATION
     if job.layout.pipeline > 1:
-        return Memory(tuple(_pipeline_moments(job, rank, sizes)), fragmentation)
+        return Memory(tuple(_pipeline_moments(job, rank, sizes)), fragmentation(job))
     blocks = range(job.split[0])
     ends = blocks if every_block else sorted({*blocks[:2], *blocks[-2:]})
-    return Memory(tuple(_moments(job, sizes, ends)), fragmentation)
+    return Memory(tuple(_moments(job, sizes, ends)), fragmentation(job))
+
+
+def fragmentation(job: Job) -> float:
+    """Returns reserved over allocated bytes of a job."""
+    recomputes = job.recipe.activation_checkpoint.mode != "none"
+    return FRAGMENTATION if recomputes and job.uses_fsdp() else LOW_FRAGMENTATION
 
 
 @dataclass(frozen=True)

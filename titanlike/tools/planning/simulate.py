@@ -24,7 +24,15 @@ from titanlike.parallelize import parallelize
 from titanlike.tools.planning.activations import block_activations
 from titanlike.tools.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.memory import WORKSPACES, Memory, Moment, Usage, loss_logits, receive_buffers
+from titanlike.tools.planning.memory import (
+    WORKSPACES,
+    Memory,
+    Moment,
+    Usage,
+    fragmentation,
+    loss_logits,
+    receive_buffers,
+)
 from titanlike.tools.planning.schedules import order, peak_in_flight
 from titanlike.tools.planning.storage_tracker import Allocation, StorageTracker
 from titanlike.utils import compat
@@ -33,6 +41,8 @@ from titanlike.utils import compat
 # but all units of a pipeline stage.
 DEPTH, DEPTH_OF_STAGES = 3, 1
 MICROBATCHES = 2  # of a simulated step without a pipeline: the second one finds the gradients of the first
+
+Moments = tuple[Moment, ...]
 
 
 def can_simulate(job: Job) -> bool:
@@ -60,14 +70,15 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
         section = replace(job.recipe.parallelism, cpu_offload=False)
         found = simulate(Job(replace(job.recipe, parallelism=section), job.num_gpus), rank, device)
         on_host = {"parameters": 0, "gradients": 0, "optimizer": 0}
-        return Memory(tuple(replace(m, usage=replace(m.usage, **on_host)) for m in found.moments))
+        moments = tuple(replace(m, usage=replace(m.usage, **on_host)) for m in found.moments)
+        return replace(found, moments=moments)
     if job.layout.pipeline > 1:
         shorter = _with_microbatches(job, rank)
         simulated = _of_full_depth(shorter, rank, device, DEPTH_OF_STAGES)
         # torch allocates the buffers in which a stage receives for all micro-batches at once.
         more = (job.num_microbatches - shorter.num_microbatches) * receive_buffers(job, rank)
-        moments = (replace(m, usage=replace(m.usage, gathered=m.usage.gathered + more)) for m in simulated.moments)
-        return Memory(tuple(moments))
+        moments = tuple(replace(m, usage=replace(m.usage, gathered=m.usage.gathered + more)) for m in simulated.moments)
+        return replace(simulated, moments=moments)
     return _of_full_depth(job, rank, device, DEPTH)
 
 
@@ -88,17 +99,18 @@ def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
             usage = replace(usage, temporary=max(0, round(usage.temporary + backward)))
         return Moment(moment.label, usage)
 
-    return Memory(tuple(map(changed, simulated.moments)))
+    return replace(simulated, moments=tuple(map(changed, simulated.moments)))
 
 
 def _of_full_depth(job: Job, rank: int, device: str, depth: int) -> Memory:
     """Simulates stages of `depth` blocks and of one more, and returns the memory of the full ones."""
     depths = [job.split[stage] for stage in job.stages(rank)]
     if max(depths) <= depth + 1:
-        return _memory(_step(job, rank, device), device)
-    small, large = (_memory(_step(_with_depth(job, each), rank, device), device) for each in (depth, depth + 1))
+        return Memory(_moments(_step(job, rank, device), device), fragmentation(job))
+    small, large = (_moments(_step(_with_depth(job, each), rank, device), device) for each in (depth, depth + 1))
     more = sum(depths) / len(depths) - (depth + 1)
-    return Memory(tuple(_extrapolate(small, large, more, job.split[0] if len(job.split) == 1 else 0)))
+    moments = _extrapolate(small, large, more, job.split[0] if len(job.split) == 1 else 0)
+    return Memory(tuple(moments), fragmentation(job))
 
 
 def _with_depth(job: Job, depth: int) -> Job:
@@ -127,9 +139,9 @@ def _with_microbatches(job: Job, rank: int) -> Job:
     return Job(replace(job.recipe, training=training), job.num_gpus)
 
 
-def _extrapolate(small: Memory, large: Memory, more: float, num_blocks: int) -> list[Moment]:
+def _extrapolate(small: Moments, large: Moments, more: float, num_blocks: int) -> list[Moment]:
     """Continues the usage of stages of `DEPTH` and `DEPTH` + 1 blocks to `more` blocks."""
-    first, second = ({moment.label: asdict(moment.usage) for moment in memory.moments} for memory in (small, large))
+    first, second = ({moment.label: asdict(moment.usage) for moment in moments} for moments in (small, large))
 
     def linear(label: str, *terms: tuple[float, Mapping[str, int]]) -> Moment:
         usage = {name: round(sum(factor * term[name] for factor, term in terms)) for name in asdict(Usage())}
@@ -157,7 +169,7 @@ def _extrapolate(small: Memory, large: Memory, more: float, num_blocks: int) -> 
     return moments
 
 
-def _memory(tracker: StorageTracker, device: str) -> Memory:
+def _moments(tracker: StorageTracker, device: str) -> Moments:
     """Returns the largest usage in each phase of the last micro-batch or, with a pipeline, of the step."""
     start = max(begin for begin, phase in tracker.phases if phase == "start")
     allocations = [a for a in tracker.allocations if a.size and (a.end is None or a.end > start)]
@@ -172,7 +184,7 @@ def _memory(tracker: StorageTracker, device: str) -> Memory:
         phase = phases[0][1]
         if time > start and sum(usage.values()) >= sum(peaks.get(phase, {}).values()):
             peaks[phase] = dict(usage)
-    return Memory(tuple(Moment(phase, Usage(**peak)) for phase, peak in peaks.items() if phase != "start"))
+    return tuple(Moment(phase, Usage(**peak)) for phase, peak in peaks.items() if phase != "start")
 
 
 def _category(allocation: Allocation, start: int) -> str:
