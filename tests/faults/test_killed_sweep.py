@@ -31,8 +31,7 @@ SWEEP = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.minutes
+@pytest.mark.every  # tests/unit/test_sweep.py kills a sweep at every fifth point
 def test_a_sweep_that_is_killed_twice_ends_with_the_same_table(tmp_path: Path) -> None:
     for name, values in (("recipe", RUN), ("sweep", SWEEP)):
         (tmp_path / f"{name}.toml").write_text(dump(values))

@@ -116,10 +116,10 @@ def test_candidates_that_do_not_fit_after_confirmation_are_dropped(result: Searc
 @pytest.mark.slow
 def test_a_thousand_candidates_take_less_than_a_minute() -> None:
     """They take about three seconds; a busy machine needs more, also of CPU time."""
-    recipe = load(PretrainRecipe, RECIPES / "llama3_70b.toml", {})
+    recipe = load(PretrainRecipe, RECIPES / "llama3_8b.toml", {})
     start = time.process_time()
-    found = search(recipe, 256, H100, check_recipe)
-    assert found.candidates > 10_000 and time.process_time() - start < 60 * found.candidates / 1000
+    found = search(recipe, 16, H100, check_recipe)
+    assert found.candidates >= 1000 and time.process_time() - start < 60 * found.candidates / 1000
 
 
 def test_the_fast_check_of_memory_looks_at_the_first_and_the_last_rank() -> None:
