@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from recipes import pretrain
 from tests.pool import Pool
@@ -23,7 +24,7 @@ from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]
 WEIGHT = "layers.0.attention.wq.weight"
@@ -192,7 +193,7 @@ def save_and_load(folder: Path, name: str) -> tuple[str, str]:
         checkpoints.load(other, fresh, found)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         expected, value = optimizer.state[one]["value"], fresh.state[two]["value"]
-        assert is_dtensor(value) == is_dtensor(expected)
+        assert isinstance(value, DTensor) == isinstance(expected, DTensor)
         assert torch.equal(expected, value) if name in TENSORS else repr(value) == repr(expected)
     return "", ""
 

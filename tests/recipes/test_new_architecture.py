@@ -60,7 +60,7 @@ from torch import nn
 from parallel_config import ParallelConfig
 from titanlike.models.registry import register_model
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import CausalAttention, Embedding, LMHead
+from titanlike.models.layers import CausalAttention, LMHead
 
 
 @register_model(ParallelConfig)
@@ -71,7 +71,7 @@ class ParallelModel(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.tensor_plan = config.tensor_plan()
-        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.document_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.format import CheckpointCorrupt, Entry, Reader, ShardRange, read_header
 from titanlike.checkpoint.optimizer_values import OptimizerValues
 from titanlike.config import UserError
 from titanlike.utils.compat import local_shape_and_offset
-from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.dtensor import local_tensor
 from titanlike.utils.json_values import is_exact
 
 
@@ -37,7 +38,7 @@ def named_tensors(
 
 def shard_range_of(tensor: Tensor) -> ShardRange:
     """Returns the position of this rank's shard in the global tensor."""
-    if not is_dtensor(tensor):
+    if not isinstance(tensor, DTensor):
         return ShardRange(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
     shape, offset = local_shape_and_offset(tensor)
     assert tuple(shape) == tuple(local_tensor(tensor).shape), "the shards of a rank must be contiguous in the tensor"

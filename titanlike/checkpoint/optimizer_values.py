@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titanlike.checkpoint.format import CODES, CheckpointCorrupt
 from titanlike.config import UserError
 from titanlike.distributed import process_group
-from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.dtensor import local_tensor
 from titanlike.utils.json_values import from_json, is_exact, to_json
 
 SUPPORTED = "a number, bool, string or None, or lists, tuples and dicts of those"
@@ -93,9 +94,9 @@ class OptimizerValues:
                 record = records.setdefault(name, {})
                 if not isinstance(value, Tensor):
                     record.setdefault("state", {})[key] = to_json(value)
-                elif not is_dtensor(value) and value.dim() == 0:
+                elif not isinstance(value, DTensor) and value.dim() == 0:
                     scalars.append((name, key, value))
-                elif not is_dtensor(value) and is_dtensor(parameter):
+                elif not isinstance(value, DTensor) and isinstance(parameter, DTensor):
                     record.setdefault("compared", {})[key] = _digest(value)
         for group, changed in zip(self.optimizer.param_groups, self._changed_options(), strict=True):
             options = {key: to_json(value) for key, value in changed.items()}
@@ -189,7 +190,7 @@ def _check_value(parameter: Tensor, what: str, value: Any) -> None:
         return
     if value.dtype not in CODES:
         raise UserError(f"{what} has dtype {value.dtype}, which cannot be saved; use another dtype")
-    is_plain = is_dtensor(parameter) and not is_dtensor(value) and value.numel() != 1
+    is_plain = isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() != 1
     if is_plain and value.shape == local_tensor(parameter).shape != parameter.shape:
         raise UserError(
             f"{what} is a plain tensor with the shape {tuple(value.shape)} of this rank's shard, which cannot be resharded; "

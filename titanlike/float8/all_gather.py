@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
@@ -105,8 +106,6 @@ class Float8Shard(torch.Tensor):
 
 def wrap_weights(model: nn.Module) -> None:
     """Wraps the weights of float8 modules in `Float8Shard`. Call it after `apply_float8` and before FSDP is applied."""
-    from torch.distributed.fsdp import FSDPModule
-
     updater = ScaleUpdater(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
@@ -13,7 +14,6 @@ from titanlike.float8.selection import ALIGNMENT, skip_reasons
 from titanlike.models.layers import head_output
 from titanlike.models.loss import TokenLoss
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
-from titanlike.utils.dtensor import is_dtensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
 with suppress_import_warnings():
@@ -43,7 +43,7 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
         why = "the scaling is 'none'; set 'tensorwise'" if float8.scaling == "none" else why
         raise UserError(f"float8 converts no layer of {type(model).__name__} ({why})")
     for name in sorted(selected):
-        if is_dtensor(linears[name].weight):
+        if isinstance(linears[name].weight, DTensor):
             raise UserError(f"{name} is sharded already; apply float8 before tensor parallelism and FSDP")
         if not float8.emulate and any(size % ALIGNMENT[float8.scaling] for size in sizes[name]):
             raise UserError(

@@ -11,7 +11,6 @@ from titanlike.config.base import divisors, one_of
 from titanlike.config.sections import ActivationCheckpoint, Compile, DType, Float8, Parallelism, Training
 from titanlike.interop.weights import CheckpointWeights, Weights, load_weights
 from titanlike.models.base_config import TransformerConfig
-from titanlike.models.init import allocate
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelize import parallelize
@@ -29,7 +28,7 @@ def load_for_generation(weights: Weights, mesh: Mesh, device: torch.device, dtyp
     with torch.device("meta"):
         model = build_model(weights.config).to(getattr(torch, dtype))
     if mesh.tensor.size() > 1:
-        from titanlike.parallelisms.tensor import apply_tensor  # imports DTensor, which one process does not need
+        from titanlike.parallelisms.tensor import apply_tensor
 
         plan = cast(Mapping[str, str], model.tensor_plan)
         apply_tensor(model, plan, mesh.tensor, blocks=blocks(model), sequence_parallel=False)
@@ -62,7 +61,7 @@ def training_recipe(weights: Weights) -> Mapping[str, Any]:
 
 
 def _fill(model: nn.Module, weights: Weights, device: torch.device) -> nn.Module:
-    allocate(model, device)
+    model.to_empty(device=device)
     load_weights(model, weights)
     return model.eval().requires_grad_(False)
 

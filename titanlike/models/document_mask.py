@@ -7,16 +7,14 @@ Shapes: B sequences, T queries, S keys, H query heads, K key/value heads, E head
 """
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-if TYPE_CHECKING:  # imported where it is used: it imports the compiler, which takes a second
-    from torch.nn.attention.flex_attention import BlockMask
-
-Mask: TypeAlias = Union[Tensor, "BlockMask"]
+Mask: TypeAlias = Tensor | BlockMask
 
 BLOCK_SIZE = 128  # tokens; FlexAttention's default, and a multiple of all its tiles
 
@@ -85,14 +83,12 @@ def document_block_mask(
     query_document_ids: Tensor | None,
     key_document_ids: Tensor | None,
     window: int = 0,
-) -> "BlockMask":
+) -> BlockMask:
     """Returns `document_causal_mask` as a block mask.
 
     Which blocks are computed follows from the smallest and largest position and document id in each block. Unlike
     `create_block_mask`, this needs no compilation to avoid the dense mask.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     if query_document_ids is None or key_document_ids is None:  # one document
         query_document_ids, key_document_ids = (
             torch.zeros_like(positions)[None] for positions in (query_positions, key_positions)
@@ -123,7 +119,7 @@ def document_block_mask(
     )
 
 
-def block_mask_attention(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask", soft_cap: float = 0.0) -> Tensor:
+def block_mask_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, soft_cap: float = 0.0) -> Tensor:
     """Computes FlexAttention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E), with soft-capped scores if
     `soft_cap` is not 0. Compiles it, even if the model is not compiled: in eager mode it would materialize the scores of all pairs
     of tokens."""
@@ -131,7 +127,7 @@ def block_mask_attention(q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask", sof
     def cap_score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return soft_cap * torch.tanh(score / soft_cap)
 
-    attention = flex_attention() if torch.compiler.is_compiling() else compiled_flex_attention()
+    attention: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     score_mod = cap_score if soft_cap else None
     out: Tensor = attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out
@@ -150,17 +146,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: fl
     return (scores.softmax(-1).to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
-def flex_attention() -> Any:
-    """Returns FlexAttention, which compiled code traces as a part of its graph."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
 @cache
 def compiled_flex_attention() -> Any:
     """Returns compiled FlexAttention. Not with dynamic shapes: a run has few shapes, and their kernels are slower."""
-    return torch.compile(flex_attention(), fullgraph=True, dynamic=False)
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
 def _block_bounds(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.layers import CausalAttention, Dropout, Embedding, TiedLMHead
+from titanlike.models.layers import CausalAttention, Dropout, TiedLMHead
 
 
 class GPT(nn.Module):
@@ -25,8 +25,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.tensor_plan = config.tensor_plan()
-        self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
-        self.pos_embeddings: nn.Embedding | None = Embedding(config.max_seq_len, config.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.pos_embeddings: nn.Embedding | None = nn.Embedding(config.max_seq_len, config.dim)
         self.dropout = Dropout(config.dropout, site=0)
         self.document_mask = DocumentMask()
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.

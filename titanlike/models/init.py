@@ -9,10 +9,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titanlike.utils import compat
 from titanlike.utils.counter_rng import derive_seed
-from titanlike.utils.dtensor import is_dtensor
 
 # Fills one full parameter in place, given its name and a seeded generator. Every model has it as `init_parameter`.
 InitParameter = Callable[[str, Tensor, torch.Generator], None]
@@ -27,7 +26,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
         offload: allocate the parameters in host memory.
     """
     init_parameter = cast(InitParameter, model.init_parameter)
-    allocate(model, torch.device("cpu") if offload else device)
+    model.to_empty(device=torch.device("cpu") if offload else device)
     copies: dict[str, str] = getattr(model, "copies", {})
     for own_name, parameter in model.named_parameters():
         name = copies.get(own_name, own_name)
@@ -36,24 +35,10 @@ def initialize(model: nn.Module, device: torch.device, seed: int, *, offload: bo
         # A model may forget a parameter: find the NaN now, not at step 300.
         if bool(full.isnan().any()):
             raise ValueError(f"{type(model).__name__}.init_parameter left {name} uninitialized")
-        if is_dtensor(parameter):
-            from torch.distributed.tensor import distribute_tensor
-
+        if isinstance(parameter, DTensor):
             # src_data_rank=None: every rank has the same full tensor, so each takes its shard without a broadcast.
             sharded = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(sharded.to_local())
         else:
             parameter.copy_(full)
     assert not list(model.buffers()), "a buffer would stay uninitialized"
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocates the parameters of a model on the meta device, without values."""
-
-    # `model.to_empty` without `torch.empty_like` on plain meta tensors, which imports sympy.
-    def empty(tensor: Tensor) -> Tensor:
-        if type(tensor) is nn.Parameter and tensor.is_contiguous():
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return torch.empty_like(tensor, device=device)
-
-    compat.apply_to_tensors(model, empty)

@@ -108,15 +108,6 @@ def flash_attention_problem(name: str) -> str:
     return ""
 
 
-class Embedding(nn.Embedding):
-    """`nn.Embedding` without the initialization on the meta device, which is useless and imports the compiler."""
-
-    def reset_parameters(self) -> None:
-        """Initializes the weight unless it is on the meta device."""
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
 class LMHead(nn.Linear):
     """The output projection. Given labels, it returns their summed loss, and the full logits need not exist.
 

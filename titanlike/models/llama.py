@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts
-from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
+from titanlike.models.layers import CausalAttention, Dropout, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.llama_config import LlamaFamilyConfig
 from titanlike.models.moe_config import MoeConfig
 
@@ -27,7 +27,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tensor_plan = config.tensor_plan()
-        self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.dropout = Dropout(config.dropout, site=0)
         # Soft-capped scores have no causal kernel.
         always = config.attention_soft_cap > 0

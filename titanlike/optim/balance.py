@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titanlike.distributed.collectives import all_reduce_sum
 from titanlike.models.experts import Router
 from titanlike.utils import compat
-from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.dtensor import local_tensor
 
 
 class BalanceBias(torch.optim.Optimizer):
@@ -42,7 +43,7 @@ class BalanceBias(torch.optim.Optimizer):
         for router, sign in zip(self.routers, signs, strict=True):
             bias = _bias_of(router)
             local = local_tensor(bias)
-            start = compat.local_shape_and_offset(bias)[1][0] if is_dtensor(bias) else 0
+            start = compat.local_shape_and_offset(bias)[1][0] if isinstance(bias, DTensor) else 0
             local.sub_(sign[start : start + local.shape[0]].to(local), alpha=self.rate)
         return loss
 

@@ -14,11 +14,12 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titanlike.config.layout import BLOCK
 from titanlike.utils.compat import local_shape_and_offset
 from titanlike.utils.counter_rng import derive_seed, hash_u32
-from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.dtensor import local_tensor
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
 CHUNK = 1 << 22  # elements updated at once: temporaries take many times the memory of the state
@@ -177,10 +178,8 @@ def _as_blocks(tensor: Tensor, name: str = "") -> Tensor:
 def _block_scales(parameter: Tensor) -> Tensor:
     """Returns a zero scale for each block of a row, sharded like the parameter."""
     shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // BLOCK))
-    if not is_dtensor(parameter):
+    if not isinstance(parameter, DTensor):
         return torch.zeros(shape, device=parameter.device)
-    from torch.distributed.tensor import DTensor
-
     shard = local_tensor(parameter)
     local = torch.zeros(*shard.shape[:-1], shard.shape[-1] // BLOCK, device=shard.device)
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -193,7 +192,7 @@ def _random_bits(parameter: Tensor, seed: int, first: int, count: int) -> Tensor
     the full weight."""
     shard = local_tensor(parameter)
     offset: tuple[int, ...] = (0,) * parameter.dim()
-    if is_dtensor(parameter):
+    if isinstance(parameter, DTensor):
         _, offset = local_shape_and_offset(parameter)
     rest = torch.arange(first, first + count, device=shard.device)
     index, stride = torch.zeros_like(rest), 1

@@ -1,6 +1,5 @@
 """The optimizer of a recipe: AdamW, Muon for the matrices of blocks, and the rule of the biases that balance experts."""
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from titanlike.models.experts import routers
 from titanlike.optim.balance import BalanceBias
 from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
 from titanlike.optim.muon import Muon
-from titanlike.utils.compat import disable_compilation
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import local_tensor
 
@@ -105,18 +103,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` on local shards, as plain tensors.
 
-    The update is elementwise, so results are the same. It avoids DTensor dispatch, which takes most of a second in the first step,
-    and the import of `torch._dynamo`, which takes another: torch imports it in the constructor and in `step`, to exclude both
-    from compiled code.
+    The update is elementwise, so results are the same. DTensor dispatch would take up to half a second in the first step,
+    and cannot update parameters on different meshes together, such as experts beside the rest of a block.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `torch.optim.AdamW`."""
-        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-            method: Any = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
-            if method is not None and not hasattr(method, _DISABLED):
-                setattr(method, _DISABLED, _disable_lazily(method))
-        super().__init__(*args, **kwargs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -133,19 +122,3 @@ class AdamW(torch.optim.AdamW):
             local: list[Any] = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
             adamw(*local, beta1=beta1, beta2=beta2, **options)
         return loss
-
-
-_DISABLED = "__dynamo_disable"  # where torch._disable_dynamo caches the disabled method
-
-
-def _disable_lazily(method: Any) -> Callable[..., Any]:
-    """Returns a method that disables dynamo only if something has imported `torch._dynamo`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return method(*args, **kwargs)
-        disabled = disable_compilation(method)
-        setattr(method, _DISABLED, disabled)
-        return disabled(*args, **kwargs)
-
-    return call

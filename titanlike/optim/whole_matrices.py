@@ -7,10 +7,11 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titanlike.config.layout import shard_range
 from titanlike.distributed import process_group
-from titanlike.utils.dtensor import is_dtensor, local_tensor
+from titanlike.utils.dtensor import local_tensor
 
 Slices = tuple[slice, slice]
 
@@ -43,7 +44,7 @@ class WholeMatrices:
         )
         self.replicas: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
-        if first is not None and is_dtensor(first):
+        if first is not None and isinstance(first, DTensor):
             mesh = first.device_mesh
             names = mesh.mesh_dim_names or ()
             sizes |= dict(zip(names, mesh.shape, strict=True))
@@ -76,7 +77,7 @@ class WholeMatrices:
 
     def _slices(self, parameter: Tensor, rank: int) -> Slices:
         """Returns the part of a matrix that a rank of the group holds."""
-        if not is_dtensor(parameter):
+        if not isinstance(parameter, DTensor):
             return slice(0, parameter.shape[0]), slice(0, parameter.shape[1])
         names = parameter.device_mesh.mesh_dim_names or ()
         dimension = None

@@ -24,7 +24,6 @@ from titanlike.models.experts import Experts, MixtureOfExperts, inverse_of, perm
 from titanlike.parallelisms.param_override import override_params
 from titanlike.parallelisms.recomputation import KEEPS, keep_for_recomputation
 from titanlike.utils import compat
-from titanlike.utils.dtensor import is_dtensor
 
 
 def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -57,7 +56,7 @@ def _shard(name: str, parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     """Returns this rank's experts of a stack (E, ...) as a DTensor."""
     local: Any = parameter.detach()
     placements = []
-    if is_dtensor(local):
+    if isinstance(local, DTensor):
         local, placements = local.to_local(), list(local.placements)
     if len(placements) + 1 != mesh.ndim:
         raise UserError(

@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titanlike.config import UserError
 from titanlike.parallelisms.blocks import check_choice, find_blocks
 from titanlike.utils import compat
-from titanlike.utils.dtensor import is_dtensor
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -50,9 +51,6 @@ def apply_fsdp(
         inner_units: modules inside of units that are units of their own, sharded over another mesh, such as the experts of a block
             with expert parallelism.
     """
-    # This import takes most of a second, and a single process does not need it.
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
     check_choice("gradient_reduction", gradient_reduction, ("mean", "sum"))
     check_choice("reshard_after_forward", reshard_after_forward, ("auto", "always", "never"))
     if cpu_offload and mesh.device_type == "cpu":
@@ -123,10 +121,8 @@ def _inner_units(
 def _placement(parameter: nn.Parameter, *, num_shards: int) -> Any:
     """Returns the dimension to shard: the first one, or the second one of stacked matrices that are too few for all ranks. None is
     the default."""
-    from torch.distributed.tensor import Shard
-
     is_stack = parameter.dim() == 3
-    local = parameter.to_local() if is_dtensor(parameter) else parameter
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return Shard(1) if is_stack and local.shape[0] % num_shards and local.shape[1] % num_shards == 0 else None
 
 
@@ -167,8 +163,7 @@ def accumulate_gradients(
             `last_microbatch` the sum of the full gradients.
     """
     check_choice("gradient_sync", gradient_sync, ("each_microbatch", "last_microbatch"))
-    # By name: importing FSDP takes most of a second, and a model on one process does not use it.
-    units: list[Any] = [module for module in model.modules() if hasattr(module, "set_requires_all_reduce")]
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         compat.discard_unreduced_gradients(unit)
     for index, microbatch in enumerate(microbatches, start=1):

@@ -77,8 +77,6 @@ def build_mesh(
     grid = torch.arange(dist.get_world_size()).view(pipeline, replicate, shard * context, tensor)
     groups = [_group_along(grid, dimension, name) for dimension, name in enumerate(names)]
     mesh: Any = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
-    if grid.numel() == 1:  # slicing a mesh imports the compiler in torch 2.15, which takes a second
-        mesh = {name: DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=(name,)) for name in names}
     context_group = _group_along(grid.view(-1, context, tensor), 1, "context")
     expert_meshes: dict[str, DeviceMesh] = {}
     if expert > 1:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
@@ -205,8 +206,6 @@ class Pipeline(nn.Module):
                 work.wait()
 
     def _build_schedule(self, labels: Tensor, num_microbatches: int) -> Any:
-        from torch.distributed import pipelining  # imports the compiler, which takes a second
-
         if self.schedule_spec.splits_backward:
             compat.disable_donated_buffers()
         batch, length = labels.shape

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -26,10 +28,9 @@ REQUIRED = (
     ("torch", "_foreach_mul_", "gradient clipping in one kernel"),
     ("torch", "Tensor._make_wrapper_subclass", "float8 all-gather"),
     ("torch._C", "_disabled_torch_function_impl", "float8 all-gather"),
-    ("torch._dynamo", "disable", "a first step that does not import the compiler"),
+    ("torch._dynamo", "disable", "expert parallelism"),
     ("torch.cuda.memory", "_record_memory_history", "profiling.memory"),
     ("torch.cuda.memory", "_dump_snapshot", "profiling.memory"),
-    ("torch.nn", "Module._apply", "allocation of a model that is on the meta device"),
     ("torch._functorch.config", "activation_memory_budget", "activation_checkpoint.mode = 'memory_budget'"),
     ("torch._functorch.config", "donated_buffer", "pipeline schedules that split the backward pass"),
     ("torch._inductor.config", "_micro_pipeline_tp", "parallelism.async_tensor_parallel"),
@@ -120,9 +121,7 @@ def skip_connections_to_neighbours(stage: Any) -> None:
 
 def has_gradient_group() -> bool:
     """Whether pipeline stages can exchange gradients on another communicator than activations, as from torch 2.14 on."""
-    from torch.distributed.pipelining import stage
-
-    return hasattr(stage, "_build_p2p_direction_groups")
+    return hasattr(pipelining.stage, "_build_p2p_direction_groups")
 
 
 def set_gradient_group(stage: Any, group: dist.ProcessGroup) -> None:
@@ -171,11 +170,6 @@ def keep_graph_for_weights(stage: Any) -> None:
         return gradients, parameter_groups
 
     stage.backward_maybe_with_nosync = keeping
-
-
-def apply_to_tensors(module: torch.nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replaces every parameter and buffer. The public methods that do so accept no function."""
-    module._apply(function)
 
 
 def discard_unreduced_gradients(fsdp_module: Any) -> None:
@@ -240,8 +234,6 @@ def flight_records() -> dict[str, bytes]:
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of this rank's shard of a DTensor, and its offset in the full tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 

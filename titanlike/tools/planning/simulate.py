@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.distributed import process_group
-from titanlike.models.init import allocate
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -233,7 +232,7 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             StorageTracker(read_as=1) as tracker,
         ):
             tracker.begin("parameters")
-            allocate(model, torch.device("cpu"))
+            model.to_empty(device=torch.device("cpu"))
             tracker.begin("optimizer")
             optimizer = build_optimizer(model, recipe.optimizer)
             for parameter in model.parameters():
