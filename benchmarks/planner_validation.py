@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks.published import ROWS, Row
 from titanlike.tools.planning.collectives import Collective
-from titanlike.tools.planning.cost import step_time
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
+from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
 
 GOALS = {"tokens per second": 0.15, "ratio": 0.05, "memory": 0.10}

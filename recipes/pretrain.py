@@ -48,7 +48,7 @@ from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
 from titanlike.run.completion import completion_message
-from titanlike.run.resume import plan_resume
+from titanlike.run.resume import find_resume_point
 from titanlike.run.run_dir import RunDirectory, run_metadata, summary
 from titanlike.utils.garbage_collector import GarbageCollector
 from titanlike.utils.rng import seed_generators
@@ -88,7 +88,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     checkpoints = CheckpointManager(
         run.checkpoints, recipe.checkpoint, owner=run.checkpoint_owner, shutdown_timeout=recipe.run.shutdown_timeout
     )
-    resume = plan_resume(run, checkpoints, metadata, recipe)
+    resume = find_resume_point(run, checkpoints, metadata, recipe)
 
     # The model: built on the meta device, sharded, then allocated and initialized.
     process_group.announce(f"building the model: {recipe.model.label()}")

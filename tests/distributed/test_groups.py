@@ -22,6 +22,7 @@ from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.distributed import collectives, process_group
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.tools.planning.torch_internals import fake_process_group
 
 Ranks = Callable[[int], Pool]
 
@@ -113,7 +114,7 @@ def test_every_dimension_creates_one_group(monkeypatch: pytest.MonkeyPatch, size
     )
     world_size = math.prod(size for name, size in sizes.items() if name != "expert")
     rank = world_size - 1
-    with process_group.simulated(rank, world_size):
+    with fake_process_group(rank, world_size):
         calls.clear()  # of the group of all ranks
         build_mesh("cpu", **sizes)
     assert len(calls) == count

@@ -34,7 +34,7 @@ from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.registry import build_model
-from titanlike.tools.cli import weights as commands
+from titanlike.tools.cli import hugging_face as commands
 
 SEED = 1
 CHUNK = 50

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from titanlike.tools.planning import torch_internals
 from titanlike.utils import compat
 
 
 def test_the_installed_torch_has_every_private_api() -> None:
-    assert compat.missing() == []
+    assert compat.missing((*compat.REQUIRED, *torch_internals.REQUIRED)) == []
 
 
 def test_a_torch_that_lacks_one_is_named_with_what_needs_it() -> None:
@@ -26,9 +27,10 @@ def test_a_torch_that_lacks_one_is_named_with_what_needs_it() -> None:
     ]
 
 
-def test_every_private_name_is_probed_or_optional() -> None:
+@pytest.mark.parametrize("module", [compat, torch_internals])
+def test_every_private_name_is_probed_or_optional(module: Any) -> None:
     """Names that `REQUIRED` does not list are read by `getattr` or `hasattr`, or set: their absence has no effect."""
-    probed = {part for module, path, _ in compat.REQUIRED for part in f"{module}.{path}".split(".")}
+    probed = {part for name, path, _ in module.REQUIRED for part in f"{name}.{path}".split(".")}
     optional = {
         "_get_init_p2p_neighbors_ops",
         "_upstream_group",
@@ -38,7 +40,7 @@ def test_every_private_name_is_probed_or_optional() -> None:
     }  # only set, read by `hasattr`, or probed when used
     read = {
         node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(compat)))
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
     }
     # `_timeout` is an attribute of an instance, and `ops.aten` resolves names when they are used: both have tests that run them.

@@ -75,7 +75,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_torch_without_what_a_feature_requires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "missing", lambda: ["torch 9 has no torch.gone, which is required for: pipelines"])
+    monkeypatch.setattr(compat, "missing", lambda _: ["torch 9 has no torch.gone, which is required for: pipelines"])
     assert only(doctor.torch_features()).status == "warning"
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.cli import main as cli
-from titanlike.tools.planning import comparison, report
+from titanlike.tools.planning import report
 from titanlike.tools.planning.advice import advice, checkpointing_modes
 from titanlike.tools.planning.figure import draw_memory, draw_scaling
 from titanlike.tools.planning.hardware import load_hardware
@@ -135,7 +135,7 @@ def test_tables_fit_the_terminal(width: int) -> None:
     )
     assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
     points = scaling(load_known(Path(RECIPE), {}), [8, 64, 128], H100, check_recipe, "strong")
-    lines = rendered(width, lambda console: comparison.print_scaling(points, "strong", H100, console))
+    lines = rendered(width, lambda console: report.print_scaling(points, "strong", H100, console))
     assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
     bars = [line.count("█") for line in lines]
     assert sum(bar > 0 for bar in bars) == 3

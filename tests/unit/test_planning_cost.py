@@ -26,15 +26,14 @@ from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from titanlike.tools.planning.collectives import Collective
-from titanlike.tools.planning.cost import OVERLAP_SLOWDOWN, StepTime, step_time
+from titanlike.tools.planning.collectives import Collective, Links
 from titanlike.tools.planning.hardware import Hardware, hardware_names, load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.kernels import Kernels
-from titanlike.tools.planning.links import Links
 from titanlike.tools.planning.operators import Counts, Program
+from titanlike.tools.planning.step_time import OVERLAP_SLOWDOWN, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
-from titanlike.tools.planning.work import Matmul, Passes, Work
+from titanlike.tools.planning.workload import Matmul, Passes, Workload
 
 LLAMA_8B = LlamaConfig(**{"size": "3.1-8B", **LlamaConfig.sizes["3.1-8B"]})
 LLAMA_70B = LlamaConfig(**{"size": "3.1-70B", **LlamaConfig.sizes["3.1-70B"]})
@@ -65,7 +64,7 @@ def predict(job: Job, hardware: Hardware = H100, program: Program | None = None)
     return step_time(job, hardware, [traffic(job, rank) for rank in range(job.layout.pipeline)], program)
 
 
-def flops(*works: Work) -> float:
+def flops(*works: Workload) -> float:
     return sum(matmul.flops for work in works for matmul in work.matmuls)
 
 
@@ -145,7 +144,7 @@ def test_recomputed_operators() -> None:
         return Counts(plan).block(frozenset())
 
     sizes = {name: 2 * 8192 * outputs * inputs for name, (outputs, inputs) in LLAMA_8B.block_matrices().items()}
-    assert block("none").recomputation == Work()
+    assert block("none").recomputation == Workload()
     selective, full = block("selective").recomputation, block("full").recomputation
     assert flops(selective) == sizes["attention.wk"] + sizes["attention.wo"] + sizes["feed_forward.w3"]
     assert selective.attention_forward == 0
@@ -295,7 +294,7 @@ def test_small_matmuls_are_slower_and_none_is_faster_than_memory() -> None:
 
     def rate(*sizes: int) -> float:
         matmul = Matmul(*sizes)
-        return matmul.flops / kernels.seconds(Work((matmul,)))["matmul"] / 1e12 / H100.efficiency
+        return matmul.flops / kernels.seconds(Workload((matmul,)))["matmul"] / 1e12 / H100.efficiency
 
     largest = H100.bf16_tflops * H100.gemm_fraction
     assert 0.9 * largest < rate(16384, 16384, 16384) < largest

@@ -8,7 +8,6 @@ import torch
 
 from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, tiny
 from titanlike.config.sections import Lora, Parallelism
-from titanlike.distributed import process_group
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.lora import apply_lora
 from titanlike.models.moe_config import MoeConfig
@@ -17,6 +16,7 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Parameter, fsdp_units, stage_of
+from titanlike.tools.planning.torch_internals import fake_process_group
 from titanlike.utils.dtensor import local_tensor
 
 
@@ -77,7 +77,7 @@ def test_shards_of_experts_are_those_of_the_model(
     for unit in fsdp_units(job, stage_of(job, 0)):
         number = job.num_expert_shards if unit.experts else job.num_shards
         planned += sum(each.padded(number) // number for each in unit.parameters)
-    with process_group.simulated(0, 8):
+    with fake_process_group(0, 8):
         mesh = build_mesh("cpu", **job.layout.dimensions(), expert=job.layout.expert)
         with torch.device("meta"):
             module: torch.nn.Module = build_model(model)

@@ -11,13 +11,12 @@ from titanlike.models.moe_config import MixtralConfig
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.advice import may_fit, smallest_peak
 from titanlike.tools.planning.changes import expert_sizes, single_changes
-from titanlike.tools.planning.comparison import layout_text
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.plan import least_seconds, make_plan
-from titanlike.tools.planning.search import SearchResult, confirmed, search
-from titanlike.tools.planning.written import write
+from titanlike.tools.planning.report import layout_text
+from titanlike.tools.planning.search import SearchResult, search, simulate_best, write_recipe
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 H100 = load_hardware("h100")
@@ -89,7 +88,7 @@ def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path:
     recipe = load(PretrainRecipe, original, {"training.steps": "20"})
     best = tmp_path / "folder" / "best.toml"
     best.parent.mkdir()
-    write(best, original, recipe, ["training.steps"], result.best[0])
+    write_recipe(best, original, recipe, ["training.steps"], result.best[0])
     assert "extends = " in best.read_text()
     loaded = load(PretrainRecipe, best, {})
     check_recipe(loaded, 16)
@@ -100,16 +99,16 @@ def test_the_written_recipe_extends_the_original(result: SearchResult, tmp_path:
     assert loaded.training.local_batch_size == planned.training.local_batch_size
     written = len([line for line in best.read_text().splitlines() if " = " in line])
     assert written == 1 + 1 + len(result.best[0].changes)  # extends, the override and the changes: nothing else
-    write(best, original, recipe, [], result.best[1])  # replaces what a search has written
+    write_recipe(best, original, recipe, [], result.best[1])  # replaces what a search has written
     best.write_text("[training]\nsteps = 3\n")
     with pytest.raises(UserError, match="was not written by --search; choose another name"):
-        write(best, original, recipe, [], result.best[0])
+        write_recipe(best, original, recipe, [], result.best[0])
 
 
-def test_candidates_that_do_not_fit_after_confirmation_are_dropped(result: SearchResult) -> None:
+def test_candidates_that_do_not_fit_in_simulated_memory_are_dropped(result: SearchResult) -> None:
     large = make_plan(Job(load(PretrainRecipe, RECIPES / "llama3_405b.toml", {}), 64), H100)
     first = result.best[0].plan
-    found = confirmed(result, lambda plan: large if plan is first else plan)
+    found = simulate_best(result, lambda plan: large if plan is first else plan)
     assert len(found.best) == 9 and found.best[0].plan is result.best[1].plan
 
 

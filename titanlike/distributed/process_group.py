@@ -74,17 +74,6 @@ def session(
             _destroy_process_group(abort=is_failing)
 
 
-@contextmanager
-def simulated(rank: int, world_size: int) -> Iterator[None]:
-    """Initializes the process group of one rank without the others: collectives return at once and communicate with nobody."""
-    dist.init_process_group("fake", store=compat.fake_store(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        compat.clear_dtensor_caches()
-
-
 def select_device(name: str, option: str) -> torch.device:
     """Returns the device of this process. Raises `UserError`, which calls the setting `option`, if there is none."""
     ranks = environment.rank_info()

@@ -161,7 +161,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 @dataclass(frozen=True)
-class ResumePlan:
+class ResumePoint:
     """Where a run starts, decided before anything is built or written."""
 
     checkpoint: CheckpointMetadata | None  # None: a new run
@@ -178,10 +178,10 @@ class ResumePlan:
         return self.checkpoint.skipped if self.checkpoint else ()
 
 
-def plan_resume(
+def find_resume_point(
     run: RunDirectory, checkpoints: CheckpointManager, metadata: CheckpointMetadata, recipe: PretrainRecipe
-) -> ResumePlan:
+) -> ResumePoint:
     """Finds the checkpoint to resume from, and refuses it if this recipe would not continue its run."""
     checkpoint = checkpoints.find(recipe.checkpoint.resume_from)
     inexact = check_resume(checkpoint, metadata, recipe) if checkpoint else []
-    return ResumePlan(checkpoint, run.resume_message(checkpoint, inexact))
+    return ResumePoint(checkpoint, run.resume_message(checkpoint, inexact))

@@ -195,9 +195,10 @@ def clock(now: Callable[[], float] = time.time) -> Iterable[Finding]:
 
 def torch_features() -> Iterable[Finding]:
     """Whether the installed torch has the private APIs that some features use."""
+    from titanlike.tools.planning import torch_internals
     from titanlike.utils import compat
 
-    sentences = compat.missing()
+    sentences = compat.missing((*compat.REQUIRED, *torch_internals.REQUIRED))
     for sentence in sentences:
         yield Finding("warning", "torch", sentence, "install a supported version (docs/installing.md)")
     if not sentences:

@@ -1,11 +1,12 @@
-"""Private APIs of torch, each in one place, with the reason for its use. `missing` names those that an installed torch lacks.
+"""Private APIs of torch that training uses, each in one place, with the reason for its use. `missing` names those that an installed
+torch lacks.
 
-Other modules use public APIs only. Supports torch 2.11 to 2.15: features are probed, versions are not compared.
+Other modules use public APIs only, except for `tools/planning/torch_internals.py`, which has what the planner uses. Supports torch
+2.11 to 2.15: features are probed, versions are not compared.
 """
 
 import importlib
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -15,9 +16,6 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 MEMORY_EVENTS = 1_000_000  # of a memory snapshot: the last allocations and frees
@@ -45,17 +43,8 @@ REQUIRED = (
     ("torch.distributed.distributed_c10d", "_world.pg_map", "process groups shared between meshes"),
     ("torch.distributed.distributed_c10d", "_abort_process_group", "shutdown after a failure"),
     ("torch.distributed.pipelining", "PipelineStage.backward_maybe_with_nosync", "pipeline schedules that split the backward pass"),
-    ("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime._prepare_schedule_with_comms", "`titanlike plan`"),
     ("torch.distributed", "ProcessGroup._get_backend", "timeouts of process groups"),
     ("torch.distributed.fsdp", "FSDPModule._get_fsdp_state", "gradient accumulation"),
-    ("torch._subclasses.fake_tensor", "FakeTensorMode", "memory of a simulated step"),
-    ("torch", "ops.aten._local_scalar_dense.default", "memory of a simulated step"),
-    ("torch", "_scaled_mm", "calibration of float8 matmuls"),
-    ("torch.utils._python_dispatch", "TorchDispatchMode", "memory of a simulated step"),
-    ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "memory of a simulated step"),
-    ("torch.utils._pytree", "tree_leaves", "memory of a simulated step"),
-    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "memory of a simulated step"),
-    ("torch.testing._internal.distributed.fake_pg", "FakeStore", "memory of a simulated step"),
     ("torch.distributed.elastic.agent.server.local_elastic_agent", "LocalElasticAgent._shutdown", "run.shutdown_timeout"),
     ("torch.distributed.elastic.agent.server.local_elastic_agent", "LocalElasticAgent._monitor_workers", "MAX_RESTARTS"),
 )  # fmt: skip
@@ -193,11 +182,6 @@ def flash_attention_of_last_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0])
 
 
-def float8_matmul(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
-    """Returns the product of two float8 matrices in bfloat16. The second one is transposed in memory. Both have the same scale."""
-    return torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
     """Returns the process group with this name. Compiled code refers to groups by name."""
     return torch.distributed.distributed_c10d._resolve_process_group(cast(Any, name))
@@ -250,62 +234,3 @@ def record_memory_history() -> None:
 def dump_memory_snapshot(path: str) -> None:
     """Writes the recorded allocations, for pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Returns a context in which tensors have no data. Operators also take tensors from outside, as of the meta device."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_store() -> torch.distributed.Store:
-    """Returns the store of the backend "fake", whose collectives return at once and communicate with nobody."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
-def is_read_on_host(operator: Any) -> bool:
-    """Whether an operator returns the value of a tensor as a number."""
-    return operator is torch.ops.aten._local_scalar_dense.default
-
-
-def clear_dtensor_caches() -> None:
-    """Forgets the results of DTensor's sharding rules, which refer to the process groups of the first mesh of each shape."""
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
-
-
-class _StageStandIn:
-    """What a pipeline schedule reads of its stages while it is built, without processes."""
-
-    submod = None
-
-    def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, num_stages, num_ranks, 0
-
-
-def pipeline_order(
-    schedule: str, num_ranks: int, num_stages: int, num_microbatches: int
-) -> list[list[tuple[int, str, int]]]:
-    """Returns what each rank computes with one of torch's pipeline schedules with several stages per rank, in order: the stage,
-    F, B, I or W as torch abbreviates the kind of computation, and the micro-batch. Raises `ValueError` if it does not support these
-    numbers."""
-    from torch.distributed import pipelining  # imports the compiler, which takes a second
-
-    base = getattr(pipelining, schedule)
-    # The communication is not of interest here, and adding it takes seconds if there are hundreds of micro-batches.
-    order_only = type(schedule, (base,), {"_prepare_schedule_with_comms": lambda *args: None})
-    stages = [_StageStandIn(index, num_stages, num_ranks) for index in range(0, num_stages, num_ranks)]
-    orders = order_only(stages, num_microbatches).pipeline_order
-    return [
-        [
-            (each.stage_index, each.computation_type.value, each.microbatch_index)
-            for action in orders[rank]
-            if action is not None
-            for each in action.sub_actions or (action,)
-        ]
-        for rank in range(num_ranks)
-    ]

@@ -12,18 +12,18 @@ from titanlike.config.schema import editor_schema, markdown
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.tools.cli import (
-    clusters,
     compare,
     data,
     doctor,
     evaluate,
     generate,
-    harness,
+    hugging_face,
     init,
+    launch,
+    lm_eval,
     plan,
     profile,
     sweep,
-    weights,
 )
 from titanlike.tools.verify import verify
 from titanlike.utils import system
@@ -37,7 +37,7 @@ largest difference of any weight. Exits with code 0 if they agree up to rounding
   titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
 # Modules of commands, in the order of --help.
-MODULES = (init, doctor, plan, clusters, profile, compare, sweep, weights, data, generate, evaluate, harness)
+MODULES = (init, doctor, plan, launch, profile, compare, sweep, hugging_face, data, generate, evaluate, lm_eval)
 
 # Arguments that may have several lines.
 MULTILINE = ("prompt", "stop", "arguments")
@@ -50,16 +50,16 @@ COMMANDS: dict[str, Command] = {
     "init": init.run,
     "doctor": lambda arguments: sys.exit(doctor.run(arguments)),
     "compare": compare.run,
-    "export": weights.run,
-    "import": weights.run,
+    "export": hugging_face.run,
+    "import": hugging_face.run,
     "generate": generate.run,
     "evaluate": evaluate.run,
-    "lm_eval": lambda arguments: harness.run(arguments.arguments),
+    "lm_eval": lambda arguments: lm_eval.run(arguments.arguments),
 }
 # Those that accept --section.key=value.
 WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
     "plan": plan.run,
-    "launch": clusters.run,
+    "launch": launch.run,
     "profile": profile.run,
     "sweep": sweep.run,
     "data": data.run,

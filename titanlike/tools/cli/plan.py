@@ -144,7 +144,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
 
         require_matplotlib()  # before what takes long
     if arguments.write:
-        from titanlike.tools.planning.written import refuse_to_replace
+        from titanlike.tools.planning.search import refuse_to_replace
 
         refuse_to_replace(arguments.write)
     if len(counts) > 1:
@@ -156,16 +156,15 @@ def _plan(request: Request, num_gpus: int) -> int:
     from titanlike.run.preflight import check_recipe
     from titanlike.tools.planning import report
     from titanlike.tools.planning.advice import advice, checkpointing_modes
-    from titanlike.tools.planning.confirmation import confirm
     from titanlike.tools.planning.job import Job
-    from titanlike.tools.planning.plan import make_plan
+    from titanlike.tools.planning.plan import make_plan, with_simulated_memory
 
     check_recipe(request.recipe, num_gpus)
     formula = make_plan(Job(request.recipe, num_gpus), request.hardware)
     recommendation = advice(formula, check_recipe)
     if recommendation.impossible:
         raise UserError(recommendation.text)
-    plan = formula if request.arguments.quick else confirm(formula, request.progress)
+    plan = formula if request.arguments.quick else with_simulated_memory(formula, request.progress)
     if plan.fits != formula.fits:
         recommendation = advice(plan, check_recipe)
     modes = checkpointing_modes(formula, check_recipe)
@@ -184,12 +183,10 @@ def _plan(request: Request, num_gpus: int) -> int:
 
 def _search(request: Request, num_gpus: int) -> int:
     from titanlike.run.preflight import check_recipe
-    from titanlike.tools.planning import comparison
-    from titanlike.tools.planning.confirmation import confirm
+    from titanlike.tools.planning import report
     from titanlike.tools.planning.job import Job
-    from titanlike.tools.planning.plan import make_plan
-    from titanlike.tools.planning.search import confirmed, search
-    from titanlike.tools.planning.written import write
+    from titanlike.tools.planning.plan import make_plan, with_simulated_memory
+    from titanlike.tools.planning.search import search, simulate_best, write_recipe
     from titanlike.tools.programs import load_known
 
     def on_progress(done: int, total: int) -> None:
@@ -204,11 +201,11 @@ def _search(request: Request, num_gpus: int) -> int:
         on_progress=on_progress,
     )
     if result.best and not request.arguments.quick:
-        result = confirmed(result, lambda plan: confirm(plan, request.progress))
+        result = simulate_best(result, lambda plan: with_simulated_memory(plan, request.progress))
     request.progress.close()
     if not result.best:
         raise UserError(
-            f"no layout of {request.path} fits on {num_gpus} x {request.hardware.name} ({comparison.counts_line(result)}); use "
+            f"no layout of {request.path} fits on {num_gpus} x {request.hardware.name} ({report.counts_line(result)}); use "
             "more GPUs, a smaller optimizer.state_dtype or parallelism.cpu_offload = true"
         )
     original = None
@@ -216,11 +213,11 @@ def _search(request: Request, num_gpus: int) -> int:
         check_recipe(request.recipe, num_gpus)
         original = make_plan(Job(request.recipe, num_gpus), request.hardware)
     if request.arguments.json:
-        print(json.dumps(comparison.search_as_json(result), indent=1))
+        print(json.dumps(report.search_as_json(result), indent=1))
     else:
-        comparison.print_search(result, original, _console())
+        report.print_search(result, original, _console())
     if request.arguments.write:
-        write(request.arguments.write, request.path, request.recipe, request.overrides, result.best[0])
+        write_recipe(request.arguments.write, request.path, request.recipe, request.overrides, result.best[0])
         check_recipe(load_known(request.arguments.write, {}), num_gpus)
         _print_written(request, request.arguments.write)
     return 0
@@ -228,7 +225,7 @@ def _search(request: Request, num_gpus: int) -> int:
 
 def _scaling(request: Request, counts: list[int]) -> int:
     from titanlike.run.preflight import check_recipe
-    from titanlike.tools.planning import comparison
+    from titanlike.tools.planning import report
     from titanlike.tools.planning.scaling import scaling
 
     mode = request.arguments.scaling
@@ -237,9 +234,9 @@ def _scaling(request: Request, counts: list[int]) -> int:
     if not plans:
         raise UserError(f"none of --gpus {request.arguments.gpus} works: {points[0].problem}")
     if request.arguments.json:
-        print(json.dumps(comparison.scaling_as_json(points, mode), indent=1))
+        print(json.dumps(report.scaling_as_json(points, mode), indent=1))
     else:
-        comparison.print_scaling(points, mode, request.hardware, _console())
+        report.print_scaling(points, mode, request.hardware, _console())
     if request.arguments.figure:
         from titanlike.tools.planning.figure import draw_scaling
 

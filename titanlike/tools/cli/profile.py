@@ -130,7 +130,7 @@ def _plan(
     recipe: PretrainRecipe, num_ranks: int, hardware: "Hardware | None", facts: Mapping[str, Any]
 ) -> "Plan | None":
     from titanlike.tools.planning.hardware import hardware_of_device
-    from titanlike.tools.planning.planned import plan_or_none
+    from titanlike.tools.planning.plan import plan_or_none
 
     if not hardware and facts["device"] != "cpu":
         import torch

@@ -12,7 +12,7 @@ from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.collectives import FLOAT32, INT64, Totals
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Stage
-from titanlike.tools.planning.work import Matmul
+from titanlike.tools.planning.workload import Matmul
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,17 @@
 """What the planner adds to a run (`titanlike.run.hooks`). `completed` alone needs torch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config import PretrainRecipe
 from titanlike.distributed import environment
-from titanlike.tools.planning.hardware import DEFAULT_HARDWARE, hardware_of_device
+from titanlike.tools.planning.hardware import DEFAULT_HARDWARE, Hardware, hardware_of_device, load_hardware
+from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.out_of_memory import advice
-from titanlike.tools.planning.planned import compare, comparison_line, plan_line
+from titanlike.tools.planning.plan import GIB, make_plan, plan_or_none
+from titanlike.tools.planning.report import brief
 
 if TYPE_CHECKING:
     import torch
@@ -47,3 +51,51 @@ def completed(recipe: PretrainRecipe, metrics: Path, device: "torch.device", mea
 def out_of_memory(recipe: PretrainRecipe) -> str:
     """Returns the changes of a recipe that would have saved most memory."""
     return advice(recipe, environment.rank_info().world_size)
+
+
+def plan_line(recipe: PretrainRecipe, num_gpus: int, hardware_name: str) -> str | None:
+    """Returns memory, speed and cost in one line. Raises `UserError` if the hardware is unknown."""
+    hardware = load_hardware(hardware_name)
+    plan = plan_or_none(recipe, num_gpus, hardware) if recipe.run.allows_cuda else None
+    return f"on {num_gpus:,} x {hardware.name}: {brief(plan)}" if plan else None
+
+
+def compare(
+    recipe: PretrainRecipe,
+    num_gpus: int,
+    gpus_per_node: int,
+    hardware: Hardware | None,
+    *,
+    memory_gib: float,
+    tokens_per_second: float | None,
+) -> dict[str, float]:
+    """Returns what a run has measured beside its plan, with the names of the last record in `metrics.jsonl`.
+
+    Args:
+        recipe: The recipe.
+        num_gpus: Number of GPUs of the run.
+        gpus_per_node: Number of GPUs of a node.
+        hardware: Description of the GPUs. None compares memory only.
+        memory_gib: Peak of allocated memory on rank 0.
+        tokens_per_second: Throughput of all GPUs, or None after too few steps.
+    """
+    job = Job(recipe, num_gpus)
+    found = {"run_memory_gib": memory_gib, "planned_memory_gib": memory(job).allocated / GIB}
+    if hardware and tokens_per_second:
+        plan = make_plan(job, replace(hardware, gpus_per_node=gpus_per_node))
+        found |= {"run_tokens_per_second": tokens_per_second, "planned_tokens_per_second": plan.tokens_per_second}
+    return found
+
+
+def comparison_line(values: dict[str, float]) -> str:
+    """Formats a comparison: measured, planned, and the relative difference."""
+    texts = []
+    for name, label, pattern in (
+        ("memory_gib", "GiB allocated at the peak", "{:.2f}"),
+        ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ):
+        if f"run_{name}" in values:
+            measured, planned = values[f"run_{name}"], values[f"planned_{name}"]
+            difference = f"{measured / planned - 1:+.1%}" if planned else "no plan"
+            texts.append(f"{pattern.format(measured)} {label}, planned {pattern.format(planned)} ({difference})")
+    return f"plan    {'; '.join(texts)}"

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.operators import Counts
-from titanlike.tools.planning.work import Matmul, Work
+from titanlike.tools.planning.workload import Matmul, Workload
 
 # Speed of float8 matmuls with finer scales than one per tensor, relative to those.
 SCALING_SPEED = {"rowwise": 0.75, "rowwise_with_gw_hp": 0.75, "mxfp8": 0.9}
@@ -73,7 +73,7 @@ class Kernels:
         forward, backward = (peak * 1e12 * fraction * factor * self.speed for fraction in fractions)
         return forward, backward
 
-    def seconds(self, work: Work) -> dict[str, float]:
+    def seconds(self, work: Workload) -> dict[str, float]:
         """Returns the seconds of some work, by kind of operator."""
         forward, backward = self.attention_speeds
         parts = {

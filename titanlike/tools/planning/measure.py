@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlike.models.layers import attention_backend
-from titanlike.utils.compat import all_gather, float8_matmul, reduce_scatter, wait_tensor
+from titanlike.tools.planning.torch_internals import float8_matmul
+from titanlike.utils.compat import all_gather, reduce_scatter, wait_tensor
 
 REPETITIONS = 5
 HEAD_DIM = 128  # the one for which `Hardware` states the speed of attention

@@ -13,7 +13,7 @@ from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import TransformerConfig
 from titanlike.tools.planning.experts import ends_with_experts, routed_matmuls, routing_bytes
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.work import Matmul, Passes, Work
+from titanlike.tools.planning.workload import Matmul, Passes, Workload
 
 EAGER_CASTS = 4.6  # bytes of a cast to float8 in eager code, relative to compiled code: 23 to 5
 
@@ -105,23 +105,25 @@ class Counts:
             launches = [number + (20 if self.compiled else 36) for number in launches]
             if self.job.layout.expert > 1:
                 launches = [number + 20 for number in launches]
-        full = Work(tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0])
+        full = Workload(
+            tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0]
+        )
         recomputed = self._recomputed(forward, full)
         # The outputs of rowwise and the inputs of other matmuls are summed or kept by the elementwise kernels.
         return Passes(
             full,
             recomputed,
-            Work(
+            Workload(
                 tuple(inputs),
                 0.0,
                 2.5 * attention,
                 elementwise_backward + casts_backward + routing_backward,
                 launches[1],
             ),
-            Work(tuple(weights), 0.0, 0.0, 0.0, len(weights)),
+            Workload(tuple(weights), 0.0, 0.0, 0.0, len(weights)),
         )
 
-    def _recomputed(self, matmuls: list[Matmul], forward: Work) -> Work:
+    def _recomputed(self, matmuls: list[Matmul], forward: Workload) -> Workload:
         """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms, and that
         of experts by the gradients of the router."""
         recipe = self.job.recipe
@@ -129,13 +131,13 @@ class Counts:
         final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
         is_read = recipe.model.dropout or recipe.model.post_norms or ends_with_experts(recipe.model)
         read = matmuls if is_read else matmuls[:-1]
-        elementwise = Work(bytes=forward.bytes - final_residual, kernels=forward.kernels)
+        elementwise = Workload(bytes=forward.bytes - final_residual, kernels=forward.kernels)
         full = replace(elementwise, matmuls=tuple(read), attention_forward=forward.attention_forward)
         if mode == "selective":  # keeps attention and the first of every two matmuls
             return replace(elementwise, matmuls=tuple(read[1::2]))
         checkpointing = recipe.activation_checkpoint
         share = {"full": 1.0, "memory_budget": 1 - checkpointing.memory_budget}
-        return full.times(share[mode]) if mode in share else Work()
+        return full.times(share[mode]) if mode in share else Workload()
 
     def _attention_flops(self, local: bool) -> float:
         """Two matmuls over the keys before each token, which are half of the sequence on average, or those of a window that slides
@@ -223,7 +225,10 @@ class Counts:
         model = self.job.recipe.model
         size = self.job.tokens * model.dim * self.element
         gradient = model.vocab_size // self.job.layout.tensor * model.dim * self.element
-        return Passes(Work(bytes=2.0 * size, kernels=4), Work(), Work(), Work(bytes=3.0 * size + gradient, kernels=6))
+        return Passes(
+            forward=Workload(bytes=2.0 * size, kernels=4),
+            backward_weight=Workload(bytes=3.0 * size + gradient, kernels=6),
+        )
 
     def loss(self) -> Passes:
         """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too."""
@@ -241,7 +246,7 @@ class Counts:
         fused = recipe.compile.mode == "block" and not self.program.eager_loss
         logits = (8 if fused else 42) * self.element / 2 * tokens * vocab
         norm = 14 * self.local_tokens * dim * self.element / 2
-        return Passes(Work(products, bytes=logits + norm, kernels=(6 if fused else 14) * chunks + 10))
+        return Passes(Workload(products, bytes=logits + norm, kernels=(6 if fused else 14) * chunks + 10))
 
     def optimizer_bytes(self, parameters: float) -> float:
         """Returns the bytes of the gradient norm, clipping and AdamW for a number of local parameters."""

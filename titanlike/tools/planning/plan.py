@@ -1,23 +1,32 @@
-"""The plan of a run: memory, communication, time and cost of a recipe on a number of GPUs. Does not import torch."""
+"""Memory, communication, time and cost of a recipe on a number of GPUs. Imports torch only to simulate memory."""
 
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing import get_context
 
+from titanlike.config import PretrainRecipe
 from titanlike.tools.planning.collectives import Collective
-from titanlike.tools.planning.cost import Rank, StepTime, step_time
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, memory
 from titanlike.tools.planning.operators import Program
+from titanlike.tools.planning.step_time import Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
+from titanlike.utils import system
 
 GIB = 2**30
 
 OUTSIDE_ALLOCATOR = 3 * 2**29
 """Bytes of a GPU that the caching allocator cannot use: the CUDA context, kernels and the buffers of NCCL."""
 
+
+LARGE = 2e10
+"""Parameters of a model whose ranks are simulated in parallel: half a minute each, and a process takes five seconds to start."""
 
 UNEQUAL_STAGES = 0.05
 """Fraction by which the first pipeline rank may compute more than others, which then have a smaller bubble."""
@@ -176,3 +185,40 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
         stages_per_rank = len(job.split) // job.layout.pipeline
         seconds += busy * (job.layout.pipeline - 1) / (job.num_microbatches * stages_per_rank)
     return seconds * (1 - UNEQUAL_STAGES)
+
+
+def with_simulated_memory(plan: Plan, progress: Callable[[str, int, int], None]) -> Plan:
+    """Returns the plan with the simulated memory of the pipeline ranks that decide, or the same plan if it cannot be simulated.
+
+    Args:
+        plan: A plan from formulas.
+        progress: Called with a text, the number of ranks that are done, and that of all.
+    """
+    from titanlike.tools.planning.simulate import can_simulate, simulate
+
+    if not can_simulate(plan.job):
+        return plan
+    simulated = {}
+    ranks = ranks_to_simulate(plan)
+    if len(ranks) == 1 or plan.job.recipe.model.num_parameters() < LARGE:
+        for done, rank in enumerate(ranks):
+            progress(f"simulating pipeline rank {rank} with fake tensors", done, len(ranks))
+            simulated[rank] = simulate(plan.job, rank)
+    else:
+        num_workers = min(len(ranks), system.num_cores())
+        context = get_context("spawn")
+        with ProcessPoolExecutor(num_workers, context, system.end_with_parent, (os.getpid(),)) as workers:
+            tasks = {rank: workers.submit(simulate, plan.job, rank) for rank in ranks}
+            for done, (rank, task) in enumerate(tasks.items()):
+                progress(f"simulating {len(ranks)} pipeline ranks with fake tensors", done, len(ranks))
+                simulated[rank] = task.result()
+    return make_plan(plan.job, plan.hardware, simulated)
+
+
+def plan_or_none(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Plan | None:
+    """Returns a plan. If the planner fails, prints a warning and returns None: what it is shown beside must not fail with it."""
+    try:
+        return make_plan(Job(recipe, num_gpus), hardware)
+    except Exception as error:  # noqa: BLE001  a recipe that is valid must not be refused because of its plan
+        print(f"warning: no plan: {type(error).__name__}: {error}", file=sys.stderr)
+        return None

@@ -57,10 +57,10 @@ def order(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int)
             )
         # Rank r starts with as many forward passes as there are ranks after it.
         return tuple(tuple(_alternate(rank, num_ranks - 1 - rank, num_microbatches)) for rank in range(num_ranks))
-    from titanlike.utils import compat
+    from titanlike.tools.planning.torch_internals import pipeline_order  # imports torch
 
     try:
-        orders = compat.pipeline_order(SCHEDULES[schedule].torch_class, num_ranks, num_stages, num_microbatches)
+        orders = pipeline_order(SCHEDULES[schedule].torch_class, num_ranks, num_stages, num_microbatches)
     except ValueError as error:
         raise UserError(f"parallelism.pipeline_schedule = {schedule!r}: {error}") from None
     return tuple(

@@ -1,31 +1,43 @@
-"""Search for the fastest layout of a recipe on a number of GPUs. Does not import torch.
+"""Search for the fastest layout of a recipe on a number of GPUs, which it can write as a recipe. Does not import torch.
 
 Candidates are all combinations of layout, pipeline schedule, micro-batch size, activation checkpointing and float8. Those that
 are not valid or do not fit in memory are dropped before their time is computed.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import divisors
 from titanlike.config.layout import SCHEDULES
+from titanlike.config.load import dump
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.advice import Check, may_fit
-from titanlike.tools.planning.changes import CHECKPOINTING_MODES, Changes, apply, expert_sizes, value_of
-from titanlike.tools.planning.cost import step_time
+from titanlike.tools.planning.changes import (
+    CHECKPOINTING_MODES,
+    Changes,
+    apply,
+    changes_rounding,
+    expert_sizes,
+    value_of,
+)
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, available_memory, least_seconds, make_plan
+from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
+from titanlike.utils.atomic_io import atomic_write_text
 
 MAX_CONTEXT = 64
 MIN_CHUNK = 4096  # tokens of a sequence on a context-parallel rank: shorter chunks only add communication
 NUM_BEST = 10
-NUM_CONFIRMED = 3
+NUM_SIMULATED = 3
+FIRST_LINE = "# Written by `titanlike plan --search`"
 
 # With tensorwise scaling, gathering in float8 halves the traffic and costs nothing.
 FLOAT8: tuple[Changes, ...] = (
@@ -96,13 +108,13 @@ def search(
     return result
 
 
-def confirmed(result: SearchResult, confirm: Callable[[Plan], Plan], number: int = NUM_CONFIRMED) -> SearchResult:
-    """Returns the result with the first candidates confirmed under fake tensors. Those that then do not fit are dropped."""
+def simulate_best(result: SearchResult, simulate: Callable[[Plan], Plan], number: int = NUM_SIMULATED) -> SearchResult:
+    """Returns the result with the simulated memory of the first candidates. Those that then do not fit are dropped."""
     best: list[Candidate] = []
     remaining = list(result.best)
     while remaining and len(best) < number:
         candidate = remaining.pop(0)
-        plan = confirm(candidate.plan)
+        plan = simulate(candidate.plan)
         if plan.fits:
             best.append(Candidate(candidate.changes, plan))
     best.sort(key=lambda candidate: -candidate.plan.tokens_per_second)
@@ -200,3 +212,41 @@ def _layouts(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Itera
 def _keeps(recipe: PretrainRecipe, changes: Changes, fixed: Collection[str]) -> bool:
     """Whether changes leave the fixed keys as they are."""
     return all(name not in fixed or value == value_of(recipe, name) for name, value in changes.items())
+
+
+def write_recipe(path: Path, original: Path, recipe: PretrainRecipe, overrides: Iterable[str], best: Candidate) -> None:
+    """Writes a recipe with the keys of a candidate, and those of the command line, that extends the original recipe.
+
+    Args:
+        path: The file to write. A file that was not written by a search is not replaced.
+        original: The file of the original recipe.
+        recipe: The original recipe, with the overrides of the command line applied.
+        overrides: Names of the overridden keys.
+        best: The candidate.
+    """
+    refuse_to_replace(path)
+    planned = best.plan.job.recipe
+    names = [name for name in overrides if "." in name] + [name for name in best.changes if name not in overrides]
+    values: dict[str, Any] = {"extends": os.path.relpath(original, path.parent)}
+    if planned.recipe != recipe.recipe:
+        values["recipe"] = planned.recipe
+    for name in names:
+        section, _, key = name.partition(".")
+        values.setdefault(section, {})[key] = value_of(planned, name)
+    rounding = "\n# float8 changes the rounding of the result." if changes_rounding(best.changes) else ""
+    comment = (
+        f"{FIRST_LINE} for {best.plan.job.num_gpus} x {best.plan.hardware.name}: "
+        f"{best.plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU planned.{rounding}\n"
+    )
+    try:
+        atomic_write_text(path, comment + dump(values))
+    except OSError as error:
+        raise UserError(f"--write {path}: {error.strerror}; choose another file") from None
+
+
+def refuse_to_replace(path: Path) -> None:
+    """Raises `UserError` if a file would be lost, or is not a recipe."""
+    if path.suffix != ".toml":
+        raise UserError(f"--write {path}: give the name of a .toml file")
+    if path.exists() and not (path.is_file() and path.read_text(errors="replace").startswith(FIRST_LINE)):
+        raise UserError(f"--write {path}: exists and was not written by --search; choose another name")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.distributed import process_group
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -34,7 +33,7 @@ from titanlike.tools.planning.memory import (
 )
 from titanlike.tools.planning.schedules import order, peak_in_flight
 from titanlike.tools.planning.storage_tracker import Allocation, StorageTracker
-from titanlike.utils import compat
+from titanlike.tools.planning.torch_internals import fake_process_group, fake_tensors
 
 # Blocks of a simulated model; with one more, the change for each further block is known. FSDP gathers up to three units at a time,
 # but all units of a pipeline stage.
@@ -209,7 +208,7 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
     recipe, layout = job.recipe, job.layout
     training = recipe.training
     first_rank = rank * (job.num_gpus // layout.pipeline)
-    with process_group.simulated(first_rank, job.num_gpus):
+    with fake_process_group(first_rank, job.num_gpus):
         mesh = build_mesh("cpu", **layout.dimensions(), expert=layout.expert)
         with torch.device("meta"):
             model: nn.Module = build_model(recipe.model)
@@ -226,7 +225,7 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                 compile=replace(recipe.compile, mode="none"),
             )
         with (
-            compat.fake_tensors(),
+            fake_tensors(),
             gpu_operators(device, training.attention == "auto"),
             balanced_experts(job),
             StorageTracker(read_as=1) as tracker,

@@ -8,7 +8,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from titanlike.utils.compat import TorchDispatchMode, is_read_on_host, is_traceable_wrapper_subclass, tree_leaves
+from titanlike.tools.planning.torch_internals import (
+    TorchDispatchMode,
+    is_read_on_host,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
 
 
 @dataclass(eq=False)

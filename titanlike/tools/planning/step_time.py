@@ -12,16 +12,15 @@ from functools import cached_property
 from titanlike.config.layout import blocks_of
 from titanlike.config.optimizer import MUON_STEPS
 from titanlike.config.sections import DTYPE_BYTES
-from titanlike.tools.planning.collectives import Collective
+from titanlike.tools.planning.collectives import Collective, Links
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.kernels import Kernels
-from titanlike.tools.planning.links import Links
 from titanlike.tools.planning.muon import Matrix, rounds
 from titanlike.tools.planning.operators import Counts, Program
 from titanlike.tools.planning.parameters import stage_of
 from titanlike.tools.planning.schedules import Action, Kind, actions, simulate_time
-from titanlike.tools.planning.work import Matmul, Passes
+from titanlike.tools.planning.workload import Matmul, Passes
 
 Parts = dict[str, float]  # seconds, by what they are spent on
 

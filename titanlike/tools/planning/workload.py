@@ -20,7 +20,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a rank computes in one pass through a module."""
 
     matmuls: tuple[Matmul, ...] = ()
@@ -29,8 +29,8 @@ class Work:
     bytes: float = 0.0  # read and written by elementwise kernels
     kernels: float = 0.0  # launched by the host
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
+    def __add__(self, other: "Workload") -> "Workload":
+        return Workload(
             self.matmuls + other.matmuls,
             self.attention_forward + other.attention_forward,
             self.attention_backward + other.attention_backward,
@@ -38,18 +38,18 @@ class Work:
             self.kernels + other.kernels,
         )
 
-    def times(self, factor: float) -> "Work":
+    def times(self, factor: float) -> "Workload":
         """Returns the work of several passes, or of a part of one."""
         matmuls = tuple(replace(matmul, count=matmul.count * factor) for matmul in self.matmuls)
         forward, backward = self.attention_forward * factor, self.attention_backward * factor
-        return Work(matmuls, forward, backward, self.bytes * factor, self.kernels * factor)
+        return Workload(matmuls, forward, backward, self.bytes * factor, self.kernels * factor)
 
 
 @dataclass(frozen=True)
 class Passes:
     """The work of a module in the forward and backward pass of a micro-batch."""
 
-    forward: Work = field(default_factory=Work)
-    recomputation: Work = field(default_factory=Work)
-    backward_input: Work = field(default_factory=Work)
-    backward_weight: Work = field(default_factory=Work)
+    forward: Workload = field(default_factory=Workload)
+    recomputation: Workload = field(default_factory=Workload)
+    backward_input: Workload = field(default_factory=Workload)
+    backward_weight: Workload = field(default_factory=Workload)
