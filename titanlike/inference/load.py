@@ -13,6 +13,7 @@ from titanlike.interop.weights import CheckpointWeights, Weights, load_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelisms.tensor import apply_tensor
 from titanlike.parallelize import parallelize
 
 
@@ -28,8 +29,6 @@ def load_for_generation(weights: Weights, mesh: Mesh, device: torch.device, dtyp
     with torch.device("meta"):
         model = build_model(weights.config).to(getattr(torch, dtype))
     if mesh.tensor.size() > 1:
-        from titanlike.parallelisms.tensor import apply_tensor
-
         plan = cast(Mapping[str, str], model.tensor_plan)
         apply_tensor(model, plan, mesh.tensor, blocks=blocks(model), sequence_parallel=False)
     return _fill(model, weights, device)
