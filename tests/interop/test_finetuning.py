@@ -286,7 +286,7 @@ def test_adapters_that_peft_does_not_have_are_refused(ranks: Ranks, tmp_path: Pa
             r"lora.layers selects nothing in blocks \d to 2, which are stage 1 of the pipeline; select layers of all",
         ),
         (
-            dict(lora=Lora(rank=2), float8=Float8(scaling="tensorwise", emulate=True, skip_small=False)),
+            dict(lora=Lora(rank=2), float8=Float8(scaling="tensorwise", emulate=True, layers=("*",))),
             r"lora.rank = 2 and float8.scaling = 'tensorwise' are not supported together",
         ),
     ],

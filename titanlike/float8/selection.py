@@ -52,11 +52,12 @@ def _skip_reason(float8: Float8, name: str, outputs: int, inputs: int, *, tied: 
         return "the head; float8.head is false"
     if name == HEAD and tied:
         return "the head is tied to the embedding"
-    if name != HEAD and float8.layers and not any(matches(pattern, name) for pattern in float8.layers):
+    named = name == HEAD or any(matches(pattern, name) for pattern in float8.layers)
+    if float8.layers and not named:
         return "not in float8.layers"
     if any(matches(pattern, name) for pattern in float8.skip):
         return "in float8.skip"
-    if float8.skip_small and _is_small(float8.scaling, outputs, inputs):
+    if not named and _is_small(float8.scaling, outputs, inputs):
         return "too small"
     return ""
 

@@ -29,14 +29,13 @@ class Records:
             self._trackers.append(BackgroundTracker(name, partial(build, run), package, abandon))
         self._endpoint: PrometheusEndpoint | None = None
         self._messages: list[str] = []
-        if section.prometheus_port:
-            address = section.prometheus_address, section.prometheus_port
+        if section.prometheus:
+            address, _, port = section.prometheus.rpartition(":")
             try:
-                self._endpoint = PrometheusEndpoint(*address, run.folder.name, num_steps)
+                self._endpoint = PrometheusEndpoint(address.strip("[]"), int(port), run.folder.name, num_steps)
             except OSError as error:
-                where = "{}:{}".format(*address)
                 self._messages.append(
-                    f"warning: no metrics for Prometheus, training continues: {where}: {error.strerror}"
+                    f"warning: no metrics for Prometheus, training continues: {section.prometheus}: {error.strerror}"
                 )
 
     def log(self, step: int, values: Values) -> list[str]:

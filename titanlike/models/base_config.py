@@ -55,6 +55,7 @@ class TransformerConfig:
     vocab_size: int
     max_seq_len: int
     tied_head: bool = False
+    norm_eps: float
     dropout: float = 0.0
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -77,6 +78,11 @@ class TransformerConfig:
         if "hf_architecture" not in cls.__dict__:
             cls.hf_architecture = ""
 
+    @classmethod
+    def has_field(cls, name: str) -> bool:
+        """Whether a recipe can set this: an architecture whose published sizes agree in a value has it as a constant."""
+        return name in getattr(cls, "__dataclass_fields__", {})
+
     @property
     def head_dim(self) -> int:
         """The dimension of an attention head. A subclass may have a field of this name instead."""
@@ -92,7 +98,9 @@ class TransformerConfig:
         if self.size not in self.sizes:
             return self.name
         # A padded vocabulary, another context length or dropout is a common setting of the same size.
-        common = {name: getattr(self, name) for name in ("vocab_size", "max_seq_len", "dropout")}
+        common = {name: getattr(self, name) for name in ("vocab_size", "max_seq_len")}
+        if self.dropout:
+            common["dropout"] = self.dropout
         if self == type(self)(**{"size": self.size, **self.sizes[self.size], **common}):
             return f"{self.name} {self.size}"
         return f"{self.name} of {self.num_layers} layers, model.dim {self.dim}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts
-from titanlike.models.layers import CausalAttention, Dropout, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
+from titanlike.models.layers import CausalAttention, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.llama_config import LlamaFamilyConfig
 from titanlike.models.moe_config import MoeConfig
 
@@ -28,7 +28,6 @@ class Llama(nn.Module):
         self.config = config
         self.tensor_plan = config.tensor_plan()
         self.tok_embeddings: nn.Embedding | None = Embedding(config.vocab_size, config.dim)
-        self.dropout = Dropout(config.dropout, site=0)
         # Soft-capped scores have no causal kernel.
         always = config.attention_soft_cap > 0
         self.document_mask = DocumentMask(always=always)
@@ -48,7 +47,6 @@ class Llama(nn.Module):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -57,7 +55,6 @@ class Llama(nn.Module):
         Args:
             position_ids: positions (B, T) or (1, T). Default: 0, 1, ... in each sequence.
             document_ids: the document of each token (B, T); attention does not cross documents. Default: one document.
-            dropout_bits: 32 random bits for each token (B, T). Default: no dropout.
             counts: what the routers of previous pipeline stages have counted (B, 2, E). A stage returns it, too, with its own.
         """
         h = tokens
@@ -65,7 +62,6 @@ class Llama(nn.Module):
             h = self.tok_embeddings(tokens)  # (B, T, D)
             if self.config.embedding_scale:  # rounded to the dtype of the activations, as published models were trained
                 h = h * torch.tensor(self.config.dim**0.5, dtype=h.dtype)
-            h = self.dropout(h, dropout_bits)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         is_local = {name: self.config.is_local(int(name)) for name in self.layers}
@@ -74,7 +70,7 @@ class Llama(nn.Module):
         masks = {False: self.document_mask, True: self.local_mask}
         mask = {local: masks[local](document_ids, position_ids) for local in set(is_local.values())}
         for name, layer in self.layers.items():
-            h = layer(h, rope[is_local[name]], mask[is_local[name]], dropout_bits)
+            h = layer(h, rope[is_local[name]], mask[is_local[name]])
             if isinstance(h, tuple):
                 h, of_layer = h
                 cast(Any, layer).feed_forward.router.add_load(of_layer)
@@ -115,24 +111,18 @@ class Block(nn.Module):
         self.ffn_norm = rms_norm(config, config.dim)
         self.feed_forward = build_feed_forward(config)
         self.post_ffn_norm = rms_norm(config, config.dim) if config.post_norms else None
-        self.attention_dropout = Dropout(config.dropout, site=2 * index + 1)
-        self.ffn_dropout = Dropout(config.dropout, site=2 * index + 2)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Mask | None = None,
-        dropout_bits: Tensor | None = None,
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         out = self.attention(self.attention_norm(x), rope, mask)
         out = out if self.post_attention_norm is None else self.post_attention_norm(out)
-        h = x + self.attention_dropout(out, dropout_bits)
+        h = x + out
         out, counts = self.feed_forward(self.ffn_norm(h)), None
         if isinstance(out, tuple):
             out, counts = out
         out = out if self.post_ffn_norm is None else self.post_ffn_norm(out)
-        h = h + self.ffn_dropout(out, dropout_bits)
+        h = h + out
         # FSDP prefetches where the backward pass reaches an output. After this copy, both outputs are before the experts: else it
         # would gather them again.
         return h if counts is None else (h, counts.clone())

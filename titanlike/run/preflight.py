@@ -349,7 +349,7 @@ def _float8_selection(float8: Float8, model: TransformerConfig, tensor: int) -> 
     if all(reasons.values()) and not problems:
         problems.append(
             f"float8.scaling = {float8.scaling!r} has no matrix to convert: "
-            + ("all are too small; set float8.skip_small = false to convert them anyway" if "too small" in reasons.values()
+            + ("all are too small; set float8.layers = ['*'] to convert them anyway" if "too small" in reasons.values()
                else "float8.layers and float8.skip exclude all matrices of the blocks; change them, or set float8.head = true")
             + ", or float8.scaling = 'none'"
         )  # fmt: skip
