@@ -12,7 +12,7 @@ from tests.faults.undisturbed import Trained, assert_as_undisturbed
 
 pytestmark = pytest.mark.slow
 TENSORBOARD = {"metrics.trackers": '["tensorboard"]'}
-LOG = "titanlike.metrics.trackers.TensorBoardTracker.log"
+LOG = "titanlike.metrics.services.TensorBoardTracker.log"
 STEP = "titanlike.optim.schedule.set_learning_rate"
 
 

@@ -22,7 +22,6 @@ from titanlike.config.sections import Data, Float8, Lora, Parallelism, Tokenizer
 from titanlike.data.sources import open_sources
 from titanlike.data.text.chat_template import build_chat_template
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.interop.adapter import export_adapter
 from titanlike.interop.export import export
 from titanlike.interop.generation_config import stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files
@@ -30,6 +29,7 @@ from titanlike.interop.weights import CheckpointWeights, load_weights, open_weig
 from titanlike.models.lora import apply_lora
 from titanlike.models.registry import build_model
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.adapter import export_adapter
 
 Ranks = Callable[[int], Pool]
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours

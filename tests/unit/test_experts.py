@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
 from titanlike.models.grouped_matmul import grouped_matmul
-from titanlike.models.llama import build_feed_forward
 from titanlike.models.loss import IGNORE
+from titanlike.models.moe import build_feed_forward
 from titanlike.models.moe_config import MoeConfig, Qwen3MoeConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.balance import BalanceBias

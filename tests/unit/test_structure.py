@@ -30,6 +30,7 @@ LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify"},
     {"data", "harness", "planning", "programs", "small_recipe", "trace"},
+    {"adapter", "inference", "schema"},
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents]

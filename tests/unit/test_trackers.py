@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.launching import free_port
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Metrics
-from titanlike.metrics import background, records
+from titanlike.metrics import background, services
 from titanlike.metrics.background import BackgroundTracker
 from titanlike.metrics.prometheus import PrometheusEndpoint
 from titanlike.metrics.records import Records
@@ -126,7 +126,7 @@ def test_tensorboard_has_the_recipe_and_survives_a_deleted_directory(tmp_path: P
     assert text.tensor_proto.string_val[0] == b"    [optimizer]\n    lr = 0.5\n"
     hparams = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"optimizer.lr" in hparams and b"optimizer.groups" in hparams
-    tracker = records.TensorBoardTracker(run)
+    tracker = services.TensorBoardTracker(run)
     tracker._writer.flush()  # its thread would write to the deleted file
     for file in (tmp_path / "tensorboard").iterdir():
         file.unlink()

@@ -70,6 +70,8 @@ class TransformerConfig:
     logit_soft_cap: float = 0.0
     attention_soft_cap: float = 0.0
     sliding_window: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
 
@@ -175,6 +177,10 @@ class TransformerConfig:
         block, ends = self.block_parameters(), self.first_parameters() | self.last_parameters()
         tied = self.vocab_size * self.dim if self.tied_head else 0
         return self.num_layers * num_elements(block) + num_elements(ends) - tied
+
+    def num_active_parameters(self) -> int:
+        """Returns the number of parameters that compute a token, including the embedding."""
+        return self.num_parameters()
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Returns the linear layers of all blocks by full name, and the LM head even if it is tied."""

@@ -1,4 +1,4 @@
-"""Llama and the models built like it, in plain PyTorch: Qwen, Gemma and, with `experts.py`, Mixtral.
+"""Llama and the models built like it, in plain PyTorch: Qwen, Gemma and, with `moe.py`, Mixtral.
 
 Shapes: B sequences, T tokens, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.document_mask import DocumentMask, Mask
-from titanlike.models.experts import BalanceLoss, MixtureOfExperts
 from titanlike.models.layers import CausalAttention, Embedding, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.llama_config import LlamaFamilyConfig
-from titanlike.models.moe_config import MoeConfig
 
 
 class Llama(nn.Module):
@@ -33,14 +31,18 @@ class Llama(nn.Module):
         self.document_mask = DocumentMask(always=always)
         self.local_mask = DocumentMask(window=config.sliding_window, always=always)
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): self.build_block(i) for i in range(config.num_layers)})
         self.norm: nn.Module | None = rms_norm(config, config.dim)
         output = (
             TiedLMHead(self.tok_embeddings) if config.tied_head else LMHead(config.dim, config.vocab_size, bias=False)
         )
         output.soft_cap = config.logit_soft_cap
         self.output: nn.Module | None = output
-        self.balance_loss = BalanceLoss(config) if isinstance(config, MoeConfig) and config.balance_loss else None
+        self.balance_loss: nn.Module | None = None  # of models with experts
+
+    def build_block(self, index: int) -> nn.Module:
+        """Returns a block of the architecture."""
+        return Block(self.config, index, FeedForward(self.config, self.config.ffn_dim))
 
     def forward(
         self,
@@ -103,13 +105,13 @@ class Block(nn.Module):
     """A pre-norm transformer block: attention and feed-forward, each with a residual connection. If the config has post-norms,
     what they add to it is normalized, too."""
 
-    def __init__(self, config: LlamaFamilyConfig, index: int) -> None:
+    def __init__(self, config: LlamaFamilyConfig, index: int, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = rms_norm(config, config.dim)
         self.attention = Attention(config, config.sliding_window if config.is_local(index) else 0)
         self.post_attention_norm = rms_norm(config, config.dim) if config.post_norms else None
         self.ffn_norm = rms_norm(config, config.dim)
-        self.feed_forward = build_feed_forward(config)
+        self.feed_forward = feed_forward
         self.post_ffn_norm = rms_norm(config, config.dim) if config.post_norms else None
 
     def forward(
@@ -165,14 +167,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.w1(x)
         return self.w2((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.w3(x))
-
-
-def build_feed_forward(config: LlamaFamilyConfig) -> nn.Module:
-    """Returns the feed-forward layer of an architecture, or the mixture of experts in its place."""
-    if not isinstance(config, MoeConfig):
-        return FeedForward(config, config.ffn_dim)
-    shared = FeedForward(config, config.num_shared_experts * config.ffn_dim) if config.num_shared_experts else None
-    return MixtureOfExperts(config, shared)
 
 
 def rms_norm(config: LlamaFamilyConfig, size: int) -> nn.RMSNorm:

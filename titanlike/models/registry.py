@@ -9,6 +9,7 @@ The config class derives from `TransformerConfig` and holds fields, published si
 torch, so that a recipe is checked within a second. The module holds what needs tensors; see `LanguageModel`.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TypeVar
 
@@ -17,9 +18,6 @@ from torch import Tensor, nn
 
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import CONFIGS
-from titanlike.models.gpt import GPT
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama import Llama
 
 
 class LanguageModel(Protocol):
@@ -56,7 +54,13 @@ class LanguageModel(Protocol):
 M = TypeVar("M", bound=type[nn.Module])
 REQUIRED = ("first_stage_modules", "last_stage_modules", "init_parameter")
 
-_models: dict[type[TransformerConfig], type[nn.Module]] = {**dict.fromkeys(CONFIGS, Llama), GPTConfig: GPT}
+# Module and class of the architectures of this package. `build_model` imports the one that it builds.
+ARCHITECTURES = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2", "gemma3"), ("llama", "Llama")),
+    **dict.fromkeys(("qwen3_moe", "mixtral"), ("moe", "MoeLlama")),
+    "gpt": ("gpt", "GPT"),
+}
+_models: dict[type[TransformerConfig], type[nn.Module]] = {}
 
 
 def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
@@ -76,8 +80,11 @@ def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
 
 def build_model(config: TransformerConfig) -> nn.Module:
     """Builds the model that a config describes. Call it under `torch.device("meta")`; `initialize` allocates and fills it."""
+    if type(config) in CONFIGS and type(config) not in _models:
+        module, name = ARCHITECTURES[config.name]
+        _models[type(config)] = getattr(importlib.import_module(f"titanlike.models.{module}"), name)
     if type(config) not in _models:
-        known = ", ".join(sorted(one.__name__ for one in _models))
+        known = ", ".join(sorted(one.__name__ for one in registered_configs()))
         raise ValueError(
             f"no model is registered for {type(config).__name__}; registered configs: {known}; use register_model"
         )
@@ -93,7 +100,7 @@ def build_model(config: TransformerConfig) -> nn.Module:
 
 def registered_configs() -> tuple[type[TransformerConfig], ...]:
     """Returns the config classes of all registered models."""
-    return tuple(_models)
+    return tuple(dict.fromkeys((*CONFIGS, *_models)))
 
 
 def blocks(model: nn.Module) -> nn.ModuleDict:

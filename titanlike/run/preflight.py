@@ -20,9 +20,6 @@ from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.schema import describe
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Float8, Optimizer, Parallelism
-from titanlike.float8.selection import ALIGNMENT, HEAD, skip_reasons
-from titanlike.inference.tasks import read_task
-from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import CONFIGS
 from titanlike.utils.system import num_gpus, total_memory
@@ -333,6 +330,8 @@ def _float8(recipe: PretrainRecipe) -> Iterator[str]:
 @lru_cache  # the planner checks thousands of layouts of one model
 def _float8_selection(float8: Float8, model: TransformerConfig, tensor: int) -> tuple[str, ...]:
     """Patterns that match no matrix, and matrices that float8 cannot multiply."""
+    from titanlike.float8.selection import ALIGNMENT, HEAD, skip_reasons
+
     matrices = model.matrices()
     parts = sorted({part for name in matrices for part in name.split(".") if not part.isdigit()})
     problems = []
@@ -480,6 +479,8 @@ def _float8_tokens(recipe: PretrainRecipe, sequences: int) -> Iterator[str]:
     scaling, context, seq_len = recipe.float8.scaling, recipe.parallelism.context, recipe.training.seq_len
     if scaling in ("none", "rowwise_with_gw_hp"):
         return
+    from titanlike.float8.selection import ALIGNMENT
+
     alignment, tokens = ALIGNMENT[scaling], sequences * seq_len // context
     if tokens % alignment:
         step = alignment * context // math.gcd(alignment * context, sequences)
@@ -580,6 +581,8 @@ def evaluation_files(section: Evaluation) -> Iterator[str]:
     for path in section.data:
         if not _exists(path):
             yield f"evaluation.data: {path!r} does not exist; give a text file, a folder, a pattern or token shards"
+    if section.tasks:
+        from titanlike.inference.tasks import read_task
     for file in section.tasks:
         yield from _errors("evaluation.tasks: ", read_task, file)
 
@@ -598,6 +601,8 @@ def _initial_weights(recipe: PretrainRecipe) -> list[str]:
         return []
     if not Path(initial).is_dir():
         return [f"checkpoint.initial = {initial!r} is not a folder; give a run, a checkpoint or a Hugging Face folder"]
+    from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
+
     if not is_hf_folder(Path(initial)):
         return []
     try:
