@@ -582,7 +582,7 @@ class PretrainRecipe:
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     run: Run = Run()
-    model: Annotated[ModelConfig, Field(discriminator="name")] = LlamaConfig()
+    model: ModelConfig = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
     training: Training = Training()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import CONFIGS
+from titanlike.models.configs import FAMILIES, all_configs, config_class
 
 
 class LanguageModel(Protocol):
@@ -54,12 +54,6 @@ class LanguageModel(Protocol):
 M = TypeVar("M", bound=type[nn.Module])
 REQUIRED = ("first_stage_modules", "last_stage_modules", "init_parameter")
 
-# Module and class of the architectures of this package. `build_model` imports the one that it builds.
-ARCHITECTURES = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma2", "gemma3"), ("llama", "Llama")),
-    **dict.fromkeys(("qwen3_moe", "mixtral"), ("moe", "MoeLlama")),
-    "gpt": ("gpt", "GPT"),
-}
 _models: dict[type[TransformerConfig], type[nn.Module]] = {}
 
 
@@ -80,9 +74,10 @@ def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
 
 def build_model(config: TransformerConfig) -> nn.Module:
     """Builds the model that a config describes. Call it under `torch.device("meta")`; `initialize` allocates and fills it."""
-    if type(config) in CONFIGS and type(config) not in _models:
-        module, name = ARCHITECTURES[config.name]
-        _models[type(config)] = getattr(importlib.import_module(f"titanlike.models.{module}"), name)
+    family = FAMILIES.get(config.name)
+    if family and type(config) not in _models and type(config) is config_class(config.name):
+        module = importlib.import_module(f"titanlike.models.{family.model_module}")
+        _models[type(config)] = getattr(module, family.model_class)
     if type(config) not in _models:
         known = ", ".join(sorted(one.__name__ for one in registered_configs()))
         raise ValueError(
@@ -100,7 +95,7 @@ def build_model(config: TransformerConfig) -> nn.Module:
 
 def registered_configs() -> tuple[type[TransformerConfig], ...]:
     """Returns the config classes of all registered models."""
-    return tuple(dict.fromkeys((*CONFIGS, *_models)))
+    return tuple(dict.fromkeys((*all_configs(), *_models)))
 
 
 def blocks(model: nn.Module) -> nn.ModuleDict:

@@ -21,7 +21,7 @@ from titanlike.config.load import nearest
 from titanlike.config.schema import describe
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Float8, Optimizer, Parallelism
 from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import CONFIGS
+from titanlike.models.configs import all_configs
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
@@ -607,7 +607,7 @@ def _initial_weights(recipe: PretrainRecipe) -> list[str]:
         return []
     try:
         tensor_files(Path(initial))
-        found = read_config(Path(initial), (*CONFIGS, type(recipe.model)))
+        found = read_config(Path(initial), (*all_configs(), type(recipe.model)))
     except UserError as problem:
         return [f"checkpoint.initial: {problem}"]
     return config_problems(initial, found, recipe.model, recipe.checkpoint.allow_changed)
