@@ -41,7 +41,6 @@ from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate, set_learning_rate
-from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
@@ -74,7 +73,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         dropout=recipe.model.dropout > 0,
         data_rank=mesh.data_rank,
         num_data_ranks=mesh.num_data_ranks,
-        position_ids=context_position_ids(training.seq_len, mesh.context),
+        position_ids=mesh.position_ids(training.seq_len),
         device=device,
         vocab_size=recipe.model.vocab_size,
     )
