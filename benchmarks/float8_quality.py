@@ -37,7 +37,7 @@ SMALL = {
     "metrics.interval": 5,
     "metrics.trackers": "[]",
 }
-FLOAT8 = {"float8.emulate": "true", "float8.skip_small": "false"}
+FLOAT8 = {"float8.emulate": "true", "float8.layers": '["*"]'}
 
 
 def train(variant: str, folder: Path, overrides: list[str]) -> None:

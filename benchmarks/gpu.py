@@ -50,7 +50,7 @@ def compare(
     for row in tiny_rows.split(","):
         tiny += f" --option titanlike.{row}:compile.backend=eager"
         if "float8" in precision + row:
-            tiny += f" --option titanlike.{row}:float8.emulate=true --option titanlike.{row}:float8.skip_small=false"
+            tiny += f" --option titanlike.{row}:float8.emulate=true --option 'titanlike.{row}:float8.layers=[\"*\"]'"
     return Part(
         f"{command} --rows {rows} --device cuda --model {model} --steps {steps} --warmup {warmup}",
         f"{command} --rows {tiny_rows} {tiny}",

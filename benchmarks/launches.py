@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titanlike.distributed import environment
+from titanlike.distributed import launch_config
 
 ROOT = Path(__file__).parents[1]
 MARK = "TITANLIKE_BENCHMARK"  # environment variable that identifies the processes of a start
@@ -40,7 +40,7 @@ class Start:
         self._metrics_before = self._inode()
         self._first_step: float | None = None
         self._mark = secrets.token_hex(8)
-        variables = environment.child_environment({MARK: self._mark, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"})
+        variables = launch_config.child_environment({MARK: self._mark, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"})
         variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
         self.started = time.monotonic()
         with self.log_file.open("w") as log:

@@ -42,7 +42,7 @@ MODELS = {
     ),
     # For one GPU.
     "gpt2_124m": Model(
-        dict(name="gpt", dim=768, num_layers=12, num_heads=12, vocab_size=50304, max_seq_len=1024, norm_eps=1e-5),
+        dict(name="gpt", dim=768, num_layers=12, num_heads=12, vocab_size=50304, max_seq_len=1024),
         seq_len=1024, batch_size=64, micro_batch_size=64,
     ),
     "llama3_1b": Model(

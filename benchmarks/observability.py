@@ -36,7 +36,7 @@ def main() -> None:
         str(ROOT / "recipes/pretrain.py"), str(ROOT / "train_configs/debug.toml"), f"--training.steps={arguments.steps}",
         f"--run.dir={folder}", f"--run.device={arguments.device}", "--validation.interval=0", "--checkpoint.enabled=false",
         "--sample.tokens=0", "--metrics.interval=10", f"--metrics.layer_interval={BLOCK}", "--run.name=run",
-        "--metrics.prometheus_port=9499",
+        "--metrics.prometheus=127.0.0.1:9499",
     ]  # fmt: skip
     sys.path.insert(0, str(ROOT))
     from titanlike.config import PretrainRecipe

@@ -103,6 +103,7 @@ class Row:
         if "size" in fields:
             fields |= LlamaConfig.sizes[fields["size"]]
         tensorwise = self.float8 == "tensorwise"
+        layers = () if self.skip_small or self.float8 == "none" else ("*",)
         return PretrainRecipe(
             model=LlamaConfig(**fields),
             training=Training(
@@ -113,7 +114,7 @@ class Row:
                 reduce_dtype=self.reduce_dtype,
             ),
             parallelism=parallelism,
-            float8=Float8(scaling=self.float8, all_gather=tensorwise and self.all_gather, skip_small=self.skip_small),
+            float8=Float8(scaling=self.float8, all_gather=tensorwise and self.all_gather, layers=layers),
             compile=Compile(mode="block" if self.compiled else "none"),
             activation_checkpoint=ActivationCheckpoint(mode=self.checkpoint),
         )

@@ -37,7 +37,7 @@ from titanlike.run.run_dir import versions
 
 KEEP = 2
 RECIPE = {
-    "model.dim": "128", "model.num_layers": "4", "model.num_heads": "2", "model.num_kv_heads": "1", "model.ffn_dim": "384",
+    "model.name": "gpt", "model.dim": "128", "model.num_layers": "4", "model.num_heads": "2",
     "model.dropout": "0.1", "data.source": "synthetic", "training.seq_len": "32", "training.global_batch_size": "8",
     "training.local_batch_size": "4", "optimizer.lr": "1.5e-3", "optimizer.groups": "[]",
     "schedule.warmup_steps": "20", "checkpoint.interval": "5", "checkpoint.keep": str(KEEP),

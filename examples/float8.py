@@ -20,7 +20,7 @@ from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.tensor import apply_tensor
 
-FLOAT8 = Float8(scaling="tensorwise", skip=("head",), skip_small=False, emulate=True)
+FLOAT8 = Float8(scaling="tensorwise", skip=("head",), layers=("*",), emulate=True)
 
 
 def main() -> tuple[float, float]:

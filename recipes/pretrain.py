@@ -18,6 +18,7 @@ if __name__ == "__main__":
     recipe = start(PretrainRecipe)  # before torch is imported: a wrong recipe is refused within a second
 
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,6 @@ from titanlike.distributed import collectives, process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
-from titanlike.interop.export import export
-from titanlike.interop.weights import load_initial, open_weights
 from titanlike.metrics import Monitor
 from titanlike.metrics.profiler import Profiler
 from titanlike.models.init import initialize
@@ -42,10 +41,8 @@ from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.non_finite import NonFiniteGuard
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate, set_learning_rate
-from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import Mesh, build_mesh
-from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
 from titanlike.run.completion import completion_message
 from titanlike.run.resume import find_resume_point
@@ -76,7 +73,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         dropout=recipe.model.dropout > 0,
         data_rank=mesh.data_rank,
         num_data_ranks=mesh.num_data_ranks,
-        position_ids=context_position_ids(training.seq_len, mesh.context),
+        position_ids=mesh.position_ids(training.seq_len),
         device=device,
         vocab_size=recipe.model.vocab_size,
     )
@@ -113,6 +110,8 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
         checkpoints.load(model, optimizer, resume.checkpoint)
         data.training.source.load_position(resume.checkpoint.position)
     elif recipe.checkpoint.initial:
+        from titanlike.interop.weights import load_initial
+
         load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
     run.open(device, resumed_step=resume.first_step - 1)
     checkpoints.archive_after(resume.first_step - 1)
@@ -197,6 +196,9 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     if shutdown.agreed_signal:
         process_group.barrier_and_exit(128 + shutdown.agreed_signal)
     if (dtype := recipe.checkpoint.export) != "none":
+        from titanlike.interop.export import export
+        from titanlike.interop.weights import open_weights
+
         process_group.run_on_main(
             lambda: export(open_weights(checkpoints.newest()), run.exported, dtype=dtype, replace=True)
         )
@@ -209,8 +211,8 @@ def forward_backward(
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of the mean loss over the `num_tokens` of the global batch. Returns that loss, and this rank's share
     of it."""
-    if isinstance(model, Pipeline):
-        local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
+    if mesh.pipeline.size() > 1:
+        local_loss = cast(Any, model).forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:
         local_loss = torch.zeros((), device=num_tokens.device)
         for batch in accumulate_gradients(model, microbatches, sync):
@@ -225,8 +227,8 @@ def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mes
     """Returns the mean loss per token of the same held-out batches each time. It is equal on all ranks."""
     total, num_tokens = torch.zeros(2, device=batches.device, dtype=collectives.sum_dtype(batches.device))
     for microbatches in batches.first_batches(num_batches):
-        if isinstance(model, Pipeline):
-            total += model.evaluate(microbatches)
+        if mesh.pipeline.size() > 1:
+            total += cast(Any, model).evaluate(microbatches)
         else:
             total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)

@@ -31,9 +31,14 @@ class Case:
     local: int = 0  # micro-batch size, of 8 sequences in a step; 0: two micro-batches per rank
     sections: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
+    """Of the GPT: Llama has none, and does not run such a case."""
     tier: str = "both"
     """`both`: both models in the default tests. `one`: one model in the default tests, the other in the slow tests.
     `slow`: one model in the slow tests. `every`: with `-m every` only."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return ("gpt",) if self.dropout else ("llama", "gpt")
 
     @property
     def processes(self) -> int:
@@ -109,6 +114,8 @@ def table(measured: dict[str, Any]) -> str:
     for name, case in measured["cases"].items():
         cells = [
             " / ".join(f"{case[model][metric]:.0e}" for metric in ("loss", "gradient norm", "weights"))
+            if model in case
+            else ""
             for model in ("llama", "gpt")
         ]
         lines.append(f"| {name} | {case['processes']} | {' | '.join(cells)} |")
@@ -129,7 +136,7 @@ def summary(measured: dict[str, Any]) -> str:
     """Returns the largest differences of all cases as a sentence."""
     cases = measured["cases"].values()
     loss, norm, weights = (
-        max(case[model][quantity] for case in cases for model in ("llama", "gpt"))
+        max(case[model][quantity] for case in cases for model in ("llama", "gpt") if model in case)
         for quantity in ("loss", "gradient norm", "weights")
     )
     return (
@@ -147,5 +154,5 @@ def _rounded_up(value: float) -> str:
 
 if __name__ == "__main__":
     recorded = json.loads(Path(sys.argv[1]).read_text())
-    is_dense = all("llama" in case for case in recorded["cases"].values())
+    is_dense = all("gpt" in case for case in recorded["cases"].values())
     print(f"{table(recorded)}\n\n{summary(recorded)}" if is_dense else moe_table(recorded))

@@ -53,7 +53,7 @@ GEMMA2 = Gemma2Config(
 )  # fmt: skip
 GEMMA3 = Gemma3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
-    sliding_window=11, sliding_window_pattern=3, max_seq_len=128, tied_head=False,
+    sliding_window=11, sliding_window_pattern=3, max_seq_len=128,
 )  # fmt: skip
 # Sequences are unbalanced, so that both ways of balancing have an effect.
 QWEN3_MOE = Qwen3MoeConfig(
@@ -61,8 +61,12 @@ QWEN3_MOE = Qwen3MoeConfig(
     experts_per_token=3, balance_loss=0.1,
 )  # fmt: skip
 MIXTRAL = MixtralConfig(
-    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=320, num_experts=4, num_shared_experts=2,
-    router_score="sigmoid", router_scale=2.5, balance_loss=0.1, balance_bias_rate=0.01,
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=320, num_experts=4, balance_loss=0.1
+)
+# With the options of DeepSeek-V3's layer.
+SHARED_EXPERTS = dataclasses.replace(
+    QWEN3_MOE, num_experts=4, experts_per_token=2, num_shared_experts=2, router_score="sigmoid", router_scale=2.5,
+    balance_bias_rate=0.01,
 )  # fmt: skip
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 

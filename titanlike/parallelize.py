@@ -3,6 +3,7 @@
 The order is: float8, LoRA, pipeline split, tensor parallelism, expert parallelism, context parallelism, activation checkpointing,
 compilation, FSDP.
 The model is on the meta device throughout; `models.init.initialize` allocates the parameters of the result.
+A transform is imported where the recipe asks for it: a run imports no other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,19 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
+from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead
-from titanlike.models.lora import apply_lora
 from titanlike.models.loss import TokenLoss, check_token_loss
 from titanlike.models.registry import blocks
-from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from titanlike.parallelisms.compile import apply_compile
-from titanlike.parallelisms.context import apply_context
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelisms.precision import apply_compute_dtype
 
 
@@ -66,10 +62,14 @@ def parallelize(
         check_hardware(mesh.tensor.device_type, float8)
         apply_float8(model, float8)
     if lora and lora.rank:
+        from titanlike.models.lora import apply_lora
+
         apply_lora(model, blocks(model), lora)
     # Split before the rest: a module of another stage needs no further transform.
     parts: list[Any] = [model]
     if mesh.pipeline.size() > 1:
+        from titanlike.parallelisms.pipeline import Pipeline
+
         model = Pipeline(
             model,
             mesh.pipeline,
@@ -103,21 +103,32 @@ def parallelize(
     for module in document_masks:
         if training.attention != "auto":
             module.flex = False  # the other kernels take a dense mask
-    balance_losses = [module for part in parts for module in part.modules() if isinstance(module, BalanceLoss)]
-    apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
-    compile_blocks = partial(apply_compile, layers, backend=compile.backend, fullgraph=not inner_units)
+    if mesh.context.size() > 1:
+        from titanlike.parallelisms.context import apply_context
+
+        balance_losses = [loss for part in parts if (loss := getattr(part, "balance_loss", None)) is not None]
+        apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
+
+    def compile_blocks() -> None:
+        from titanlike.parallelisms.compile import apply_compile
+
+        apply_compile(layers, backend=compile.backend, fullgraph=not inner_units)
+
     compile_last = compile.mode == "block"
     if inner_units and compile_last and activation_checkpoint.mode != "selective":
         # The experts are not compiled. A compiled checkpoint would run all of such a block eagerly: the compiler works inside of
         # it. Selective checkpointing recomputes the parts of such a block one by one, and the experts are a part.
         compile_blocks()
         compile_last = False
-    apply_activation_checkpoint(
-        layers,
-        mode=activation_checkpoint.mode,
-        memory_budget=activation_checkpoint.memory_budget,
-        preserve_rng_state=False,  # dropout is a function of its inputs, and saving a state synchronizes with the GPU
-    )
+    if activation_checkpoint.mode != "none":
+        from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+
+        apply_activation_checkpoint(
+            layers,
+            mode=activation_checkpoint.mode,
+            memory_budget=activation_checkpoint.memory_budget,
+            preserve_rng_state=False,  # dropout is a function of its inputs, and saving a state synchronizes with the GPU
+        )
     for part in parts:
         if getattr(part, "output", None) is not None:
             part.output.loss = loss
@@ -125,7 +136,7 @@ def parallelize(
                 chunk=training.loss_chunk,
                 vocab_group=mesh.vocab_group,
                 backend=compile.backend if compile.mode == "block" else "",
-                retain_graph=isinstance(model, Pipeline) and model.schedule_spec.splits_backward,
+                retain_graph=mesh.pipeline.size() > 1 and SCHEDULES[parallelism.pipeline_schedule].splits_backward,
                 z_loss=training.z_loss,
             )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.

@@ -56,7 +56,7 @@ def gpt2(task_config: dict[str, Any], **options: Any) -> transformers.PreTrained
     """Builds the task's GPT-2, without dropout."""
     config = transformers.GPT2Config(
         vocab_size=task_config["vocab_size"], n_embd=task_config["dim"], n_layer=task_config["num_layers"],
-        n_head=task_config["num_heads"], n_positions=task_config["max_seq_len"], layer_norm_epsilon=task_config["norm_eps"],
+        n_head=task_config["num_heads"], n_positions=task_config["max_seq_len"],
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)

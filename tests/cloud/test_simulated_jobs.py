@@ -29,7 +29,7 @@ TINY = {
     "model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.num_kv_heads": 1, "model.ffn_dim": 96,
     "data.source": "synthetic", "training.seq_len": 32, "training.global_batch_size": 4, "training.local_batch_size": 2,
     "schedule.warmup_steps": 2, "validation.interval": 0, "sample.tokens": 0, "metrics.interval": 1, "checkpoint.interval": 25,
-    "model.dropout": 0.1, "training.steps": STEPS,
+    "training.steps": STEPS,
 }  # fmt: skip
 JOB = Job(
     run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2,

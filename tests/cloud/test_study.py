@@ -100,7 +100,7 @@ def test_two_simulated_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     keys = TINY | {
         "training.steps": 4, "compile.backend": "aot_eager", "tokenizer.encoding": "bytes",
         "model.vocab_size": 320, "training.compute_dtype": "float32", "model.max_seq_len": 64,
-        "activation_checkpoint.mode": "none", "model.tied_head": "false",
+        "activation_checkpoint.mode": "none",
     }  # fmt: skip
     arguments = [
         "--only",

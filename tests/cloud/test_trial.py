@@ -90,7 +90,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def sweep_file(folder: Path, **keys: object) -> Path:
-    keys = TINY | {"training.steps": 4, "validation.interval": 2, "checkpoint.interval": 4, "model.dropout": 0.0} | keys
+    keys = TINY | {"training.steps": 4, "validation.interval": 2, "checkpoint.interval": 4} | keys
     tables: dict[str, dict[str, object]] = {}
     for key, value in keys.items():
         tables.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value

@@ -88,7 +88,7 @@ def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecip
         "float8.scaling": recipe.float8.scaling,
         "float8.all_gather": recipe.float8.all_gather,
         "float8.emulate": recipe.float8.scaling != "none",
-        "float8.skip_small": False,
+        "float8.layers": ["*"],
         "optimizer.state_dtype": recipe.optimizer.state_dtype,
         "validation.interval": 0,
         "checkpoint.enabled": False,

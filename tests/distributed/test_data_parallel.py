@@ -133,7 +133,7 @@ SYNCED: dict[str, dict[str, Any]] = {
     # One step: later ones would amplify rounding differences, in bfloat16 and float8.
     "FSDP, float8": dict(
         parallelism=Parallelism(shard=2), training=dict(steps=1),
-        float8=dict(scaling="tensorwise", skip_small=False, emulate=True, all_gather=True),
+        float8=dict(scaling="tensorwise", layers=("*",), emulate=True, all_gather=True),
     ),
     "FSDP, bfloat16": dict(parallelism=Parallelism(shard=2), training=dict(compute_dtype="bfloat16", steps=1)),
     "FSDP, bfloat16 reduction": dict(

@@ -42,7 +42,7 @@ MODELS: dict[str, Any] = {
 }
 QWEN2 = Qwen2Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320)
 QWEN3 = Qwen3Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=128, vocab_size=320)
-FLOAT8: dict[str, Any] = dict(scaling="tensorwise", skip_small=False, emulate=True)
+FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 
 

@@ -83,8 +83,8 @@ def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: st
     options: dict[str, Any] = dict(
         training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1
     )
-    baseline = ranks(1).run(_training_batches, recipe_for(tmp_path, "one", "llama", None, **options))[0]
-    found = ranks(4).run(_training_batches, recipe_for(tmp_path, "four", "llama", layout, **options))
+    baseline = ranks(1).run(_training_batches, recipe_for(tmp_path, "one", "gpt", None, **options))[0]
+    found = ranks(4).run(_training_batches, recipe_for(tmp_path, "four", "gpt", layout, **options))
     for step, batch in enumerate(baseline):
         covered = torch.zeros_like(batch["tokens"], dtype=torch.bool)
         for rank in found:
@@ -114,8 +114,8 @@ def _has_dropout_bits(recipe: PretrainRecipe) -> tuple[bool, bool]:
 
 
 def test_no_dropout_in_validation(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "run", "llama", None, dropout=0.1)) == [(True, False)]
-    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "none", "llama", None)) == [(False, False)]
+    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "run", "gpt", None, dropout=0.1)) == [(True, False)]
+    assert ranks(1).run(_has_dropout_bits, recipe_for(tmp_path, "none", "gpt", None)) == [(False, False)]
 
 
 def _sample(recipe: PretrainRecipe) -> str:
@@ -176,7 +176,7 @@ def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, sav
     assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", loader, **options)), expected)
 
 
-FLOAT8: dict[str, Any] = dict(scaling="tensorwise", skip_small=False, emulate=True)
+FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 
 
 @pytest.mark.parametrize(

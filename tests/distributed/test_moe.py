@@ -20,6 +20,7 @@ from tests.training import (
     LLAMA,
     MIXTRAL,
     QWEN3_MOE,
+    SHARED_EXPERTS,
     assert_same,
     baselines,
     build,
@@ -41,43 +42,43 @@ from titanlike.tools.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
 Case = tuple[str, dict[str, Any], int, dict[str, Any]]
-MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}
+MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
 MODELS["few experts"] = replace(QWEN3_MOE, num_experts=3)
 
 # The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
 CASES: dict[str, Case] = {
-    "FSDP": ("mixtral", dict(shard=2), 2, {}),
+    "FSDP": ("shared experts", dict(shard=2), 2, {}),
     "FSDP, fewer experts than ranks": ("few experts", dict(shard=4), 1, {}),
     "HSDP": ("qwen3_moe", dict(replicate=2, shard=2), 1, {}),
-    "TP": ("mixtral", dict(tensor=2), 4, {}),
+    "TP": ("shared experts", dict(tensor=2), 4, {}),
     "CP": ("qwen3_moe", dict(context=2), 4, {}),
-    "PP 1f1b": ("mixtral", dict(pipeline=2), 2, {}),
+    "PP 1f1b": ("shared experts", dict(pipeline=2), 2, {}),
     "TP x FSDP": ("qwen3_moe", dict(tensor=2, shard=2), 2, {}),
-    "CP x TP": ("mixtral", dict(context=2, tensor=2), 4, {}),
-    "PP zbv": ("mixtral", dict(pipeline=2, pipeline_schedule="zbv"), 2, {}),
+    "CP x TP": ("shared experts", dict(context=2, tensor=2), 4, {}),
+    "PP zbv": ("shared experts", dict(pipeline=2, pipeline_schedule="zbv"), 2, {}),
     "PP zbv x TP": ("qwen3_moe", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, {}),
-    "TP x FSDP, compiled, selective": ("mixtral", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "TP x FSDP, compiled, selective": ("shared experts", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
     "FSDP, compiled": ("qwen3_moe", dict(shard=2), 2, COMPILED),
-    "EP": ("mixtral", dict(shard=2, expert=2), 2, {}),
+    "EP": ("shared experts", dict(shard=2, expert=2), 2, {}),
     "EP of 4": ("qwen3_moe", dict(shard=4, expert=4), 1, {}),
-    "EP x FSDP": ("mixtral", dict(shard=4, expert=2), 1, {}),
+    "EP x FSDP": ("shared experts", dict(shard=4, expert=2), 1, {}),
     "EP x HSDP": ("qwen3_moe", dict(replicate=2, shard=2, expert=2), 1, {}),
     "EP x CP": ("qwen3_moe", dict(context=2, expert=2), 4, {}),
-    "EP x CP x FSDP": ("mixtral", dict(context=2, shard=2, expert=4), 2, {}),
-    "EP x TP": ("mixtral", dict(shard=2, tensor=2, expert=2), 2, {}),
+    "EP x CP x FSDP": ("shared experts", dict(context=2, shard=2, expert=4), 2, {}),
+    "EP x TP": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, {}),
     "EP x TP x FSDP": ("qwen3_moe", dict(shard=4, tensor=2, expert=2), 1, {}),
-    "EP x PP 1f1b": ("mixtral", dict(pipeline=2, shard=2, expert=2), 1, {}),
+    "EP x PP 1f1b": ("shared experts", dict(pipeline=2, shard=2, expert=2), 1, {}),
     "EP x PP zbv": ("qwen3_moe", dict(pipeline=2, pipeline_schedule="zbv", shard=2, expert=2), 1, {}),
-    "EP x PP 1f1b x TP": ("mixtral", dict(pipeline=2, shard=2, tensor=2, expert=2), 1, {}),
+    "EP x PP 1f1b x TP": ("shared experts", dict(pipeline=2, shard=2, tensor=2, expert=2), 1, {}),
     "EP, selective checkpointing": ("qwen3_moe", dict(shard=2, expert=2), 2, SELECTIVE),
-    "EP x FSDP, full checkpointing": ("mixtral", dict(shard=4, expert=2), 1, FULL),
-    "EP x TP, shared experts, selective": ("mixtral", dict(shard=2, tensor=2, expert=2), 2, SELECTIVE),
-    "EP x TP, compiled": ("mixtral", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
+    "EP x FSDP, full checkpointing": ("shared experts", dict(shard=4, expert=2), 1, FULL),
+    "EP x TP, shared experts, selective": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, SELECTIVE),
+    "EP x TP, compiled": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
     "EP x FSDP, compiled, selective": ("qwen3_moe", dict(shard=4, expert=2), 1, COMPILED | SELECTIVE),
-    "EP, compiled, full": ("mixtral", dict(shard=2, expert=2), 2, COMPILED | FULL),
-    "FSDP, Muon": ("mixtral", dict(shard=2), 2, {"optimizer": MUON}),
+    "EP, compiled, full": ("shared experts", dict(shard=2, expert=2), 2, COMPILED | FULL),
+    "FSDP, Muon": ("shared experts", dict(shard=2), 2, {"optimizer": MUON}),
     "EP x FSDP, Muon": ("qwen3_moe", dict(shard=4, expert=2), 1, {"optimizer": MUON}),
-    "EP x TP, LoRA": ("mixtral", dict(shard=2, tensor=2, expert=2), 2, LORA),
+    "EP x TP, LoRA": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, LORA),
     "EP x CP, documents": ("qwen3_moe", dict(context=2, expert=2), 4, {"data": dict(document_masks=True)}),
 }
 
@@ -176,7 +177,7 @@ EIGHT_BIT: dict[str, Any] = {"optimizer": dict(state_dtype="8bit")}
 def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, sections: dict[str, Any]) -> None:
     """Saves under each layout, loads under the next one, and compares what that saves."""
     options: dict[str, Any] = dict(training=dict(steps=2), checkpoint=dict(interval=1), **sections)
-    model = replace(MIXTRAL, dim=128, ffn_dim=128)  # whole blocks of 8-bit states on each tensor-parallel rank
+    model = replace(SHARED_EXPERTS, dim=128, ffn_dim=128)  # whole blocks of 8-bit states on each tensor-parallel rank
     layouts = [
         layout
         for layout in LAYOUTS.values()
@@ -201,7 +202,7 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, sect
 @pytest.mark.parametrize("layout", [pytest.param("EP x FSDP", marks=pytest.mark.slow), "EP x TP"])
 def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     options = dict(training=dict(steps=4), checkpoint=dict(interval=2))
-    recipe = recipe_of(tmp_path, "mixtral", LAYOUTS[layout], **options)
+    recipe = recipe_of(tmp_path, "shared experts", LAYOUTS[layout], **options)
     expected = train(ranks(4), recipe)
     drop_last(tmp_path / "run")
     again = train(ranks(4), recipe)
@@ -213,9 +214,9 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str) -> N
 @pytest.mark.slow
 def test_training_resumes_without_expert_parallelism(ranks: Ranks, tmp_path: Path) -> None:
     options = dict(training=dict(steps=4), checkpoint=dict(interval=2))
-    expected = train(ranks(4), recipe_of(tmp_path, "mixtral", LAYOUTS["EP x FSDP"], **options))
+    expected = train(ranks(4), recipe_of(tmp_path, "shared experts", LAYOUTS["EP x FSDP"], **options))
     drop_last(tmp_path / "run")
-    assert_same(train(ranks(4), recipe_of(tmp_path, "mixtral", LAYOUTS["TP x FSDP"], **options)), expected)
+    assert_same(train(ranks(4), recipe_of(tmp_path, "shared experts", LAYOUTS["TP x FSDP"], **options)), expected)
 
 
 @pytest.mark.slow
@@ -236,17 +237,17 @@ def test_an_option_changes_the_training(ranks: Ranks, tmp_path: Path, options: d
     """Otherwise the parity above would hold for an option that does nothing."""
     results = [
         train(ranks(1), tiny(tmp_path, name, model=model, training=dict(steps=3, local_batch_size=8)))
-        for name, model in (("with", MIXTRAL), ("without", replace(MIXTRAL, **options)))
+        for name, model in (("with", SHARED_EXPERTS), ("without", replace(SHARED_EXPERTS, **options)))
     ]
     assert results[0].losses[2] != results[1].losses[2]
 
 
 def test_the_bias_balances_the_load() -> None:
     torch.manual_seed(0)
-    router = Router(replace(MIXTRAL, balance_loss=0.0))
+    router = Router(replace(SHARED_EXPERTS, balance_loss=0.0))
     nn.init.normal_(router.weight, std=0.1)
     nn.init.zeros_(router.expert_bias)
-    x = torch.randn(8, 32, MIXTRAL.dim) + 1.0  # a common direction, which some experts have large scores for
+    x = torch.randn(8, 32, SHARED_EXPERTS.dim) + 1.0  # a common direction, which some experts have large scores for
     optimizer = BalanceBias([router], rate=0.01)
     imbalance = []
     for _ in range(100):
@@ -263,7 +264,7 @@ def _bias_of_loads(layout: dict[str, int], loads: list[list[int]]) -> list[float
     """Returns the bias after a step in which each rank routes as many tokens to each expert as given, with FSDP in bfloat16."""
     mesh = mesh_of("cpu", **layout)
     load = loads[mesh.data_rank]
-    router = Router(replace(MIXTRAL, dim=8, num_experts=len(load), experts_per_token=1, balance_loss=0.0))
+    router = Router(replace(SHARED_EXPERTS, dim=8, num_experts=len(load), experts_per_token=1, balance_loss=0.0))
     nn.init.eye_(router.weight)
     nn.init.zeros_(router.expert_bias)
     apply_fsdp(router, mesh.fsdp, units=[], compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -284,11 +285,11 @@ def test_the_load_is_summed_exactly_in_bfloat16(ranks: Ranks, layout: dict[str, 
 
 
 def test_the_state_has_a_bias_of_each_router_and_no_moments_of_it(ranks: Ranks, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "mixtral", dict(shard=2, expert=2), training=dict(steps=1))
+    recipe = recipe_of(tmp_path, "shared experts", dict(shard=2, expert=2), training=dict(steps=1))
     state = train(ranks(2), recipe).state
     biases = {name: value for name, value in state["model"].items() if name.endswith("expert_bias")}
-    assert len(biases) == MIXTRAL.num_layers
-    rate = MIXTRAL.balance_bias_rate
+    assert len(biases) == SHARED_EXPERTS.num_layers
+    rate = SHARED_EXPERTS.balance_bias_rate
     assert {round(value / rate, 3) for bias in biases.values() for value in bias.tolist()} <= {-1.0, 0.0, 1.0}
     assert any(bool(bias.any()) for bias in biases.values())
     assert not [name for name in state["optimizer"] if "expert_bias" in name]
@@ -298,7 +299,7 @@ def test_the_state_has_a_bias_of_each_router_and_no_moments_of_it(ranks: Ranks, 
 @pytest.mark.parametrize("layout", ["EP x FSDP", "EP x TP"])
 def test_float8_converts_attention_only(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     one, plain, several = (
-        train(ranks(size), recipe_of(tmp_path / name, "mixtral", chosen, training=dict(steps=1), **sections))
+        train(ranks(size), recipe_of(tmp_path / name, "shared experts", chosen, training=dict(steps=1), **sections))
         for name, size, chosen, sections in (
             ("one", 1, {}, {"float8": FLOAT8}),
             ("plain", 1, {}, {}),
@@ -313,7 +314,7 @@ def test_float8_converts_attention_only(ranks: Ranks, tmp_path: Path, layout: st
 def _standalone(layout: dict[str, int], all_on_first: bool = False) -> dict[str, Tensor]:
     """Returns the gradients of an ordinary mean loss of a module that is not a registered model, on this rank's half of a batch."""
     torch.manual_seed(0)
-    config = replace(MIXTRAL, balance_loss=0.0, balance_bias_rate=0.0)
+    config = replace(SHARED_EXPERTS, balance_loss=0.0, balance_bias_rate=0.0)
     model = nn.Sequential(nn.Linear(16, config.dim), *(MixtureOfExperts(config) for _ in range(2)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -354,7 +355,7 @@ def test_experts_of_any_module_with_a_mean_loss(ranks: Ranks, layout: dict[str, 
 def _refused(dense: bool) -> str:
     mesh = mesh_of("cpu", shard=2, expert=2)
     with torch.device("meta"):
-        model: nn.Module = build_model(LLAMA if dense else replace(MIXTRAL, num_experts=3))
+        model: nn.Module = build_model(LLAMA if dense else replace(SHARED_EXPERTS, num_experts=3))
     try:
         apply_expert(model, mesh.expert)  # type: ignore[arg-type]
     except UserError as error:

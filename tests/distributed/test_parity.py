@@ -23,7 +23,8 @@ STEPS = 2  # the loss of the second step depends on the gradients and the update
 
 def model_of(name: str, dropout: float = 0.0) -> Any:
     # Four blocks: two ranks with two stages each.
-    return dataclasses.replace(MODELS[name], num_layers=4, dropout=dropout)
+    model = dataclasses.replace(MODELS[name], num_layers=4)
+    return dataclasses.replace(model, dropout=dropout) if dropout else model
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]
 def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
     """Returns the marks of a case. Cases that run with one model alternate between the models."""
     same_tier = [other for other in CASES if other.tier == case.tier]
-    is_turn = same_tier.index(case) % 2 == list(MODELS).index(model)
+    is_turn = len(case.models) == 1 or same_tier.index(case) % 2 == list(MODELS).index(model)
     if case.tier == "both" or (case.tier == "one" and is_turn):
         return []
     return [pytest.mark.slow if case.tier == "one" or (case.tier == "slow" and is_turn) else pytest.mark.every]
@@ -70,7 +71,7 @@ def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
     [
         pytest.param(case, model, id=f"{case.name}-{model}", marks=tier(case, model))
         for case in CASES
-        for model in MODELS
+        for model in case.models
     ],
 )
 def test_layout_matches_one_process(

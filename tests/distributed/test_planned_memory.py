@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "PP x FSDP": (dict(pipeline=2, shard=2), {}),
     "FSDP, float8": (
         dict(shard=2),
-        dict(float8=dict(scaling="tensorwise", skip_small=False, emulate=True, all_gather=True)),
+        dict(float8=dict(scaling="tensorwise", layers=("*",), emulate=True, all_gather=True)),
     ),
 }
 QUICK = ("one process",)

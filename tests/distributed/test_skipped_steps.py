@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         training=dict(master_dtype="bfloat16"),
     )),
     "float8": (LOSS, 0, dict(
-        parallelism=dict(shard=2), float8=dict(scaling="tensorwise", skip_small=False, emulate=True, all_gather=True),
+        parallelism=dict(shard=2), float8=dict(scaling="tensorwise", layers=("*",), emulate=True, all_gather=True),
     )),
 }  # fmt: skip
 FAST = ("FSDP, loss", "PP, loss", "HSDP, gradient")

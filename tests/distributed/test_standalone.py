@@ -339,7 +339,7 @@ def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:
         (lambda m: apply_float8(m, Float8()), "float8 converts no layer of Sequential (the scaling is 'none'; set 'tensorwise')"),
         (lambda m: apply_float8(m, Float8(scaling="tensorwise")), "float8 converts no layer of Sequential (0: too small)"),
         (
-            lambda m: apply_float8(m, Float8(scaling="tensorwise", skip_small=False)),
+            lambda m: apply_float8(m, Float8(scaling="tensorwise", layers=("*",))),
             "float8.scaling = 'tensorwise' requires multiples of 16, but 0 is 12 x 16; exclude it with float8.skip",
         ),
     ],

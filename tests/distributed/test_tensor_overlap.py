@@ -87,7 +87,7 @@ def fused_graphs(model_config: Any, batch: int, float8: bool, mesh: Any) -> list
     with torch.device("meta"):
         model: Any = build_model(model_config)
     if float8:
-        apply_float8(model, Float8(scaling="tensorwise", skip_small=False))
+        apply_float8(model, Float8(scaling="tensorwise", layers=("*",)))
     apply_tensor(model, model.tensor_plan, mesh)
     overlap_tensor(model, SimpleNamespace(device_type="cuda", get_group=mesh.get_group))  # type: ignore[arg-type]
     if float8:

@@ -16,7 +16,7 @@ from tests.balanced_experts import balance_experts
 from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
-from tests.training import GEMMA2, GEMMA3, MIXTRAL, MODELS, QWEN2, QWEN3, QWEN3_MOE, Traffic, build, tiny
+from tests.training import GEMMA2, GEMMA3, MODELS, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, Traffic, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.loader import Batch
@@ -94,7 +94,7 @@ QUICK = ("FSDP", "DDP", "HSDP", "TP x FSDP", "PP zbv x FSDP", "PP 1f1b x CP")
 def tier(case: ParityCase, model: str) -> list[pytest.MarkDecorator]:
     """Returns the marks of a case of the parity table: a third of them are slow tests, and the models alternate."""
     index = CASES.index(case)
-    is_turn = index % 2 == list(MODELS).index(model)
+    is_turn = len(case.models) == 1 or index % 2 == list(MODELS).index(model)
     if is_turn and case.name in QUICK:
         return []
     return [pytest.mark.slow if is_turn and index % 3 == 0 and "compile" not in case.sections else pytest.mark.every]
@@ -105,11 +105,11 @@ def tier(case: ParityCase, model: str) -> list[pytest.MarkDecorator]:
     [
         pytest.param(case, model, id=f"{case.name}-{model}", marks=tier(case, model))
         for case in CASES
-        for model in MODELS
+        for model in case.models
     ],
 )
 def test_layouts_of_the_parity_table(ranks: Ranks, tmp_path: Path, case: ParityCase, model: str) -> None:
-    config = replace(MODELS[model], num_layers=4, dropout=case.dropout)
+    config = replace(MODELS[model], num_layers=4, **({"dropout": case.dropout} if case.dropout else {}))
     sections = dict(case.sections, training=dict(local_batch_size=case.local_batch_size))
     assert_planned(ranks, tmp_path, config, case.layout, **sections)
 
@@ -129,7 +129,7 @@ def training(**values: Any) -> dict[str, Any]:
 
 
 def float8(scaling: str = "tensorwise", **values: Any) -> dict[str, Any]:
-    return {"float8": dict(scaling=scaling, skip_small=False, emulate=True, **values)}
+    return {"float8": dict(scaling=scaling, layers=("*",), emulate=True, **values)}
 
 
 def lora(*layers: str) -> dict[str, Any]:
@@ -204,25 +204,25 @@ COMPILED = {"compile": dict(mode="block", backend="aot_eager")}
 OTHERS |= {
     "MoE, FSDP": (FSDP, QWEN3_MOE, {}),
     "MoE, TP": (TP, QWEN3_MOE, {}),
-    "MoE, CP x TP, full checkpointing": (CP | TP, MIXTRAL, FULL),
+    "MoE, CP x TP, full checkpointing": (CP | TP, SHARED_EXPERTS, FULL),
     "MoE, EP": (FSDP | EP, QWEN3_MOE, {}),
     "MoE, EP, full checkpointing": (FSDP | EP, QWEN3_MOE, FULL),
-    "MoE, EP x FSDP": (FSDP4 | EP, MIXTRAL, {}),
-    "MoE, EP x TP": (FSDP | TP | EP, MIXTRAL, {}),
+    "MoE, EP x FSDP": (FSDP4 | EP, SHARED_EXPERTS, {}),
+    "MoE, EP x TP": (FSDP | TP | EP, SHARED_EXPERTS, {}),
     "*MoE, FSDP, fewer experts than ranks": (FSDP4, replace(QWEN3_MOE, num_experts=3), {}),
-    "*MoE, TP, shared experts": (TP, MIXTRAL, {}),
+    "*MoE, TP, shared experts": (TP, SHARED_EXPERTS, {}),
     "*MoE, CP": (CP, QWEN3_MOE, {}),
     "*MoE, EP x HSDP": (FSDP | EP | dict(replicate=2), QWEN3_MOE, {}),
-    "*MoE, EP x CP": (CP | FSDP | EP, MIXTRAL, {}),
-    "*MoE, EP of all ranks, CP": (CP | FSDP | dict(expert=4), MIXTRAL, {}),
+    "*MoE, EP x CP": (CP | FSDP | EP, SHARED_EXPERTS, {}),
+    "*MoE, EP of all ranks, CP": (CP | FSDP | dict(expert=4), SHARED_EXPERTS, {}),
     "*MoE, EP x TP x FSDP": (FSDP4 | TP | EP, QWEN3_MOE, {}),
     "*MoE, EP x FSDP, full checkpointing": (FSDP4 | EP, QWEN3_MOE, FULL),
-    "*MoE, EP x FSDP, shared experts, full checkpointing": (FSDP4 | EP, MIXTRAL, FULL),
-    "*MoE, EP x TP, shared experts, selective checkpointing": (FSDP | TP | EP, MIXTRAL, SELECTIVE),
+    "*MoE, EP x FSDP, shared experts, full checkpointing": (FSDP4 | EP, SHARED_EXPERTS, FULL),
+    "*MoE, EP x TP, shared experts, selective checkpointing": (FSDP | TP | EP, SHARED_EXPERTS, SELECTIVE),
     "*MoE, EP x TP, full checkpointing": (FSDP | TP | EP, QWEN3_MOE, FULL),
     "*MoE, EP, selective checkpointing": (FSDP | EP, QWEN3_MOE, SELECTIVE),
     "*MoE, EP x TP, selective checkpointing": (FSDP | TP | EP, QWEN3_MOE, SELECTIVE),
-    "*MoE, EP x PP 1f1b x FSDP": (FSDP4 | PP | EP, MIXTRAL, training(local_batch_size=1, global_batch_size=16)),
+    "*MoE, EP x PP 1f1b x FSDP": (FSDP4 | PP | EP, SHARED_EXPERTS, training(local_batch_size=1, global_batch_size=16)),
     "*MoE, EP x PP zbv x FSDP": (FSDP | PP | ZBV | EP, QWEN3_MOE, TWO),
     "*MoE, EP x FSDP, always resharded": (FSDP4 | EP | ALWAYS, QWEN3_MOE, {}),
     "*MoE, EP x FSDP, last micro-batch": (FSDP4 | EP | LAST, QWEN3_MOE, {}),
@@ -231,7 +231,7 @@ OTHERS |= {
     "*MoE, EP x FSDP, compiled, full checkpointing": (FSDP4 | EP, QWEN3_MOE, COMPILED | FULL),
     "*MoE, EP x FSDP, LoRA": (FSDP4 | EP, QWEN3_MOE, lora("attention")),
     "*MoE, EP x FSDP, LoRA in the last block": (FSDP4 | EP, QWEN3_MOE, lora("layers.3")),
-    "*MoE, TP x FSDP, float8": (TP | FSDP, MIXTRAL, float8()),
+    "*MoE, TP x FSDP, float8": (TP | FSDP, SHARED_EXPERTS, float8()),
     "*MoE, EP x FSDP, float8 all-gather": (FSDP4 | EP, QWEN3_MOE, GATHER),
 }
 

@@ -10,7 +10,7 @@ from tests.faults.starting import Starter
 from tests.faults.test_damage import contents, flip
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps, warnings_of
 
-REMOTE = "titanlike.checkpoint.store.RemoteStore"
+REMOTE = "titanlike.checkpoint.remote.RemoteStore"
 
 
 def remote_options(folder: Path, **options: str) -> dict[str, str]:

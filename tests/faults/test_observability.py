@@ -12,7 +12,7 @@ from tests.faults.undisturbed import Trained, assert_as_undisturbed
 
 pytestmark = pytest.mark.slow
 TENSORBOARD = {"metrics.trackers": '["tensorboard"]'}
-LOG = "titanlike.metrics.trackers.TensorBoardTracker.log"
+LOG = "titanlike.metrics.services.TensorBoardTracker.log"
 STEP = "titanlike.optim.schedule.set_learning_rate"
 
 
@@ -41,7 +41,7 @@ def test_a_tracker_that_does_not_answer(starter: Starter, undisturbed: Trained, 
 
 
 def test_a_port_in_use(starter: Starter, undisturbed: Trained, tmp_path: Path, busy_port: str) -> None:
-    job = starter.start(tmp_path, **{"metrics.prometheus_port": busy_port, "checkpoint.mode": "sync"})
+    job = starter.start(tmp_path, **{"metrics.prometheus": f"127.0.0.1:{busy_port}", "checkpoint.mode": "sync"})
     assert job.wait() == [0, 0], job.output
     assert job.output.count(f"127.0.0.1:{busy_port}: Address already in use") == 1
     assert_as_undisturbed(tmp_path, undisturbed)

@@ -87,7 +87,7 @@ def test_hardware_matmul_matches_emulation(device: torch.device, scaling: Any) -
     for emulate in (True, False):
         model = nn.ModuleDict({"wq": nn.Linear(256, 512, device=device, dtype=torch.bfloat16)})
         model.load_state_dict({f"wq.{name}": value for name, value in plain.state_dict().items()})
-        apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=emulate))
+        apply_float8(model, Float8(scaling=scaling, layers=("*",), emulate=emulate))
         out = model["wq"](x)
         found.append((out, *torch.autograd.grad(out, (x, model["wq"].weight), gradient)))
     for one, other in zip(*found, strict=True):

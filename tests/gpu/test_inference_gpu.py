@@ -9,9 +9,10 @@ from benchmarks.null_gpu.values import compare_values
 from tests.inference.test_evaluation import CONFIG, evaluator_of, write_files
 from tests.inference.test_generation import PROMPTS, byte_tokenizer, tokens_of
 from tests.interop.models import CONFIGS, model_of
-from titanlike.inference.logits import CachedLogits, recomputed_logits
+from titanlike.inference.logits import recomputed_logits
 from titanlike.models.layers import attention_backend
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.tools.inference.cached_logits import CachedLogits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU = torch.device("cuda")

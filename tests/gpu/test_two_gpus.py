@@ -39,7 +39,7 @@ def test_async_tensor_parallelism(tmp_path: Path, scaling: str) -> None:
         "training.compute_dtype": "bfloat16", "float8.scaling": scaling,
     }  # fmt: skip
     if scaling != "none":
-        options["float8.skip_small"] = "false"
+        options["float8.layers"] = '["*"]'
     expected = trained(tmp_path, "tensor", **options)
     found = trained(tmp_path, "overlapped", **options | {"parallelism.async_tensor_parallel": "true"})
     assert found.keys() == expected.keys()

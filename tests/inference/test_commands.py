@@ -18,7 +18,7 @@ from tests.launching import python
 from tests.pool import Pool
 from tests.training import tiny, train
 from titanlike.config import PretrainRecipe, load
-from titanlike.distributed import environment
+from titanlike.distributed import launch_config
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.run.preflight import check_machine
 from titanlike.tools.cli import main as program
@@ -47,7 +47,7 @@ def handlers() -> Iterator[None]:
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: object, text: str = "") -> None:
     """Runs a command in this process."""
-    for name in environment.JOB_VARIABLES:
+    for name in launch_config.JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NPROC", "1")
     monkeypatch.setattr(sys, "argv", ["titanlike", *map(str, arguments)])

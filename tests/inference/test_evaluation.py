@@ -21,12 +21,12 @@ from titanlike.config.sections import Data, Evaluation, Parallelism, Sample, Tra
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
-from titanlike.inference.load import load_for_evaluation
 from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import FORMATS, Item, Task, read_task
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.run.preflight import evaluation_files
+from titanlike.tools.inference.load import load_for_evaluation
 
 Ranks = Callable[[int], Pool]
 CPU = torch.device("cpu")

@@ -22,7 +22,6 @@ from titanlike.config.sections import Data, Float8, Lora, Parallelism, Tokenizer
 from titanlike.data.sources import open_sources
 from titanlike.data.text.chat_template import build_chat_template
 from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.interop.adapter import export_adapter
 from titanlike.interop.export import export
 from titanlike.interop.generation_config import stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files
@@ -30,6 +29,7 @@ from titanlike.interop.weights import CheckpointWeights, load_weights, open_weig
 from titanlike.models.lora import apply_lora
 from titanlike.models.registry import build_model
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.adapter import export_adapter
 
 Ranks = Callable[[int], Pool]
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
@@ -286,7 +286,7 @@ def test_adapters_that_peft_does_not_have_are_refused(ranks: Ranks, tmp_path: Pa
             r"lora.layers selects nothing in blocks \d to 2, which are stage 1 of the pipeline; select layers of all",
         ),
         (
-            dict(lora=Lora(rank=2), float8=Float8(scaling="tensorwise", emulate=True, skip_small=False)),
+            dict(lora=Lora(rank=2), float8=Float8(scaling="tensorwise", emulate=True, layers=("*",))),
             r"lora.rank = 2 and float8.scaling = 'tensorwise' are not supported together",
         ),
     ],

@@ -230,17 +230,19 @@ def test_the_published_configs_of_models_with_experts_are_those_of_their_sizes()
         assert {key for key, value in values.items() if (key, written.get(key)) != (key, value)} <= unused
         with pytest.raises(ValueError, match="sliding_window = 4096 is not supported; only None is"):
             kind.from_hugging_face(values | {"sliding_window": 4096})
-        options = dict(num_shared_experts=1, router_score="sigmoid", router_scale=2.5, balance_bias_rate=0.001)
-        for name, value in options.items():
-            message = f"model.{name} = {value!r} has no equivalent in {kind.hf_architecture}; it cannot be exported"
-            with pytest.raises(UserError, match=re.escape(message)):
-                replace(found, **{name: value}).to_hugging_face()
     for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
         with pytest.raises(ValueError, match=f"{next(iter(change))} = .* is not supported"):
             Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | change)
     assert not Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | {"norm_topk_prob": False}).normalize_router
-    with pytest.raises(UserError, match=r"model.normalize_router = False has no equivalent in MixtralForCausalLM"):
-        MixtralConfig(normalize_router=False).to_hugging_face()
+    options = dict(num_shared_experts=1, router_score="sigmoid", router_scale=2.5, balance_bias_rate=0.001)
+    for name, value in options.items():
+        message = f"model.{name} = {value!r} has no equivalent in Qwen3MoeForCausalLM; it cannot be exported"
+        with pytest.raises(UserError, match=re.escape(message)):
+            Qwen3MoeConfig(**{name: value}).to_hugging_face()
+    with pytest.raises(ValueError, match=r"^tie_word_embeddings = True is not supported; only False is"):
+        MixtralConfig.from_hugging_face(MIXTRAL | {"tie_word_embeddings": True})
+    with pytest.raises(ValueError, match=r"^rms_norm_eps = 0.1 is not supported; only 1e-06 is"):
+        Qwen3MoeConfig.from_hugging_face(QWEN3_MOE | {"rms_norm_eps": 0.1})
 
 
 # Shards of a stack of 5 or more experts, whose matrices have 40 rows and columns or more.
@@ -330,11 +332,13 @@ def test_the_published_configs_of_gemma_are_those_of_their_sizes() -> None:
         assert found == kind(**{"size": size, **kind.sizes[size]})
         assert kind.from_hugging_face(found.to_hugging_face()) == found
     scaled = Gemma3Config.from_hugging_face(GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
-    assert (scaled.rope_scaling, scaled.rope_theta, scaled.rope_local_theta) == (8.0, 1e6, 1e4)
+    assert (scaled.rope_scaling, scaled.rope_theta) == (8.0, 1e6)
     kinds = ["full_attention", *["sliding_attention"] * 25]
     for change, message in (
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported; only 'gelu_pytorch_tanh' is"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported; only False is"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported; only None is"),
+        ({"rope_local_base_freq": 1e6}, "rope_local_base_freq = 1000000.0 is not supported; only 10000.0 is"),
         ({"layer_types": kinds}, "has no fixed pattern, which is not supported"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},

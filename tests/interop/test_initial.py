@@ -91,7 +91,7 @@ def refusal(recipe: Any) -> str:
 def test_another_model_is_refused_before_the_start_and_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     config = CONFIGS["grouped-query"]
     export_model(model_of(config), config, tmp_path / "hf")
-    changes = {"num_layers": 2, "rope_theta": 1e6, "max_seq_len": 128, "dropout": 0.1}
+    changes = {"num_layers": 2, "rope_theta": 1e6, "max_seq_len": 128}
     other = replace(config, **changes)
     wrong = recipe_from(tmp_path, tmp_path / "hf", "run", model=other)
     message = (
@@ -126,12 +126,12 @@ def test_experts_may_be_trained_with_another_auxiliary_loss(tmp_path: Path) -> N
 
 
 def test_options_without_an_equivalent_are_refused_before_training(tmp_path: Path) -> None:
-    model: Any = replace(CONFIGS["Mixtral"], vocab_size=304, router_scale=2.5)  # type: ignore[call-arg]
+    model: Any = replace(CONFIGS["Qwen3-MoE"], vocab_size=304, router_scale=2.5)  # type: ignore[call-arg]
     check_recipe(tiny(tmp_path, "run", model=model), 1)
-    with pytest.raises(UserError, match=r"^checkpoint.export: model.router_scale = 2.5 has no equivalent in Mixtral"):
+    with pytest.raises(UserError, match=r"^checkpoint.export: model.router_scale = 2.5 has no equivalent in Qwen3Moe"):
         check_recipe(tiny(tmp_path, "run", model=model, checkpoint=dict(export="float32")), 1)
     with pytest.raises(
-        UserError, match=r"^model.router_scale = 2.5 has no equivalent in MixtralForCausalLM; it cannot"
+        UserError, match=r"^model.router_scale = 2.5 has no equivalent in Qwen3MoeForCausalLM; it cannot"
     ):
         export_model(model_of(model), model, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

@@ -48,7 +48,7 @@ def query(tmp_path: Path) -> Iterator[Any]:
     port, own_port = free_port(), free_port()
     options = {
         "training.steps": "1000000", "schedule.decay": "none", "validation.interval": "100", "checkpoint.interval": "20",
-        "metrics.prometheus_port": port, "metrics.interval": "10", "run.name": "scraped",
+        "metrics.prometheus": f"127.0.0.1:{port}", "metrics.interval": "10", "run.name": "scraped",
     }  # fmt: skip
     config = (MONITORING / "prometheus.yml").read_text()
     (tmp_path / "prometheus.yml").write_text(config.replace("15s", "1s").replace("9400", port))

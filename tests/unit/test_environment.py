@@ -11,17 +11,14 @@ import pytest
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.distributed import environment
-from titanlike.distributed.environment import (
+from titanlike.distributed.environment import RankInfo, is_first_on_node, rank_info, terminate_with_launcher
+from titanlike.distributed.launch_config import (
     LaunchConfig,
-    RankInfo,
     child_environment,
     first_host,
-    is_first_on_node,
     launch_config,
-    rank_info,
     rank_variables_from_slurm,
     set_launch_id,
-    terminate_with_launcher,
 )
 from titanlike.run.start import start
 from titanlike.utils.system import num_gpus, port_is_free, reduce_fragmentation, skip_isa_checks

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
 from titanlike.models.grouped_matmul import grouped_matmul
-from titanlike.models.llama import build_feed_forward
 from titanlike.models.loss import IGNORE
-from titanlike.models.moe_config import MixtralConfig, MoeConfig
+from titanlike.models.moe import build_feed_forward
+from titanlike.models.moe_config import MoeConfig, Qwen3MoeConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.activation_checkpoint import _selective_contexts, apply_activation_checkpoint
@@ -31,10 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NAMES = ["w1", "w2", "w3"]
 
 
-def config_of(**options: Any) -> MixtralConfig:
-    return MixtralConfig(
-        **(dict(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, vocab_size=37, num_experts=6, experts_per_token=3)
-        | options)
+def config_of(**options: Any) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        **(dict(dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=12, vocab_size=37, num_experts=6,
+                experts_per_token=3) | options)
     )  # fmt: skip
 
 

@@ -55,14 +55,15 @@ def test_small_unselected_and_head_matrices_are_skipped() -> None:
     block = {"attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"}
     both = {f"layers.{n}.{name}" for n in (0, 1) for name in block}
     assert selected(TENSORWISE, LARGE) == both  # wk and wv, 1024 x 4096, are too small
-    assert selected(replace(TENSORWISE, skip_small=False), LARGE) == set(LARGE.matrices()) - {"output"}
-    assert selected(replace(TENSORWISE, head=True), LARGE) == both | ({"output"} if LARGE.vocab_size > 1024 else set())
-    assert selected(replace(TENSORWISE, head=True, skip_small=False), LARGE) == set(LARGE.matrices())
+    assert selected(replace(TENSORWISE, layers=("*",)), LARGE) == set(LARGE.matrices()) - {"output"}
+    assert selected(replace(TENSORWISE, layers=("wk",)), LARGE) == {f"layers.{n}.attention.wk" for n in (0, 1)}
+    assert selected(replace(TENSORWISE, head=True), LARGE) == both | {"output"}
+    assert selected(replace(TENSORWISE, head=True, layers=("*",)), LARGE) == set(LARGE.matrices())
     assert selected(replace(TENSORWISE, layers=("feed_forward",), skip=("layers.1", "w3")), LARGE) == {
         "layers.0.feed_forward.w1",
         "layers.0.feed_forward.w2",
     }
-    assert "output" not in selected(replace(TENSORWISE, head=True, skip_small=False), GPTConfig())
+    assert "output" not in selected(replace(TENSORWISE, head=True, layers=("*",)), GPTConfig())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_startup_summary_lists_converted_and_skipped_matrices() -> None:
         (dict(layers=("wqq",)), {}, "layers.0 to layers.1, and output); did you mean 'wq'?"),
         (dict(skip=("layers.7",)), {}, "float8.skip: 'layers.7' matches no matrix of this model (attention.wq, a"),
         (dict(skip=("layers",)), {}, "float8.layers and float8.skip exclude all matrices of the blocks; change them, or set"),
-        ({}, dict(model=LlamaConfig()), "has no matrix to convert: all are too small; set float8.skip_small = false to"),
+        ({}, dict(model=LlamaConfig()), "has no matrix to convert: all are too small; set float8.layers = ['*'] to"),
         (dict(scaling="rowwise", all_gather=True), {}, "float8.scaling = 'rowwise' has many; set float8.scaling = 'tensorw"),
         (dict(all_gather=True), dict(parallelism=dict(cpu_offload=True)), "cpu_offload = true: it computes scales on the"),
         (dict(scaling="none"), {}, "float8.emulate is set, but float8.scaling = 'none' turns float8 off; set float8.scal"),
@@ -206,7 +207,7 @@ def test_resume_may_change_all_gather_and_not_the_rounding() -> None:
     saved = CheckpointMetadata(1, recipe_as_json(before), "x", {"shard": 8}, facts)
     free = replace(before, float8=replace(before.float8, all_gather=True))
     assert resume(saved, free, "x", {"shard": 8}, facts) == ["float8.all_gather was false, now true"]
-    for key, value in (("scaling", "rowwise"), ("skip_small", False), ("head", True), ("skip", ("wq",))):
+    for key, value in (("scaling", "rowwise"), ("layers", ("*",)), ("head", True), ("skip", ("wq",))):
         other = replace(before, float8=replace(before.float8, **{key: value}))
         with pytest.raises(UserError, match=f"was trained with another recipe: float8.{key} was"):
             resume(saved, other, "x", {"shard": 8}, facts)
@@ -214,7 +215,7 @@ def test_resume_may_change_all_gather_and_not_the_rounding() -> None:
 
 def test_a_checkpoint_without_float8_keys_resumes() -> None:
     facts = {"device": "cpu", "torch": "2.13.0"}
-    for model in (LlamaConfig(dropout=0.1), GPTConfig()):
+    for model in (GPTConfig(dropout=0.1), GPTConfig()):
         now = PretrainRecipe(model=model)
         old = recipe_as_json(now)
         del old["float8"], old["optimizer"]["state_dtype"], old["model"]["dropout"]
@@ -246,7 +247,7 @@ def test_linear_matches_manual_rounding(scaling: Any, bias: bool) -> None:
     exact = plain(x)
     expected = torch.autograd.grad(exact, (x, plain.weight), gradient)
     parameters = dict(model.named_parameters())
-    apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=True))
+    apply_float8(model, Float8(scaling=scaling, layers=("*",), emulate=True))
     assert dict(model.named_parameters()).keys() == parameters.keys()
     assert all(p is parameters[name] for name, p in model.named_parameters())
     out = model["wq"](x)
@@ -284,7 +285,7 @@ def test_emulated_matmul_matches_the_float8_operator(scaling: Any) -> None:
     for emulate in (True, False):
         model = nn.ModuleDict({"wq": nn.Linear(64, 96)})
         model.load_state_dict({f"wq.{name}": value for name, value in plain.state_dict().items()})
-        apply_float8(model, Float8(scaling=scaling, skip_small=False, emulate=emulate))
+        apply_float8(model, Float8(scaling=scaling, layers=("*",), emulate=emulate))
         matrix: Any = model["wq"]
         assert isinstance(matrix, Float8Linear)
         try:
@@ -309,7 +310,7 @@ def test_a_weight_that_lost_its_wrapper_is_an_error_at_the_first_forward_pass(al
     from torch.distributed.device_mesh import init_device_mesh
 
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    apply_float8(model, Float8(scaling="tensorwise", skip_small=False, emulate=True))
+    apply_float8(model, Float8(scaling="tensorwise", layers=("*",), emulate=True))
     wrap_weights(model)
     model[1].weight = nn.Parameter(model[1].weight.detach() + 0.0)  # an operation that unwraps
     apply_fsdp(model, init_device_mesh("cpu", (1,)), compute_dtype=torch.bfloat16)
@@ -318,7 +319,7 @@ def test_a_weight_that_lost_its_wrapper_is_an_error_at_the_first_forward_pass(al
     ):
         model(torch.randn(4, 16))
     wrapped = nn.Sequential(nn.Linear(16, 16))
-    apply_float8(wrapped, Float8(scaling="tensorwise", skip_small=False, emulate=True))
+    apply_float8(wrapped, Float8(scaling="tensorwise", layers=("*",), emulate=True))
     wrap_weights(wrapped)
     apply_fsdp(wrapped, init_device_mesh("cpu", (1,)), compute_dtype=torch.bfloat16)
     for _ in range(2):

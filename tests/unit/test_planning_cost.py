@@ -108,7 +108,7 @@ QWEN3_MOE = Qwen3MoeConfig(**{"size": "30B-A3B", **Qwen3MoeConfig.sizes["30B-A3B
 MIXTRAL = MixtralConfig(**{"size": "8x7B", **MixtralConfig.sizes["8x7B"]})
 
 
-@pytest.mark.parametrize("model", [QWEN3_MOE, replace(MIXTRAL, num_shared_experts=1)])
+@pytest.mark.parametrize("model", [QWEN3_MOE, MIXTRAL, replace(QWEN3_MOE, num_shared_experts=1)])
 @pytest.mark.parametrize("layout", [{}, dict(expert=8), dict(tensor=2, expert=4), dict(context=4, expert=2)])
 def test_flops_of_a_mixture_of_experts(model: MoeConfig, layout: dict[str, int]) -> None:
     plan = job(8, sequences=2, seq_len=2048, model=model, layout=layout)

@@ -480,7 +480,7 @@ def test_the_summary_names_a_published_size_only_if_the_model_has_it() -> None:
 
     assert label() == "llama debug"
     assert label(size="3-8B", **LLAMA_SIZES["3-8B"]) == "llama 3-8B"
-    assert label(size="3-8B", **LLAMA_SIZES["3-8B"] | dict(vocab_size=320, dropout=0.1)) == "llama 3-8B"
+    assert label(size="3-8B", **LLAMA_SIZES["3-8B"] | dict(vocab_size=320)) == "llama 3-8B"
     assert label(num_layers=6) == "llama of 6 layers, model.dim 192"
     assert GPTConfig(dim=64).label() == "gpt of 4 layers, model.dim 64"
     shown = summary(recipe(model=LlamaConfig(num_layers=6)), dict.fromkeys(DIMENSIONS, 1), torch.device("cpu"), "")

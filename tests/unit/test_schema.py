@@ -9,8 +9,10 @@ import pytest
 import tomli
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.schema import describe, editor_schema, help_text, markdown
+from titanlike.config.help import help_text
+from titanlike.config.schema import describe
 from titanlike.tools.cli.main import main
+from titanlike.tools.schema import editor_schema, markdown
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.launching import free_port
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Metrics
-from titanlike.metrics import background, records
+from titanlike.metrics import background, services
 from titanlike.metrics.background import BackgroundTracker
 from titanlike.metrics.prometheus import PrometheusEndpoint
 from titanlike.metrics.records import Records
@@ -126,7 +126,7 @@ def test_tensorboard_has_the_recipe_and_survives_a_deleted_directory(tmp_path: P
     assert text.tensor_proto.string_val[0] == b"    [optimizer]\n    lr = 0.5\n"
     hparams = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"optimizer.lr" in hparams and b"optimizer.groups" in hparams
-    tracker = records.TensorBoardTracker(run)
+    tracker = services.TensorBoardTracker(run)
     tracker._writer.flush()  # its thread would write to the deleted file
     for file in (tmp_path / "tensorboard").iterdir():
         file.unlink()
@@ -187,7 +187,7 @@ def test_a_port_in_use_does_not_stop_the_run(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        out = Records(RunInfo(tmp_path, 1, "p", {}), Metrics(trackers=(), prometheus_port=port), num_steps=2)
+        out = Records(RunInfo(tmp_path, 1, "p", {}), Metrics(trackers=(), prometheus=f"127.0.0.1:{port}"), num_steps=2)
         warning = f"warning: no metrics for Prometheus, training continues: 127.0.0.1:{port}: Address already in use"
         assert (out.log(1, {"loss": 1.0}), out.log(2, {"loss": 1.0}), out.close()) == ([warning], [], [])
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
@@ -203,3 +203,6 @@ def test_missing_packages_are_refused_before_training(monkeypatch: pytest.Monkey
         check_machine(PretrainRecipe(metrics=Metrics(trackers=("wandb",))))
     with pytest.raises(UserError, match=r"metrics\.trackers names 'tensorboard' twice; name it once"):
         check_recipe(PretrainRecipe(metrics=Metrics(trackers=("tensorboard", "tensorboard"))), 1)
+    for wrong in ("9400", ":9400", "localhost:", "localhost:0", "localhost:65536", "localhost:x"):
+        with pytest.raises(UserError, match=f"metrics.prometheus = '{wrong}' is not an address and a port"):
+            check_recipe(PretrainRecipe(metrics=Metrics(prometheus=wrong)), 1)

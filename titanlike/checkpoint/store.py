@@ -5,26 +5,25 @@ written, and the directory is renamed. Remote stores cannot rename directories: 
 its manifest, which is renamed last.
 """
 
-import glob
 import hashlib
 import json
 import os
 import re
 import shutil
-import tempfile
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Union
 
-from titanlike.checkpoint.files import File, LocalFile, RemoteFile, content_of
+from titanlike.checkpoint.files import File, LocalFile, content_of
 from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, corrupt_unless_read
 from titanlike.config import UserError
-from titanlike.config.credentials import refuse_credentials
 from titanlike.utils.atomic_io import atomic_write_text, fsync_directory, write_all
 from titanlike.utils.regular_file import read_regular
+
+if TYPE_CHECKING:
+    from titanlike.checkpoint.remote import RemoteStore
 
 STEP = re.compile(r"step-(\d{8,})")
 FILE = re.compile(r"rank-\d{5,}\.safetensors|state\.json")
@@ -148,99 +147,7 @@ class LocalStore:
         return self.path / f"{name_of(step)}.partial"
 
 
-class RemoteStore:
-    """Checkpoints on a file system that fsspec supports, such as s3://bucket/runs. The methods are those of `LocalStore`."""
-
-    num_readers = 16  # each range is a request, which takes some 50 ms however small it is
-
-    def __init__(self, url: str) -> None:
-        import fsspec  # type: ignore[import-untyped]  # slow to import, and unused by most runs
-
-        refuse_credentials("checkpoint.dir", url)
-        try:
-            self.files, self.root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"checkpoint.dir = {url!r}: {error}") from None
-        self.url = url.rstrip("/")
-        self._downloads = Path(tempfile.mkdtemp(prefix="titanlike-"))
-        weakref.finalize(self, shutil.rmtree, self._downloads, ignore_errors=True)
-
-    def __str__(self) -> str:
-        return self.url
-
-    def steps(self) -> list[int]:
-        self.files.invalidate_cache()
-        manifests = self.files.glob(f"{glob.escape(self.root)}/step-*/{MANIFEST}")
-        return sorted(int(match[1]) for path in manifests if (match := STEP.fullmatch(path.split("/")[-2])))
-
-    def read_file(self, name: str) -> bytes | None:
-        self.files.invalidate_cache()
-        try:
-            content: bytes = self.files.cat_file(f"{self.root}/{name}")
-        except FileNotFoundError:
-            return None
-        return content
-
-    def write_file(self, name: str, text: str) -> None:
-        self.files.makedirs(self.root, exist_ok=True)
-        self.files.pipe_file(f"{self.root}/{name}", text.encode())
-
-    def begin(self, step: int, size: int) -> None:
-        """Deletes what interrupted saves and deletions left, and an earlier checkpoint of the same step."""
-        self.files.invalidate_cache()
-        for directory in self.files.glob(f"{glob.escape(self.root)}/step-*"):
-            names = {path.rpartition("/")[2] for path in self.files.ls(directory, detail=False)}
-            if not names & {MANIFEST, f"{MANIFEST}.archived"}:
-                self.files.rm(directory, recursive=True)
-        self.remove(step)
-        self.files.makedirs(self._path(step), exist_ok=True)
-
-    def create(self, step: int, file: str) -> Any:
-        return self.files.open(self._path(step, f"{MANIFEST}.partial" if file == MANIFEST else file), "wb")
-
-    def commit(self, step: int) -> None:
-        self.files.mv(self._path(step, f"{MANIFEST}.partial"), self._path(step, MANIFEST))
-
-    def update_latest(self, step: int) -> None:
-        self.write_file("latest", f"{name_of(step)}\n")
-
-    def open(self, step: int, file: str, *, download: bool = False) -> File:
-        """Opens a file of a checkpoint for reading: a local copy if there is one, or if `download` requests it, else in place."""
-        remote = RemoteFile(self.files, self._path(step, file), f"{self.url}/{name_of(step)}/{file}")
-        local = self._downloads / name_of(step) / file
-        if download and not local.exists():
-            free, size = shutil.disk_usage(self._downloads).free, remote.size()
-            if free < size:
-                raise UserError(
-                    f"{self._downloads.parent} has {free:,} bytes free, but {remote} takes {size:,}; set TMPDIR to a "
-                    "directory with more space, or checkpoint.verify = 'size', which downloads no file"
-                )
-            local.parent.mkdir(exist_ok=True)
-            remote.download(local.with_suffix(".partial"))
-            local.with_suffix(".partial").rename(local)
-        return LocalFile(local, str(remote)) if local.exists() else remote
-
-    def delete_downloads(self) -> None:
-        """Deletes the local copies of files, which take the space of this rank's share of a checkpoint."""
-        for directory in self._downloads.iterdir():
-            shutil.rmtree(directory)
-
-    def remove(self, step: int) -> None:
-        """Deletes a checkpoint, the manifest first."""
-        if self.files.exists(self._path(step, MANIFEST)):
-            self.files.rm_file(self._path(step, MANIFEST))
-        if self.files.exists(self._path(step)):
-            self.files.rm(self._path(step), recursive=True)
-
-    def archive(self, step: int) -> None:
-        """Unpublishes a checkpoint by renaming its manifest."""
-        self.files.mv(self._path(step, MANIFEST), self._path(step, f"{MANIFEST}.archived"))
-
-    def _path(self, step: int, file: str = "") -> str:
-        return f"{self.root}/{name_of(step)}" + (f"/{file}" if file else "")
-
-
-Store = LocalStore | RemoteStore
+Store = Union[LocalStore, "RemoteStore"]
 
 
 def _delete(path: Path) -> None:
@@ -253,7 +160,11 @@ def _delete(path: Path) -> None:
 
 def open_store(location: str) -> Store:
     """Opens the store in a directory or at a URL such as s3://bucket/runs."""
-    return RemoteStore(location) if "://" in location else LocalStore(Path(location))
+    if "://" not in location:
+        return LocalStore(Path(location))
+    from titanlike.checkpoint.remote import RemoteStore  # most runs have none
+
+    return RemoteStore(location)
 
 
 def commit(store: Store, metadata: CheckpointMetadata, digests: Mapping[str, FileDigest]) -> None:

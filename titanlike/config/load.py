@@ -19,6 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from titanlike.config.base import LIMIT, UserError, shown
 from titanlike.config.credentials import refuse_credentials
 from titanlike.config.schema import describe
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import FAMILIES, config_class
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -202,7 +204,8 @@ def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 def _apply_overrides(
     recipe_type: type, values: dict[str, Any], origins: dict[str, str], overrides: Mapping[str, str]
 ) -> None:
-    string_keys = {key.name for key in describe(recipe_type) if key.is_string}
+    # Describing the keys imports all model families.
+    string_keys = {key.name for key in describe(recipe_type) if key.is_string} if overrides else ()
     for name, text in overrides.items():
         *tables, leaf = name.split(".")
         if len(tables) >= MAX_DEPTH:
@@ -222,9 +225,12 @@ def _apply_model_size(recipe_type: type, values: dict[str, Any]) -> None:
         table = values.get(field)
         if not isinstance(table, dict):
             continue
+        if hint is TransformerConfig:  # of a family, by name
+            name = table.get("name", recipe_type.__dataclass_fields__[field].default.name)
+            hint = config_class(name) if isinstance(name, str) and name in FAMILIES else hint
         for candidate in typing.get_args(hint) or (hint,):
             sizes = getattr(candidate, "sizes", None)
-            if sizes is not None and table.get("name", candidate.name) == candidate.name:
+            if sizes and table.get("name", candidate.name) == candidate.name:
                 size = table.get("size", candidate.size)
                 fields = sizes.get(size, {}) if isinstance(size, str) else {}
                 values[field] = {"name": candidate.name, **fields, **table}

@@ -31,6 +31,7 @@ from titanlike.config.base import (
     PositiveFloat,
     matches,
     section,
+    shown,
 )
 from titanlike.config.layout import DIMENSIONS, SCHEDULES, BatchSizes, infer_shard, num_microbatches, split_blocks
 from titanlike.config.optimizer import Optimizer, Schedule
@@ -330,12 +331,10 @@ class Float8:
     """Run FSDP's all-gather of the converted weights in float8: a quarter of float32's traffic and memory, half of
     bfloat16's. Requires `tensorwise`."""
     layers: tuple[str, ...] = ()
-    """Linear layers to convert, by parts of their names: `feed_forward`, `wq`, `layers.0`, `layers.*.attention`. Default: all
-    linear layers of the blocks."""
+    """Linear layers to convert, by parts of their names: `feed_forward`, `wq`, `layers.0`, `layers.*.attention`, or `*` for all.
+    Default: those linear layers of the blocks that are large enough for the faster matmul to outweigh the cost of the casts."""
     skip: tuple[str, ...] = ()
     """Linear layers not to convert, named in the same way."""
-    skip_small: bool = True
-    """Do not convert linear layers that are too small for the faster matmul to outweigh the cost of the casts."""
     head: bool = False
     """Convert the LM head too. Logits are more sensitive to rounding than hidden layers. Disables the chunked loss."""
     emulate: bool = False
@@ -540,11 +539,9 @@ class Metrics:
     `pip install "titanlike[wandb]"`) and `mlflow` (`"titanlike[mlflow]"`). `[]` writes `metrics.jsonl` only."""
     project: Annotated[str, Field(min_length=1, max_length=100)] = "titanlike"
     """W&B project and MLflow experiment of the run."""
-    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port at which rank 0 serves the latest values to Prometheus, at `/metrics`. 0 serves none: a port is for one run of a
-    machine only."""
-    prometheus_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address to serve at. `0.0.0.0` serves all interfaces, without authentication."""
+    prometheus: str = ""
+    """Address and port, such as `127.0.0.1:9400`, at which rank 0 serves the latest values to Prometheus, at `/metrics`. A port is
+    for one run of a machine only. `0.0.0.0:9400` serves all interfaces, without authentication. Default: none."""
     layer_interval: NonNegative = 0
     """Steps between records of each parameter's gradient norm, weight norm and update-to-weight ratio. They are not printed.
     0 disables them."""
@@ -554,6 +551,12 @@ class Metrics:
         for name in sorted(set(self.trackers)):
             if self.trackers.count(name) > 1:
                 yield f"metrics.trackers names {name!r} twice; name it once"
+        address, _, port = self.prometheus.rpartition(":")
+        if self.prometheus and not (address and port.isdecimal() and 0 < int(port) < 2**16):
+            yield (
+                f"metrics.prometheus = {shown(self.prometheus)!r} is not an address and a port from 1 to 65535; use such as "
+                "'127.0.0.1:9400'"
+            )
 
 
 @section
@@ -579,7 +582,7 @@ class PretrainRecipe:
     """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
     command line to the working directory."""
     run: Run = Run()
-    model: Annotated[ModelConfig, Field(discriminator="name")] = LlamaConfig()
+    model: ModelConfig = LlamaConfig()
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
     training: Training = Training()

@@ -1,10 +1,9 @@
-"""Environment variables of launchers: the rank of this process, and the processes to launch on this node. Does not import torch.
+"""Environment variables that launchers set: the rank of this process and its job. Does not import torch.
 
-Together with `titanlike.utils.system` the only reader of environment variables.
+Together with `launch_config.py` and `titanlike.utils.system` the only reader of environment variables.
 """
 
 import os
-import re
 import secrets
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import NoReturn
 from titanlike.config import UserError
 from titanlike.config.base import printable, shown
 from titanlike.utils.arguments import parse_int
-from titanlike.utils.system import can_resolve, num_gpus, signal_at_parent_death
+from titanlike.utils.system import can_resolve, signal_at_parent_death
 
 DEFAULT_PORT = 29500
 MAX_PROCESSES = 10**6  # of a job: more is a mistake
@@ -26,10 +25,6 @@ BATCH_RECORD = "TITANLIKE_BATCH_RECORD"  # set by `titanlike verify`: the folder
 EXIT_RANK_MISSING = 3  # exit code after a hang that the watchdog has reported
 MAX_LINE = 1200  # characters of an error
 ERROR_DELAY = 3.0  # seconds; torchrun polls its processes ten times a second
-JOB_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES",
-    "MAX_RESTARTS", LAUNCH_ID, LAUNCHER_PID,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,22 +52,6 @@ class SageMakerPaths:
     """Uploaded to S3 after the job."""
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """The processes to launch on this node."""
-
-    num_nodes: int
-    node_rank: int
-    processes_per_node: int
-    master_address: str
-    master_port: int
-    max_restarts: int = 0
-
-    @property
-    def world_size(self) -> int:
-        return self.num_nodes * self.processes_per_node
-
-
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Reads the variables that torchrun sets. Without them, this is the only process."""
     rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -81,25 +60,25 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     required = (*rank_variables, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in required if not environ.get(name)]
     if missing:
-        present = [_setting(environ, name) for name in required if environ.get(name)]
+        present = [show_variable(environ, name) for name in required if environ.get(name)]
         raise UserError(
             f"{', '.join(present)} set, but {', '.join(missing)} not: start with ./run_train.sh or torchrun, "
             "which set all of them, or unset them all to train in one process"
         )
-    world_size = _integer(environ, "WORLD_SIZE", least=1, most=MAX_PROCESSES)
-    rank = _integer(environ, "RANK")
+    world_size = read_integer(environ, "WORLD_SIZE", least=1, most=MAX_PROCESSES)
+    rank = read_integer(environ, "RANK")
     if rank >= world_size:
         raise UserError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
-    local_rank = _integer(environ, "LOCAL_RANK", most=rank)
-    _port(environ)
+    local_rank = read_integer(environ, "LOCAL_RANK", most=rank)
+    read_port(environ)
     return RankInfo(
         rank,
         world_size,
         local_rank,
-        _integer(environ, "LOCAL_WORLD_SIZE", local_rank + 1, least=local_rank + 1, most=world_size),
+        read_integer(environ, "LOCAL_WORLD_SIZE", local_rank + 1, least=local_rank + 1, most=world_size),
         started_by_launcher=True,
-        restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_integer(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
+        restart_count=read_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=read_integer(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
         launch_id=environ.get(LAUNCH_ID),
     )
 
@@ -121,87 +100,6 @@ def new_launch_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def set_launch_id() -> None:
-    """Sets a new launch id for the processes that this launcher starts, whatever id the user's environment has, and its pid."""
-    os.environ[LAUNCH_ID] = new_launch_id()
-    os.environ[LAUNCHER_PID] = str(os.getpid())
-
-
-def launch_config(environ: Mapping[str, str] = os.environ, *, default_processes: int | None = None) -> LaunchConfig:
-    """Reads the processes to launch on this node.
-
-    NPROC is their number, by default `default_processes`, otherwise one per GPU, or one. MAX_RESTARTS limits restarts after a
-    failure. NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set the nodes, otherwise Slurm does if `srun` started one task per node,
-    otherwise there is one.
-    """
-    processes = default_processes or max(1, num_gpus(environ))
-    if environ.get("NPROC"):
-        processes = _integer(environ, "NPROC", least=1, most=MAX_PROCESSES)
-    max_restarts = _integer(environ, "MAX_RESTARTS", 0)
-    num_nodes, node_rank, address = 1, 0, environ.get("MASTER_ADDR") or "127.0.0.1"
-    if environ.get("NNODES"):
-        num_nodes = _integer(environ, "NNODES", least=1, most=MAX_PROCESSES)
-        if num_nodes > 1:
-            missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environ.get(name)]
-            if missing:
-                raise UserError(
-                    f"NNODES={num_nodes}, but {' and '.join(missing)} not set: give each node its own NODE_RANK from 0, and "
-                    "all of them the address of node 0 as MASTER_ADDR"
-                )
-            node_rank = _integer(environ, "NODE_RANK")
-    elif "SLURM_STEP_ID" in environ and _integer(environ, "SLURM_NNODES", 1) > 1:
-        num_nodes = _integer(environ, "SLURM_NNODES", most=MAX_PROCESSES)
-        _require_slurm(environ, "SLURM_NODEID")
-        node_rank, address = _integer(environ, "SLURM_NODEID"), _slurm_master(environ)
-    if node_rank >= num_nodes:
-        raise UserError(f"NODE_RANK={node_rank} is not below NNODES={num_nodes}: nodes count from 0")
-    config = LaunchConfig(num_nodes, node_rank, processes, address, _port(environ), max_restarts)
-    if config.world_size > MAX_PROCESSES:
-        raise UserError(
-            f"{num_nodes} nodes with NPROC={processes} are {config.world_size} processes; {MAX_PROCESSES} are possible"
-        )
-    return config
-
-
-def rank_variables_from_slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """Returns torchrun's variables if `srun` started one task per rank, otherwise None."""
-    if "SLURM_STEP_ID" not in environ:
-        return None
-    tasks, num_nodes = (_integer(environ, name, 1, least=1) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
-    if tasks <= num_nodes:
-        return None
-    if environ.get("MAX_RESTARTS", "0") != "0":
-        raise UserError(
-            f"{_setting(environ, 'MAX_RESTARTS')}, but srun started one task per process, and Slurm does not restart single "
-            "tasks; start one task per node (srun --ntasks-per-node=1), or unset MAX_RESTARTS"
-        )
-    _require_slurm(environ, "SLURM_PROCID", "SLURM_LOCALID")
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(max(-(-tasks // num_nodes), _integer(environ, "SLURM_LOCALID") + 1)),
-        "MASTER_ADDR": _slurm_master(environ),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(DEFAULT_PORT),
-    }
-
-
-def _slurm_master(environ: Mapping[str, str]) -> str:
-    if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"]
-    _require_slurm(environ, "SLURM_JOB_NODELIST")
-    return first_host(environ["SLURM_JOB_NODELIST"])
-
-
-def _require_slurm(environ: Mapping[str, str], *names: str) -> None:
-    missing = [name for name in names if not environ.get(name)]
-    if missing:
-        raise UserError(
-            f"{_setting(environ, 'SLURM_STEP_ID')} is set, but {' and '.join(missing)} not: start with srun, which sets all "
-            "of them, or unset SLURM_STEP_ID to train without Slurm"
-        )
-
-
 def check_rank_variables(environ: Mapping[str, str] = os.environ) -> None:
     """Raises `UserError` if MASTER_ADDR was set by hand or from Slurm and no machine has this name."""
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -216,27 +114,9 @@ def check_address(address: str) -> None:
         )
 
 
-def first_host(node_list: str) -> str:
-    """Returns the first host of a Slurm node list: gpu007 of `gpu[007-009,12],cpu1`."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", node_list)
-    if match is None:
-        raise UserError(f"SLURM_JOB_NODELIST={shown(node_list)} cannot be parsed; set MASTER_ADDR to the first host")
-    return match.group(1) + (match.group(2) or "")
-
-
 def batch_record_folder(environ: Mapping[str, str] = os.environ) -> str | None:
     """Returns the folder in which this process records its batches. None: it does not."""
     return environ.get(BATCH_RECORD)
-
-
-def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Returns this process's environment with changes, and without the variables that make it part of a job."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in JOB_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
-    return kept | dict(changes)
 
 
 def fail(error: UserError, code: int = 2) -> NoReturn:
@@ -273,21 +153,24 @@ def terminate_with_launcher(environ: MutableMapping[str, str] = os.environ) -> N
         signal_at_parent_death(launcher or os.getppid(), signal.SIGTERM)
 
 
-def _setting(environ: Mapping[str, str], name: str) -> str:
+def show_variable(environ: Mapping[str, str], name: str) -> str:
+    """Returns a variable with its value, for an error."""
     return f"{name}={shown(environ.get(name, ''))}"
 
 
-def _port(environ: Mapping[str, str]) -> int:
-    return _integer(environ, "MASTER_PORT", DEFAULT_PORT, least=1, most=65535)
+def read_port(environ: Mapping[str, str]) -> int:
+    """Returns MASTER_PORT."""
+    return read_integer(environ, "MASTER_PORT", DEFAULT_PORT, least=1, most=65535)
 
 
-def _integer(
+def read_integer(
     environ: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0, most: int = 10**9
 ) -> int:
+    """Returns the value of a variable. Raises `UserError` if it is not an integer in these bounds."""
     text = environ.get(name) or ("" if default is None else str(default))
     value = parse_int(text)
     if value is None:
-        raise UserError(f"{_setting(environ, name)} is not an integer" + (" below 10^9" if text.isdigit() else ""))
+        raise UserError(f"{show_variable(environ, name)} is not an integer" + (" below 10^9" if text.isdigit() else ""))
     if not least <= value <= most:
         raise UserError(f"{name}={value} must be at least {least}" + (f" and at most {most}" if most < 10**9 else ""))
     return value

@@ -14,7 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from titanlike.distributed.command_line import BROKEN_PIPE
-from titanlike.distributed.environment import EXIT_RANK_MISSING, LaunchConfig
+from titanlike.distributed.environment import EXIT_RANK_MISSING
+from titanlike.distributed.launch_config import LaunchConfig
 
 USER_ERROR = 2  # the process has printed it, and a restart would meet it again
 STOPPED = [BROKEN_PIPE, *(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))]

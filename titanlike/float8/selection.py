@@ -1,12 +1,16 @@
-"""Selection of the linear layers that are converted to float8, from their names and sizes. Does not import torch.
+"""Selection and checks of the linear layers that are converted to float8, from their names and sizes. Does not import torch.
 
 Sizes are those of the full, unsharded matrix, so that every layout converts the same layers.
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
-from titanlike.config.base import matches
+from titanlike.config.base import matches, one_of
 from titanlike.config.sections import Float8
+from titanlike.models.base_config import TransformerConfig
 
 HEAD = "output"
 
@@ -47,16 +51,71 @@ def summary_lines(
     return lines
 
 
+@lru_cache  # the planner checks thousands of layouts of one model
+def selection_problems(float8: Float8, model: TransformerConfig, tensor: int) -> tuple[str, ...]:
+    """Returns a sentence for each pattern that matches no matrix, and for matrices that float8 cannot multiply."""
+    matrices = model.matrices()
+    parts = sorted({part for name in matrices for part in name.split(".") if not part.isdigit()})
+    problems = []
+    for key in ("layers", "skip"):
+        for pattern in getattr(float8, key):
+            if not any(matches(pattern, name) for name in matrices):
+                near = difflib.get_close_matches(pattern.rpartition(".")[2], parts, 1)
+                problems.append(
+                    f"float8.{key}: {pattern!r} matches no matrix of this model ({', '.join(model.block_matrices())} in each of "
+                    f"layers.0 to layers.{model.num_layers - 1}, and {HEAD})"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+    reasons = skip_reasons(float8, matrices, model.tied_head)
+    if all(reasons.values()) and not problems:
+        problems.append(
+            f"float8.scaling = {float8.scaling!r} has no matrix to convert: "
+            + ("all are too small; set float8.layers = ['*'] to convert them anyway" if "too small" in reasons.values()
+               else "float8.layers and float8.skip exclude all matrices of the blocks; change them, or set float8.head = true")
+            + ", or float8.scaling = 'none'"
+        )  # fmt: skip
+    alignment, misaligned = ALIGNMENT[float8.scaling], dict[str, str]()
+    for name, (outputs, inputs) in matrices.items():
+        matrix = name.split(".", 2)[2] if name != HEAD else HEAD
+        local = (outputs, inputs // tensor) if matrix in model.rowwise_matrices else (outputs // tensor, inputs)
+        divides = local[0] * local[1] * tensor == outputs * inputs  # otherwise another check refuses it
+        if not reasons[name] and divides and (local[0] % alignment or local[1] % alignment):
+            misaligned[matrix] = f"{local[0]} x {local[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")
+    for matrix, size in misaligned.items():
+        problems.append(
+            f"float8.scaling = {float8.scaling!r} requires multiples of {alignment}, but {matrix} is {size}; change the model's "
+            + ("sizes or parallelism.tensor" if tensor > 1 else "sizes")
+            + f", or exclude it with float8.skip = [{matrix.rpartition('.')[2]!r}]"
+        )
+    return tuple(problems)
+
+
+def token_problems(scaling: str, sequences: int, seq_len: int, context: int) -> Iterator[str]:
+    """Yields a sentence if the number of tokens in a micro-batch, the inner dimension of weight gradients, is not aligned."""
+    if scaling == "rowwise_with_gw_hp":
+        return
+    alignment, tokens = ALIGNMENT[scaling], sequences * seq_len // context
+    if tokens % alignment:
+        step = alignment * context // math.gcd(alignment * context, sequences)
+        near = [n * step for n in (seq_len // step, seq_len // step + 1) if n]
+        sizes = f"{sequences} x {seq_len}" + (f" / {context}" if context > 1 else "")
+        yield (
+            f"float8.scaling = {scaling!r} requires multiples of {alignment}, but a rank's micro-batch has {tokens} tokens "
+            f"({sizes}); use training.seq_len = {one_of(near)}"
+        )
+
+
 def _skip_reason(float8: Float8, name: str, outputs: int, inputs: int, *, tied: bool) -> str:
     if name == HEAD and not float8.head:
         return "the head; float8.head is false"
     if name == HEAD and tied:
         return "the head is tied to the embedding"
-    if name != HEAD and float8.layers and not any(matches(pattern, name) for pattern in float8.layers):
+    named = name == HEAD or any(matches(pattern, name) for pattern in float8.layers)
+    if float8.layers and not named:
         return "not in float8.layers"
     if any(matches(pattern, name) for pattern in float8.skip):
         return "in float8.skip"
-    if float8.skip_small and _is_small(float8.scaling, outputs, inputs):
+    if not named and _is_small(float8.scaling, outputs, inputs):
         return "too small"
     return ""
 

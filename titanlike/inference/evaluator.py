@@ -1,8 +1,12 @@
-"""Evaluation of a model on tasks and text, and samples: by `titanlike evaluate`, and during training."""
+"""Evaluation of a model on tasks and text, and samples: by `titanlike evaluate`, and during training.
+
+What scores and generates is imported when it is due: most runs have no evaluation.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,14 +16,12 @@ from titanlike.config.sections import Data, Evaluation, Sample, Training, metric
 from titanlike.data.sources import open_validation
 from titanlike.data.text.tokenizer import Tokenizer
 from titanlike.data.token_shards import Shards
-from titanlike.inference.generation import generate
-from titanlike.inference.logits import recomputed_logits
-from titanlike.inference.perplexity import perplexity
-from titanlike.inference.sampling import Sampling
-from titanlike.inference.scoring import Scorer, encode_pair
-from titanlike.inference.tasks import Task, read_task
 from titanlike.models.base_config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
+
+if TYPE_CHECKING:
+    from titanlike.inference.scoring import Scorer
+    from titanlike.inference.tasks import Task
 
 Metrics = dict[str, float]
 
@@ -51,7 +53,7 @@ class Evaluator:
         """
         self.section, self.sample, self.data, self.training = section, sample, data, training
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        self.tasks = {metrics_name(file): read_task(file, section.limit) for file in section.tasks}
+        self.tasks = self._read_tasks()
         self.texts = {metrics_name(path): self._open(path) for path in section.data}
 
     def is_due(self, step: int) -> bool:
@@ -72,6 +74,9 @@ class Evaluator:
         """Returns the metrics of each task and text by name. All ranks call it and get the same.
 
         `on_result` is called as soon as the metrics of one of them are known."""
+        from titanlike.inference.perplexity import perplexity
+        from titanlike.inference.scoring import Scorer
+
         batch_size = self.training.local_batch_size
         scorer = Scorer(
             model,
@@ -93,7 +98,7 @@ class Evaluator:
         )
         results: dict[str, Metrics] = {}
         for name, one in (self.tasks | self.texts).items():
-            results[name] = self._score(one, scorer) if isinstance(one, Task) else of_text(one)
+            results[name] = of_text(one) if isinstance(one, Shards) else self._score(one, scorer)
             on_result(name, results[name])
         return results
 
@@ -105,6 +110,10 @@ class Evaluator:
 
     def sample_text(self, model: nn.Module, mesh: Mesh) -> str:
         """Returns the prompt of the samples and what the model continues it with. All ranks call it and get the same text."""
+        from titanlike.inference.generation import generate
+        from titanlike.inference.logits import recomputed_logits
+        from titanlike.inference.sampling import Sampling
+
         sample = self.sample
         [text] = generate(
             recomputed_logits(
@@ -118,7 +127,16 @@ class Evaluator:
         )
         return sample.prompt + text
 
-    def _score(self, task: Task, scorer: Scorer) -> Metrics:
+    def _read_tasks(self) -> "dict[str, Task]":
+        if not self.section.tasks:
+            return {}
+        from titanlike.inference.tasks import read_task
+
+        return {metrics_name(file): read_task(file, self.section.limit) for file in self.section.tasks}
+
+    def _score(self, task: "Task", scorer: "Scorer") -> Metrics:
+        from titanlike.inference.scoring import encode_pair
+
         requests = [
             [encode_pair(self.tokenizer, item.context, text) for text in item.continuations] for item in task.items
         ]

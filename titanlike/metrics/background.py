@@ -7,11 +7,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from titanlike.metrics.trackers import Tracker, Values
+from titanlike.metrics.trackers import CLOSE_TIMEOUT, Tracker, Values
 from titanlike.utils.daemon_thread import start_daemon_thread
 
 QUEUE_SIZE = 1000  # records
-CLOSE_TIMEOUT = 10.0  # seconds
 
 
 class BackgroundTracker:

@@ -1,20 +1,14 @@
 """The destinations of a run's records: `metrics.jsonl`, trackers and Prometheus. None of them can stop the run."""
 
 import time
-from collections.abc import Callable
-from functools import partial
+from typing import TYPE_CHECKING
 
 from titanlike.config.sections import Metrics
-from titanlike.metrics.background import CLOSE_TIMEOUT, BackgroundTracker
-from titanlike.metrics.prometheus import PrometheusEndpoint
-from titanlike.metrics.services import MLflowTracker, WandbTracker, abandon_wandb
-from titanlike.metrics.trackers import JSONLWriter, RunInfo, TensorBoardTracker, Tracker, Values
+from titanlike.metrics.trackers import CLOSE_TIMEOUT, JSONLWriter, RunInfo, Values
 
-TRACKERS: dict[str, tuple[str, Callable[[RunInfo], Tracker], str]] = {
-    "tensorboard": ("TensorBoard", TensorBoardTracker, "torch.utils.tensorboard"),
-    "wandb": ("W&B", WandbTracker, "wandb"),
-    "mlflow": ("MLflow", MLflowTracker, "mlflow"),
-}
+if TYPE_CHECKING:
+    from titanlike.metrics.background import BackgroundTracker
+    from titanlike.metrics.prometheus import PrometheusEndpoint
 
 
 class Records:
@@ -23,20 +17,23 @@ class Records:
     def __init__(self, run: RunInfo, section: Metrics, num_steps: int) -> None:
         self._file = JSONLWriter(run.folder / "metrics.jsonl")
         self._trackers: list[BackgroundTracker] = []
-        for tracker in section.trackers:
-            name, build, package = TRACKERS[tracker]
-            abandon = abandon_wandb if tracker == "wandb" else lambda: None
-            self._trackers.append(BackgroundTracker(name, partial(build, run), package, abandon))
+        if section.trackers:
+            from titanlike.metrics.services import start_tracker
+
+            self._trackers += [start_tracker(name, run) for name in section.trackers]
         self._endpoint: PrometheusEndpoint | None = None
         self._messages: list[str] = []
-        if section.prometheus_port:
-            address = section.prometheus_address, section.prometheus_port
+        if section.prometheus:
+            from titanlike.metrics import prometheus
+
+            address, _, port = section.prometheus.rpartition(":")
             try:
-                self._endpoint = PrometheusEndpoint(*address, run.folder.name, num_steps)
+                self._endpoint = prometheus.PrometheusEndpoint(
+                    address.strip("[]"), int(port), run.folder.name, num_steps
+                )
             except OSError as error:
-                where = "{}:{}".format(*address)
                 self._messages.append(
-                    f"warning: no metrics for Prometheus, training continues: {where}: {error.strerror}"
+                    f"warning: no metrics for Prometheus, training continues: {section.prometheus}: {error.strerror}"
                 )
 
     def log(self, step: int, values: Values) -> list[str]:

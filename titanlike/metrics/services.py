@@ -1,16 +1,50 @@
-"""Trackers that are services: W&B and MLflow. The run directory's `trackers.json` has the ids with which a run is resumed."""
+"""TensorBoard, W&B and MLflow. The run directory's `trackers.json` has the ids with which a run of a service is resumed."""
 
 import json
 import logging
 import secrets
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
-from titanlike.metrics.trackers import RunInfo, Values, tag
+from titanlike.metrics.background import BackgroundTracker
+from titanlike.metrics.trackers import RunInfo, Tracker, Values, tag
 from titanlike.utils.atomic_io import atomic_write_text
 
 _lock = threading.Lock()  # of trackers.json
+
+
+class TensorBoardTracker:
+    """Writes TensorBoard events: numbers as scalars, strings as text, and the recipe as text and as hyperparameters."""
+
+    location = ""
+
+    def __init__(self, run: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+        from torch.utils.tensorboard.summary import hparams
+
+        self._directory = run.folder / "tensorboard"
+        self._writer = cast(Any, SummaryWriter(str(self._directory), purge_step=run.first_step))
+        self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe_text().splitlines()))
+        for summary in hparams(run.hparams(), {"train/loss": None, "validation/loss": None}):
+            self._writer.file_writer.add_summary(summary)
+
+    def log(self, step: int, values: Values) -> None:
+        """Writes the values of a step, except for `tokens`, a multiple of the step."""
+        if not self._directory.exists():
+            self._directory.mkdir(parents=True)
+            self._writer.close()  # it opens another file for the next event
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(tag(name), value, step)
+            elif value is not None and name != "tokens":
+                self._writer.add_scalar(tag(name), value, step)
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
 
 
 class WandbTracker:
@@ -91,6 +125,20 @@ class MLflowTracker:
     def close(self) -> None:
         """Marks the run as finished."""
         self._client.set_terminated(self._run_id)
+
+
+TRACKERS: dict[str, tuple[str, Callable[[RunInfo], Tracker], str]] = {
+    "tensorboard": ("TensorBoard", TensorBoardTracker, "torch.utils.tensorboard"),
+    "wandb": ("W&B", WandbTracker, "wandb"),
+    "mlflow": ("MLflow", MLflowTracker, "mlflow"),
+}
+
+
+def start_tracker(tracker: str, run: RunInfo) -> BackgroundTracker:
+    """Starts a tracker in a thread of its own."""
+    name, build, package = TRACKERS[tracker]
+    abandon = abandon_wandb if tracker == "wandb" else lambda: None
+    return BackgroundTracker(name, partial(build, run), package, abandon)
 
 
 def _read_ids(run: RunInfo) -> dict[str, str]:

@@ -1,15 +1,16 @@
-"""Files of a run's records: JSON lines and TensorBoard events."""
+"""What a tracker gets and has, and the tracker of every run: a file of JSON lines."""
 
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from titanlike.utils.atomic_io import atomic_write_text
 
 Values = Mapping[str, float | str | None]
+CLOSE_TIMEOUT = 10.0  # seconds that the end of a run waits for trackers
 
 
 @dataclass(frozen=True)
@@ -102,37 +103,6 @@ class JSONLWriter:
         self._file.close()
         self._file = self.path.open("a+b", buffering=0)
         return f"{self.path} was deleted; it is written again"
-
-
-class TensorBoardTracker:
-    """Writes TensorBoard events: numbers as scalars, strings as text, and the recipe as text and as hyperparameters."""
-
-    location = ""
-
-    def __init__(self, run: RunInfo) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import
-        from torch.utils.tensorboard.summary import hparams
-
-        self._directory = run.folder / "tensorboard"
-        self._writer = cast(Any, SummaryWriter(str(self._directory), purge_step=run.first_step))
-        self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe_text().splitlines()))
-        for summary in hparams(run.hparams(), {"train/loss": None, "validation/loss": None}):
-            self._writer.file_writer.add_summary(summary)
-
-    def log(self, step: int, values: Values) -> None:
-        """Writes the values of a step, except for `tokens`, a multiple of the step."""
-        if not self._directory.exists():
-            self._directory.mkdir(parents=True)
-            self._writer.close()  # it opens another file for the next event
-        for name, value in values.items():
-            if isinstance(value, str):
-                self._writer.add_text(tag(name), value, step)
-            elif value is not None and name != "tokens":
-                self._writer.add_scalar(tag(name), value, step)
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self._writer.close()
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -55,6 +55,7 @@ class TransformerConfig:
     vocab_size: int
     max_seq_len: int
     tied_head: bool = False
+    norm_eps: float
     dropout: float = 0.0
 
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -69,6 +70,8 @@ class TransformerConfig:
     logit_soft_cap: float = 0.0
     attention_soft_cap: float = 0.0
     sliding_window: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
 
@@ -76,6 +79,11 @@ class TransformerConfig:
         # A variant of an architecture computes something else, unless it says otherwise.
         if "hf_architecture" not in cls.__dict__:
             cls.hf_architecture = ""
+
+    @classmethod
+    def has_field(cls, name: str) -> bool:
+        """Whether a recipe can set this: an architecture whose published sizes agree in a value has it as a constant."""
+        return name in getattr(cls, "__dataclass_fields__", {})
 
     @property
     def head_dim(self) -> int:
@@ -92,7 +100,9 @@ class TransformerConfig:
         if self.size not in self.sizes:
             return self.name
         # A padded vocabulary, another context length or dropout is a common setting of the same size.
-        common = {name: getattr(self, name) for name in ("vocab_size", "max_seq_len", "dropout")}
+        common = {name: getattr(self, name) for name in ("vocab_size", "max_seq_len")}
+        if self.dropout:
+            common["dropout"] = self.dropout
         if self == type(self)(**{"size": self.size, **self.sizes[self.size], **common}):
             return f"{self.name} {self.size}"
         return f"{self.name} of {self.num_layers} layers, model.dim {self.dim}"
@@ -167,6 +177,10 @@ class TransformerConfig:
         block, ends = self.block_parameters(), self.first_parameters() | self.last_parameters()
         tied = self.vocab_size * self.dim if self.tied_head else 0
         return self.num_layers * num_elements(block) + num_elements(ends) - tied
+
+    def num_active_parameters(self) -> int:
+        """Returns the number of parameters that compute a token, including the embedding."""
+        return self.num_parameters()
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Returns the linear layers of all blocks by full name, and the LM head even if it is tied."""

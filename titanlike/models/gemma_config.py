@@ -47,11 +47,6 @@ class GemmaConfig(LlamaFamilyConfig):
     """Dimension of an attention head, independent of `dim` and `num_heads`. The published sizes have 128 or 256."""
     query_scalar: PositiveFloat = 64.0
     """Attention scores are divided by its square root. In most published sizes it is the head dimension."""
-    logit_soft_cap: NonNegativeFloat = 0.0
-    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
-    attention_soft_cap: NonNegativeFloat = 0.0
-    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
-    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
     sliding_window: NonNegative = 64
     """Number of tokens, the current one included, that a token attends to in blocks with sliding-window attention. 0 disables it.
     On GPUs, these blocks use FlexAttention if `training.attention` is `auto`."""
@@ -59,7 +54,8 @@ class GemmaConfig(LlamaFamilyConfig):
     """Every how many blocks one attends to the full sequence: with 6, blocks 5, 11, ... do, and the others use the window. 0: all
     blocks use it. Unused if `sliding_window` is 0."""
 
-    defaults: ClassVar = {"tied_head": True, "rope_theta": 10000.0}
+    defaults: ClassVar = {"rope_theta": 10000.0}
+    tied_head = True
     embedding_scale = True
     gelu = True
     own_head_dim = 256
@@ -111,9 +107,6 @@ class GemmaConfig(LlamaFamilyConfig):
             raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
         return super().fields_from_hugging_face(values) | {
             "query_scalar": float(values.get("query_pre_attn_scalar", 256)),
-            "tied_head": values.get("tie_word_embeddings", True),
-            "logit_soft_cap": float(values.get("final_logit_softcapping") or 0.0),
-            "attention_soft_cap": float(values.get("attn_logit_softcapping") or 0.0),
             "sliding_window": values.get("sliding_window", 4096) if LOCAL in kinds else 0,
             "sliding_window_pattern": _pattern(kinds, pattern) if LOCAL in kinds else pattern,
         }
@@ -127,11 +120,23 @@ class Gemma2Config(GemmaConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "2B", "9B", "27B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
+    logit_soft_cap: NonNegativeFloat = 30.0
+    """Bounds the logits `x` by `cap * tanh(x / cap)`, in the loss and in generation. 0 disables it."""
+    attention_soft_cap: NonNegativeFloat = 50.0
+    """Bounds the attention scores `x` by `cap * tanh(x / cap)`, before the mask and softmax. 0 disables it. On GPUs, attention is
+    FlexAttention then; elsewhere, and unless `training.attention` is `auto`, all scores are in memory at once."""
 
-    defaults: ClassVar = {"logit_soft_cap": 30.0, "attention_soft_cap": 50.0, "sliding_window_pattern": 2}
+    defaults: ClassVar = {"sliding_window_pattern": 2}
     hf_architecture = "Gemma2ForCausalLM"
     hf_model_type = "gemma2"
     sizes = GEMMA2_SIZES
+
+    @classmethod
+    def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super().fields_from_hugging_face(values) | {
+            "logit_soft_cap": float(values.get("final_logit_softcapping") or 0.0),
+            "attention_soft_cap": float(values.get("attn_logit_softcapping") or 0.0),
+        }
 
 
 @section
@@ -144,14 +149,13 @@ class Gemma3Config(GemmaConfig):
     """Published size. It sets every key below that the recipe does not."""
     rope_theta: PositiveFloat = 1000000.0
     """Base of the RoPE frequencies of the blocks that attend to the full sequence."""
-    rope_local_theta: PositiveFloat = 10000.0
-    """Base of the RoPE frequencies of the blocks with sliding-window attention."""
     rope_scaling: PositiveFloat = 1.0
     """Divides the RoPE frequencies of the blocks that attend to the full sequence: 8 from 4B on; 1 disables it."""
 
     defaults: ClassVar = {"num_layers": 6, "sliding_window_pattern": 6}
     hf_architecture = "Gemma3ForCausalLM"
     hf_model_type = "gemma3_text"
+    rope_local_theta = 10000.0
     rope_types = ("default", "linear")
     rope_scaling_type = "linear"
     qk_norm = True
@@ -171,13 +175,15 @@ class Gemma3Config(GemmaConfig):
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        require(values, final_logit_softcapping=None, attn_logit_softcapping=None)
         rope = values.get("rope_parameters") or {}
         local = rope_fields({"rope_parameters": rope[LOCAL]} if LOCAL in rope else {}, ("default",))
         theta = local["rope_theta"] if LOCAL in rope else values.get("rope_local_base_freq", 10000.0)
+        require({"rope_local_base_freq": theta}, rope_local_base_freq=cls.rope_local_theta)
         of_global = dict(values) | ({"rope_parameters": rope[GLOBAL], "rope_scaling": None} if GLOBAL in rope else {})
         if GLOBAL not in rope:
             of_global.setdefault("rope_theta", 1000000.0)
-        return super().fields_from_hugging_face(of_global) | {"rope_local_theta": float(theta)}
+        return super().fields_from_hugging_face(of_global)
 
 
 def _layer_types(num_layers: int, pattern: int) -> list[str]:

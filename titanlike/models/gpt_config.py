@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from titanlike.config.base import Positive, PositiveFloat, Share, section
+from titanlike.config.base import Positive, Share, section
 from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
 
 LAYER = "transformer.h.*"  # in checkpoints of transformers
@@ -42,14 +42,13 @@ class GPTConfig(TransformerConfig):
     """Rows of the embedding: at least the tokenizer's vocabulary. 50304 trains faster than GPT-2's 50257."""
     max_seq_len: Positive = 1024
     """Rows of the position embedding. `training.seq_len` may not exceed it."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of LayerNorm."""
     dropout: Share = 0.0
     """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
     step and the token, not on the layout."""
 
     hf_architecture = "GPT2LMHeadModel"
     sizes = GPT_SIZES
+    norm_eps = 1e-5
     tied_head = True
 
     def first_parameters(self) -> dict[str, ParameterSpec]:
@@ -121,6 +120,7 @@ class GPTConfig(TransformerConfig):
         require(
             values,
             activation_function="gelu_new",
+            layer_norm_epsilon=cls.norm_eps,
             n_inner=4 * values["n_embd"],
             scale_attn_weights=True,
             scale_attn_by_inverse_layer_idx=False,
@@ -133,5 +133,4 @@ class GPTConfig(TransformerConfig):
             "num_heads": values["n_head"],
             "vocab_size": values.get("vocab_size", 50257),
             "max_seq_len": values.get("n_positions", 1024),
-            "norm_eps": float(values.get("layer_norm_epsilon", 1e-5)),
         }

@@ -1,4 +1,4 @@
-"""Llama and the models built like it, in plain PyTorch: Qwen, Gemma and, with `experts.py`, Mixtral.
+"""Llama and the models built like it, in plain PyTorch: Qwen, Gemma and, with `moe.py`, Mixtral.
 
 Shapes: B sequences, T tokens, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.document_mask import DocumentMask, Mask
-from titanlike.models.experts import BalanceLoss, MixtureOfExperts
-from titanlike.models.layers import CausalAttention, Dropout, LMHead, TiedLMHead, UnitOffsetRMSNorm
+from titanlike.models.layers import CausalAttention, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.llama_config import LlamaFamilyConfig
-from titanlike.models.moe_config import MoeConfig
 
 
 class Llama(nn.Module):
@@ -28,27 +26,29 @@ class Llama(nn.Module):
         self.config = config
         self.tensor_plan = config.tensor_plan()
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        self.dropout = Dropout(config.dropout, site=0)
         # Soft-capped scores have no causal kernel.
         always = config.attention_soft_cap > 0
         self.document_mask = DocumentMask(always=always)
         self.local_mask = DocumentMask(window=config.sliding_window, always=always)
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): self.build_block(i) for i in range(config.num_layers)})
         self.norm: nn.Module | None = rms_norm(config, config.dim)
         output = (
             TiedLMHead(self.tok_embeddings) if config.tied_head else LMHead(config.dim, config.vocab_size, bias=False)
         )
         output.soft_cap = config.logit_soft_cap
         self.output: nn.Module | None = output
-        self.balance_loss = BalanceLoss(config) if isinstance(config, MoeConfig) and config.balance_loss else None
+        self.balance_loss: nn.Module | None = None  # of models with experts
+
+    def build_block(self, index: int) -> nn.Module:
+        """Returns a block of the architecture."""
+        return Block(self.config, index, FeedForward(self.config, self.config.ffn_dim))
 
     def forward(
         self,
         tokens: Tensor,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -57,7 +57,6 @@ class Llama(nn.Module):
         Args:
             position_ids: positions (B, T) or (1, T). Default: 0, 1, ... in each sequence.
             document_ids: the document of each token (B, T); attention does not cross documents. Default: one document.
-            dropout_bits: 32 random bits for each token (B, T). Default: no dropout.
             counts: what the routers of previous pipeline stages have counted (B, 2, E). A stage returns it, too, with its own.
         """
         h = tokens
@@ -65,7 +64,6 @@ class Llama(nn.Module):
             h = self.tok_embeddings(tokens)  # (B, T, D)
             if self.config.embedding_scale:  # rounded to the dtype of the activations, as published models were trained
                 h = h * torch.tensor(self.config.dim**0.5, dtype=h.dtype)
-            h = self.dropout(h, dropout_bits)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         is_local = {name: self.config.is_local(int(name)) for name in self.layers}
@@ -74,7 +72,7 @@ class Llama(nn.Module):
         masks = {False: self.document_mask, True: self.local_mask}
         mask = {local: masks[local](document_ids, position_ids) for local in set(is_local.values())}
         for name, layer in self.layers.items():
-            h = layer(h, rope[is_local[name]], mask[is_local[name]], dropout_bits)
+            h = layer(h, rope[is_local[name]], mask[is_local[name]])
             if isinstance(h, tuple):
                 h, of_layer = h
                 cast(Any, layer).feed_forward.router.add_load(of_layer)
@@ -107,32 +105,26 @@ class Block(nn.Module):
     """A pre-norm transformer block: attention and feed-forward, each with a residual connection. If the config has post-norms,
     what they add to it is normalized, too."""
 
-    def __init__(self, config: LlamaFamilyConfig, index: int) -> None:
+    def __init__(self, config: LlamaFamilyConfig, index: int, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = rms_norm(config, config.dim)
         self.attention = Attention(config, config.sliding_window if config.is_local(index) else 0)
         self.post_attention_norm = rms_norm(config, config.dim) if config.post_norms else None
         self.ffn_norm = rms_norm(config, config.dim)
-        self.feed_forward = build_feed_forward(config)
+        self.feed_forward = feed_forward
         self.post_ffn_norm = rms_norm(config, config.dim) if config.post_norms else None
-        self.attention_dropout = Dropout(config.dropout, site=2 * index + 1)
-        self.ffn_dropout = Dropout(config.dropout, site=2 * index + 2)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Mask | None = None,
-        dropout_bits: Tensor | None = None,
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         out = self.attention(self.attention_norm(x), rope, mask)
         out = out if self.post_attention_norm is None else self.post_attention_norm(out)
-        h = x + self.attention_dropout(out, dropout_bits)
+        h = x + out
         out, counts = self.feed_forward(self.ffn_norm(h)), None
         if isinstance(out, tuple):
             out, counts = out
         out = out if self.post_ffn_norm is None else self.post_ffn_norm(out)
-        h = h + self.ffn_dropout(out, dropout_bits)
+        h = h + out
         # FSDP prefetches where the backward pass reaches an output. After this copy, both outputs are before the experts: else it
         # would gather them again.
         return h if counts is None else (h, counts.clone())
@@ -175,14 +167,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.w1(x)
         return self.w2((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.w3(x))
-
-
-def build_feed_forward(config: LlamaFamilyConfig) -> nn.Module:
-    """Returns the feed-forward layer of an architecture, or the mixture of experts in its place."""
-    if not isinstance(config, MoeConfig):
-        return FeedForward(config, config.ffn_dim)
-    shared = FeedForward(config, config.num_shared_experts * config.ffn_dim) if config.num_shared_experts else None
-    return MixtureOfExperts(config, shared)
 
 
 def rms_norm(config: LlamaFamilyConfig, size: int) -> nn.RMSNorm:

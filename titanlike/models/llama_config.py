@@ -4,7 +4,7 @@ import torch."""
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from titanlike.config.base import Positive, PositiveFloat, Share, divisors, one_of, section
+from titanlike.config.base import Positive, PositiveFloat, divisors, one_of, section
 from titanlike.models.base_config import NumLayers, ParameterSpec, TransformerConfig, require
 
 LAYER = "model.layers.*"  # in checkpoints of transformers
@@ -33,17 +33,13 @@ class LlamaFamilyConfig(TransformerConfig):
     """Rows of the embedding and the LM head: at least the tokenizer's vocabulary, preferably a multiple of 64."""
     max_seq_len: Positive = 8192
     """Maximum sequence length that the model supports. `training.seq_len` may not exceed it."""
-    norm_eps: PositiveFloat = 1e-6
-    """Epsilon of RMSNorm."""
     rope_theta: PositiveFloat = 1000000.0
     """Base of the RoPE frequencies. Larger values give longer wavelengths."""
-    tied_head: bool = False
-    """Share the weight of the embedding and the LM head."""
-    dropout: Share = 0.0
-    """Dropout probability after the embedding and after attention and feed-forward. The dropped elements depend on the seed, the
-    step and the token, not on the layout."""
 
-    rope_scaling = 1.0  # not a field of all architectures, as head_dim
+    # Fields of those architectures whose published sizes differ in them, as head_dim.
+    norm_eps = 1e-6
+    tied_head = False
+    rope_scaling = 1.0
     rope_original_seq_len = 8192
     rope_local_theta = 0.0
     rope_scaling_type: ClassVar[Literal["llama3", "linear"]] = "llama3"
@@ -173,9 +169,17 @@ class LlamaFamilyConfig(TransformerConfig):
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         require(values, attention_dropout=0.0, **({} if cls.gelu else {"hidden_act": "silu"}), **cls.hf_fixed)
         heads = values["num_attention_heads"]
-        own = {"head_dim": values.get("head_dim") or cls.own_head_dim} if cls.own_head_dim else {}
-        if not own:
+        own: dict[str, Any] = {"head_dim": values.get("head_dim") or cls.own_head_dim} if cls.own_head_dim else {}
+        if not cls.own_head_dim:
             require(values, head_dim=values["hidden_size"] // heads)
+        if cls.has_field("norm_eps"):
+            own["norm_eps"] = float(values.get("rms_norm_eps", 1e-6))
+        else:
+            require(values, rms_norm_eps=cls.norm_eps)
+        if cls.has_field("tied_head"):
+            own["tied_head"] = values.get("tie_word_embeddings", False)
+        else:
+            require(values, tie_word_embeddings=cls.tied_head)
         return {
             "dim": values["hidden_size"],
             "num_layers": values["num_hidden_layers"],
@@ -184,8 +188,6 @@ class LlamaFamilyConfig(TransformerConfig):
             "ffn_dim": values["intermediate_size"],
             "vocab_size": values["vocab_size"],
             "max_seq_len": values.get("max_position_embeddings", 2048),
-            "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
-            "tied_head": values.get("tie_word_embeddings", False),
             **own,
             **rope_fields(values, cls.rope_types),
         }
@@ -218,12 +220,16 @@ class LlamaConfig(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    tied_head: bool = False
+    """Share the weight of the embedding and the LM head."""
     rope_scaling: PositiveFloat = 1.0
     """Llama 3.1's RoPE scaling factor of the low frequencies: 8 for Llama 3.1, 32 for Llama 3.2; 1 disables it."""
     rope_original_seq_len: Positive = 8192
     """Sequence length of the training before RoPE scaling. Unused if `rope_scaling` is 1."""
 
-    defaults: ClassVar = {"norm_eps": 1e-5, "rope_theta": 500000.0}
+    defaults: ClassVar = {"rope_theta": 500000.0}
     hf_architecture = "LlamaForCausalLM"
     hf_model_type = "llama"
     rope_types = ("default", "llama3")

@@ -50,21 +50,16 @@ class MoeConfig(LlamaFamilyConfig):
     """Number of experts in each block."""
     experts_per_token: Positive = 2
     """Number of experts that compute each token."""
-    num_shared_experts: NonNegative = 0
-    """Number of experts that compute every token, besides the others: one feed-forward layer of this many times `ffn_dim`."""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the router's logits. `softmax`: over all experts. `sigmoid`: of each expert by itself, as in DeepSeek-V3."""
-    normalize_router: bool = True
-    """Divide the scores of a token's experts by their sum."""
-    router_scale: PositiveFloat = 1.0
-    """Multiplies the scores of a token's experts, after the normalization. DeepSeek-V3 has 2.5."""
     balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the auxiliary loss that balances the load of the experts over the tokens of each sequence in all blocks:
     `router_aux_loss_coef` of transformers. It has a gradient only: the reported loss does not contain it. 0 disables it."""
-    balance_bias_rate: NonNegativeFloat = 0.0
-    """Step size of a bias of each expert that is added to its score for the selection only, and that decreases where an expert had
-    more tokens than the average in a training step, and increases where it had less. DeepSeek-V3 has 0.001. 0: no bias."""
 
+    # Fields of Qwen3-MoE only.
+    num_shared_experts = 0
+    router_score = "softmax"
+    normalize_router = True
+    router_scale = 1.0
+    balance_bias_rate = 0.0
     hf_experts: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
         "w1": "mlp.experts.*.gate_proj",
@@ -72,10 +67,6 @@ class MoeConfig(LlamaFamilyConfig):
         "w3": "mlp.experts.*.up_proj",
     }
     """Names of the router and of the matrices of an expert in a block of transformers."""
-    hf_options: ClassVar[Mapping[str, Any]] = {
-        "num_shared_experts": 0, "router_score": "softmax", "router_scale": 1.0, "balance_bias_rate": 0.0
-    }  # fmt: skip
-    """Options that transformers does not have, and the value that its models compute."""
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
         router = ParameterSpec((self.num_experts, self.dim), "router", f"{LAYER}.{self.hf_experts['router']}.weight")
@@ -121,11 +112,6 @@ class MoeConfig(LlamaFamilyConfig):
         ]
 
     def to_hugging_face(self) -> dict[str, Any]:
-        for name, only in self.hf_options.items():
-            if getattr(self, name) != only:
-                raise UserError(
-                    f"model.{name} = {getattr(self, name)!r} has no equivalent in {self.hf_architecture}; it cannot be exported"
-                )
         return super().to_hugging_face() | {
             "num_experts_per_tok": self.experts_per_token,
             "router_aux_loss_coef": self.balance_loss,
@@ -151,6 +137,17 @@ class Qwen3MoeConfig(MoeConfig):
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
     published sizes have 128."""
+    num_shared_experts: NonNegative = 0
+    """Number of experts that compute every token, besides the others: one feed-forward layer of this many times `ffn_dim`."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits. `softmax`: over all experts. `sigmoid`: of each expert by itself, as in DeepSeek-V3."""
+    normalize_router: bool = True
+    """Divide the scores of a token's experts by their sum."""
+    router_scale: PositiveFloat = 1.0
+    """Multiplies the scores of a token's experts, after the normalization. DeepSeek-V3 has 2.5."""
+    balance_bias_rate: NonNegativeFloat = 0.0
+    """Step size of a bias of each expert that is added to its score for the selection only, and that decreases where an expert had
+    more tokens than the average in a training step, and increases where it had less. DeepSeek-V3 has 0.001. 0: no bias."""
 
     defaults: ClassVar = {"max_seq_len": 40960}
     hf_architecture = "Qwen3MoeForCausalLM"
@@ -160,6 +157,12 @@ class Qwen3MoeConfig(MoeConfig):
     own_head_dim = 128
 
     def to_hugging_face(self) -> dict[str, Any]:
+        only = {"num_shared_experts": 0, "router_score": "softmax", "router_scale": 1.0, "balance_bias_rate": 0.0}
+        for name, value in only.items():
+            if getattr(self, name) != value:
+                raise UserError(
+                    f"model.{name} = {getattr(self, name)!r} has no equivalent in {self.hf_architecture}; it cannot be exported"
+                )
         return super().to_hugging_face() | {
             "attention_bias": False,
             "use_sliding_window": False,
@@ -192,7 +195,8 @@ class MixtralConfig(MoeConfig):
     size: Literal["debug", "8x7B", "8x22B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
 
-    defaults: ClassVar = {"norm_eps": 1e-5, "max_seq_len": 32768}
+    defaults: ClassVar = {"max_seq_len": 32768}
+    norm_eps = 1e-5
     hf_architecture = "MixtralForCausalLM"
     hf_model_type = "mixtral"
     sizes = MIXTRAL_SIZES
@@ -202,7 +206,6 @@ class MixtralConfig(MoeConfig):
         "w2": "block_sparse_moe.experts.*.w2",
         "w3": "block_sparse_moe.experts.*.w3",
     }
-    hf_options: ClassVar = {**MoeConfig.hf_options, "normalize_router": True}
 
     def to_hugging_face(self) -> dict[str, Any]:
         return super().to_hugging_face() | {"num_local_experts": self.num_experts, "router_jitter_noise": 0.0}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from titanlike.config.base import section
+from titanlike.config.base import PositiveFloat, section
 from titanlike.models.base_config import require
 from titanlike.models.llama_config import LlamaFamilyConfig
 
@@ -32,6 +32,10 @@ class Qwen2Config(LlamaFamilyConfig):
     """Architecture. It decides which keys this section has."""
     size: Literal["debug", "2.5-0.5B", "2.5-1.5B", "2.5-3B", "2.5-7B", "2.5-14B", "2.5-32B", "2.5-72B"] = "debug"
     """Published size. It sets every key below that the recipe does not."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of RMSNorm."""
+    tied_head: bool = False
+    """Share the weight of the embedding and the LM head."""
 
     defaults: ClassVar = {"max_seq_len": 32768}
     hf_architecture = "Qwen2ForCausalLM"

@@ -28,6 +28,8 @@ class Qwen3Config(LlamaFamilyConfig):
     head_dim: Positive = 64
     """Dimension of an attention head, independent of `dim` and `num_heads`. 64 and 128 are fast; smaller ones are slow. All
     published sizes have 128."""
+    tied_head: bool = False
+    """Share the weight of the embedding and the LM head."""
 
     defaults: ClassVar = {"max_seq_len": 40960}
     hf_architecture = "Qwen3ForCausalLM"

@@ -9,6 +9,7 @@ The config class derives from `TransformerConfig` and holds fields, published si
 torch, so that a recipe is checked within a second. The module holds what needs tensors; see `LanguageModel`.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TypeVar
 
@@ -16,10 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import CONFIGS
-from titanlike.models.gpt import GPT
-from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.llama import Llama
+from titanlike.models.configs import FAMILIES, all_configs, config_class
 
 
 class LanguageModel(Protocol):
@@ -56,7 +54,7 @@ class LanguageModel(Protocol):
 M = TypeVar("M", bound=type[nn.Module])
 REQUIRED = ("first_stage_modules", "last_stage_modules", "init_parameter")
 
-_models: dict[type[TransformerConfig], type[nn.Module]] = {**dict.fromkeys(CONFIGS, Llama), GPTConfig: GPT}
+_models: dict[type[TransformerConfig], type[nn.Module]] = {}
 
 
 def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
@@ -76,8 +74,12 @@ def register_model(config_class: type[TransformerConfig]) -> Callable[[M], M]:
 
 def build_model(config: TransformerConfig) -> nn.Module:
     """Builds the model that a config describes. Call it under `torch.device("meta")`; `initialize` allocates and fills it."""
+    family = FAMILIES.get(config.name)
+    if family and type(config) not in _models and type(config) is config_class(config.name):
+        module = importlib.import_module(f"titanlike.models.{family.model_module}")
+        _models[type(config)] = getattr(module, family.model_class)
     if type(config) not in _models:
-        known = ", ".join(sorted(one.__name__ for one in _models))
+        known = ", ".join(sorted(one.__name__ for one in registered_configs()))
         raise ValueError(
             f"no model is registered for {type(config).__name__}; registered configs: {known}; use register_model"
         )
@@ -93,7 +95,7 @@ def build_model(config: TransformerConfig) -> nn.Module:
 
 def registered_configs() -> tuple[type[TransformerConfig], ...]:
     """Returns the config classes of all registered models."""
-    return tuple(_models)
+    return tuple(dict.fromkeys((*all_configs(), *_models)))
 
 
 def blocks(model: nn.Module) -> nn.ModuleDict:

@@ -8,10 +8,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
-from titanlike.models.experts import routers
-from titanlike.optim.balance import BalanceBias
-from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
-from titanlike.optim.muon import Muon
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import local_tensor
 
@@ -38,6 +34,8 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     adamw = _build_adamw(model, section, groups["adamw"], seed)
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if groups["muon"]:
+        from titanlike.optim.muon import Muon
+
         muon = Muon(
             groups["muon"],
             lr=section.lr,
@@ -46,8 +44,11 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
         )
         optimizers.append(muon)
     # With LoRA, the routers are frozen.
-    balanced = [router for router in routers(model) if router.expert_bias is not None and router.weight.requires_grad]
+    modules: list[Any] = list(model.modules())
+    balanced = [one for one in modules if getattr(one, "expert_bias", None) is not None and one.weight.requires_grad]
     if balanced:
+        from titanlike.optim.balance import BalanceBias
+
         optimizers.append(BalanceBias(balanced, rate=balanced[0].config.balance_bias_rate))
     return CombinedOptimizer(optimizers) if len(optimizers) > 1 else adamw
 
@@ -58,6 +59,8 @@ def _build_adamw(
     options: dict[str, Any] = dict(lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
     if section.state_dtype == "full" and not section.stochastic_rounding:
         return AdamW(groups, **options, fused=True)
+    from titanlike.optim.low_precision_adamw import LowPrecisionAdamW
+
     copies: dict[str, str] = getattr(model, "copies", {})  # tied weights of a pipeline: equal seeds keep them equal
     seeds: dict[Tensor, int] = {}
     if section.stochastic_rounding:

@@ -8,7 +8,7 @@ Shape legend: B batch, T local tokens, S key positions, H query heads, K key/val
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
 from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
-from titanlike.models.experts import BalanceLoss
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
+
+if TYPE_CHECKING:
+    from titanlike.models.experts import BalanceLoss
 
 
 def context_position_ids(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:
@@ -51,7 +53,7 @@ def apply_context(
     *,
     attention: str = "attention.attend",
     document_masks: Iterable[DocumentMask] = (),
-    balance_losses: Iterable[BalanceLoss] = (),
+    balance_losses: "Iterable[BalanceLoss]" = (),
 ) -> None:
     """Replaces the causal attention of each block by attention over the gathered keys and values.
 

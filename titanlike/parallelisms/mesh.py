@@ -50,6 +50,14 @@ class Mesh:
         """Returns the group over which logits are sharded along the vocabulary, or None where they are not sharded."""
         return self.tensor.get_group() if self.sizes["tensor"] > 1 else None
 
+    def position_ids(self, seq_len: int) -> Tensor:
+        """Returns the position ids of this rank's tokens of a sequence, in the order in which the rank holds them."""
+        if self.context.size() == 1:
+            return torch.arange(seq_len)
+        from titanlike.parallelisms.context import context_position_ids
+
+        return context_position_ids(seq_len, self.context)
+
 
 def build_mesh(
     device_type: str,

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, blocks_of, rank_of, stages_of
 from titanlike.distributed import process_group
-from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.parallelisms.blocks import check_choice
 from titanlike.utils import compat
@@ -70,7 +69,7 @@ class Pipeline(nn.Module):
         self.dtype = dtype
         self.tensor = tensor
         self.vocab_size, self.dim = model.get_parameter(EMBEDDING).shape
-        balance_loss: BalanceLoss | None = getattr(model, "balance_loss", None)
+        balance_loss: Any = getattr(model, "balance_loss", None)
         self.num_counted = 0 if balance_loss is None else balance_loss.config.num_experts
         # A plain dict, whose modules are not registered: each parameter is registered once, under its full-model name.
         stages = stages_of(mesh.get_local_rank(), mesh.size(), self.num_stages, v_shaped=self.schedule_spec.v_shaped)

@@ -19,7 +19,7 @@ import subprocess
 from typing import NoReturn
 
 from titanlike.config import UserError
-from titanlike.distributed import environment
+from titanlike.distributed import environment, launch_config
 from titanlike.distributed.command_line import command_line
 from titanlike.run.start import Arguments, program_of, shutdown_timeout_of
 from titanlike.utils import system
@@ -36,11 +36,11 @@ def main() -> NoReturn:
         starts_nothing = arguments.help is not None or arguments.check or arguments.resolved
         if starts_nothing or environment.rank_info().started_by_launcher:
             _run_in_process(program, argv)
-        slurm_variables = environment.rank_variables_from_slurm()
+        slurm_variables = launch_config.rank_variables_from_slurm()
         if slurm_variables is not None:
             system.set_variables(slurm_variables)
             _run_in_process(program, argv)
-        config = environment.launch_config()
+        config = launch_config.launch_config()
         if config.world_size == 1 and not config.max_restarts:
             _run_in_process(program, argv)
         if config.num_nodes > 1:
@@ -59,7 +59,7 @@ def main() -> NoReturn:
     processes = config.processes_per_node
     system.set_variables(system.share_cores(processes))
     system.raise_open_file_limit()  # the launcher of node 0 has the key-value store
-    environment.set_launch_id()
+    launch_config.set_launch_id()
     LiveLine().print(f"launch  {processes} process{'es' if processes > 1 else ''}")  # before the slow import of torch
     from titanlike.distributed.torchrun import torchrun
 

@@ -1,7 +1,6 @@
 """Checks of a recipe before anything starts: of what several sections say together, for any number of processes, and against this
 machine. A section checks itself in its method `problems`. Does not import torch."""
 
-import difflib
 import glob
 import math
 import os
@@ -9,7 +8,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import lru_cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +17,8 @@ from titanlike.config.base import LIMIT, divisors, matches, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.schema import describe
-from titanlike.config.sections import DTYPE_BYTES, Evaluation, Float8, Optimizer, Parallelism
-from titanlike.float8.selection import ALIGNMENT, HEAD, skip_reasons
-from titanlike.inference.tasks import read_task
-from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
-from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import CONFIGS
+from titanlike.config.sections import DTYPE_BYTES, Evaluation, Optimizer, Parallelism
+from titanlike.models.configs import all_configs
 from titanlike.utils.system import num_gpus, total_memory
 
 # The backends of torch.compile that can train. The names are in torch, which is not imported here.
@@ -327,46 +321,9 @@ def _float8(recipe: PretrainRecipe) -> Iterator[str]:
         )
     if float8.head and model.tied_head:
         yield "float8.head = true, but the head of this model is tied to the embedding, which is not converted; set it false"
-    yield from _float8_selection(float8, model, recipe.parallelism.tensor)
+    from titanlike.float8.selection import selection_problems
 
-
-@lru_cache  # the planner checks thousands of layouts of one model
-def _float8_selection(float8: Float8, model: TransformerConfig, tensor: int) -> tuple[str, ...]:
-    """Patterns that match no matrix, and matrices that float8 cannot multiply."""
-    matrices = model.matrices()
-    parts = sorted({part for name in matrices for part in name.split(".") if not part.isdigit()})
-    problems = []
-    for key in ("layers", "skip"):
-        for pattern in getattr(float8, key):
-            if not any(matches(pattern, name) for name in matrices):
-                near = difflib.get_close_matches(pattern.rpartition(".")[2], parts, 1)
-                problems.append(
-                    f"float8.{key}: {pattern!r} matches no matrix of this model ({', '.join(model.block_matrices())} in each of "
-                    f"layers.0 to layers.{model.num_layers - 1}, and {HEAD})"
-                    + (f"; did you mean {near[0]!r}?" if near else "")
-                )
-    reasons = skip_reasons(float8, matrices, model.tied_head)
-    if all(reasons.values()) and not problems:
-        problems.append(
-            f"float8.scaling = {float8.scaling!r} has no matrix to convert: "
-            + ("all are too small; set float8.skip_small = false to convert them anyway" if "too small" in reasons.values()
-               else "float8.layers and float8.skip exclude all matrices of the blocks; change them, or set float8.head = true")
-            + ", or float8.scaling = 'none'"
-        )  # fmt: skip
-    alignment, misaligned = ALIGNMENT[float8.scaling], dict[str, str]()
-    for name, (outputs, inputs) in matrices.items():
-        matrix = name.split(".", 2)[2] if name != HEAD else HEAD
-        local = (outputs, inputs // tensor) if matrix in model.rowwise_matrices else (outputs // tensor, inputs)
-        divides = local[0] * local[1] * tensor == outputs * inputs  # otherwise another check refuses it
-        if not reasons[name] and divides and (local[0] % alignment or local[1] % alignment):
-            misaligned[matrix] = f"{local[0]} x {local[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")
-    for matrix, size in misaligned.items():
-        problems.append(
-            f"float8.scaling = {float8.scaling!r} requires multiples of {alignment}, but {matrix} is {size}; change the model's "
-            + ("sizes or parallelism.tensor" if tensor > 1 else "sizes")
-            + f", or exclude it with float8.skip = [{matrix.rpartition('.')[2]!r}]"
-        )
-    return tuple(problems)
+    yield from selection_problems(float8, model, recipe.parallelism.tensor)
 
 
 def _lora(recipe: PretrainRecipe) -> Iterator[str]:
@@ -431,7 +388,12 @@ def _layout(recipe: PretrainRecipe, layout: Parallelism) -> Iterator[str]:
         )
     sequences_per_rank = training.global_batch_size // num_data_ranks
     yield from _microbatches(recipe, num_microbatches, sequences_per_rank)
-    yield from _float8_tokens(recipe, sequences_per_rank // num_microbatches)
+    if recipe.float8.scaling != "none":
+        from titanlike.float8.selection import token_problems
+
+        yield from token_problems(
+            recipe.float8.scaling, sequences_per_rank // num_microbatches, training.seq_len, recipe.parallelism.context
+        )
     sequences = training.global_batch_size // num_microbatches  # of a micro-batch of all ranks
     for _, size in training.batch_ramp:
         prefix = f"training.batch_ramp has a size of {size}"
@@ -472,22 +434,6 @@ def _microbatches(recipe: PretrainRecipe, num_microbatches: int, sequences_per_r
             f"parallelism.pipeline_schedule = '{name}' over {pipeline} ranks requires {required} micro-batches, but a rank has "
             f"{num_microbatches} ({sequences_per_rank} sequences, training.local_batch_size = {recipe.training.local_batch_size}); "
             f"{remedy}, or another schedule such as 'gpipe'"
-        )
-
-
-def _float8_tokens(recipe: PretrainRecipe, sequences: int) -> Iterator[str]:
-    """Whether the number of tokens in a micro-batch, the inner dimension of weight gradients, is aligned."""
-    scaling, context, seq_len = recipe.float8.scaling, recipe.parallelism.context, recipe.training.seq_len
-    if scaling in ("none", "rowwise_with_gw_hp"):
-        return
-    alignment, tokens = ALIGNMENT[scaling], sequences * seq_len // context
-    if tokens % alignment:
-        step = alignment * context // math.gcd(alignment * context, sequences)
-        near = [n * step for n in (seq_len // step, seq_len // step + 1) if n]
-        sizes = f"{sequences} x {seq_len}" + (f" / {context}" if context > 1 else "")
-        yield (
-            f"float8.scaling = {scaling!r} requires multiples of {alignment}, but a rank's micro-batch has {tokens} tokens "
-            f"({sizes}); use training.seq_len = {one_of(near)}"
         )
 
 
@@ -580,6 +526,8 @@ def evaluation_files(section: Evaluation) -> Iterator[str]:
     for path in section.data:
         if not _exists(path):
             yield f"evaluation.data: {path!r} does not exist; give a text file, a folder, a pattern or token shards"
+    if section.tasks:
+        from titanlike.inference.tasks import read_task
     for file in section.tasks:
         yield from _errors("evaluation.tasks: ", read_task, file)
 
@@ -598,11 +546,13 @@ def _initial_weights(recipe: PretrainRecipe) -> list[str]:
         return []
     if not Path(initial).is_dir():
         return [f"checkpoint.initial = {initial!r} is not a folder; give a run, a checkpoint or a Hugging Face folder"]
+    from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
+
     if not is_hf_folder(Path(initial)):
         return []
     try:
         tensor_files(Path(initial))
-        found = read_config(Path(initial), (*CONFIGS, type(recipe.model)))
+        found = read_config(Path(initial), (*all_configs(), type(recipe.model)))
     except UserError as problem:
         return [f"checkpoint.initial: {problem}"]
     return config_problems(initial, found, recipe.model, recipe.checkpoint.allow_changed)

@@ -24,10 +24,8 @@ from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.sections import Training
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
-from titanlike.float8.selection import summary_lines as float8_summary_lines
 from titanlike.metrics.hardware import device_name
 from titanlike.models.base_config import TransformerConfig
-from titanlike.models.moe_config import MoeConfig
 from titanlike.run.hooks import call_hooks
 from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
@@ -197,13 +195,7 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
         *(f"          {name:<9} {size:>4}  {dimensions[name]}" for name, size in layout.items() if size > 1),
         *_expert_lines(recipe),
         *_lora_lines(recipe),
-        *float8_summary_lines(
-            recipe.float8,
-            model.matrices(),
-            model.tied_head,
-            compiled=recipe.compile.mode != "none",
-            sharded=layout["shard"] * layout["context"] > 1,
-        ),
+        *_float8_lines(recipe, sharded=layout["shard"] * layout["context"] > 1),
         *(["start   compiling: the first step takes longer"] if recipe.compile.mode != "none" else []),
     ]
     return "\n".join(lines)
@@ -216,14 +208,23 @@ def _ramp(training: Training) -> str:
 
 def _experts(model: TransformerConfig) -> str:
     """Returns how many parameters of a mixture of experts compute a token."""
-    if not isinstance(model, MoeConfig):
+    if not model.num_experts:
         return ""
     return f"{model.num_active_parameters():,} per token ({model.experts_per_token} of {model.num_experts} experts), "
 
 
+def _float8_lines(recipe: PretrainRecipe, *, sharded: bool) -> list[str]:
+    if recipe.float8.scaling == "none":
+        return []
+    from titanlike.float8.selection import summary_lines
+
+    model, compiled = recipe.model, recipe.compile.mode != "none"
+    return summary_lines(recipe.float8, model.matrices(), model.tied_head, compiled=compiled, sharded=sharded)
+
+
 def _expert_lines(recipe: PretrainRecipe) -> list[str]:
     model, expert = recipe.model, recipe.parallelism.expert
-    if not isinstance(model, MoeConfig):
+    if not model.num_experts:
         return []
     lines = []
     if expert > 1:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.base import MAX_PATH, shown
 from titanlike.config.load import nearest, parse_value, read, show_value
-from titanlike.config.schema import describe, help_text
+from titanlike.config.schema import describe
 from titanlike.config.sections import Run
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
@@ -118,6 +118,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         ranks = environment.rank_info()
         arguments = Arguments(sys.argv[1:] if argv is None else argv)
         if arguments.help is not None:
+            from titanlike.config.help import help_text
+
             print(help_text(recipe_type, USAGE, arguments.help))
             sys.exit(0)
         _refuse_unknown_options(recipe_type, arguments)

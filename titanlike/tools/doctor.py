@@ -17,7 +17,7 @@ from typing import Literal
 
 import titanlike
 from titanlike.config.sections import Float8
-from titanlike.distributed import environment
+from titanlike.distributed import launch_config
 from titanlike.utils import system
 
 GIB = 2**30
@@ -160,7 +160,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Iterable[Finding]:
 
 def port() -> Iterable[Finding]:
     """Whether the port of the first node is free, and this host's name can be resolved, for several nodes."""
-    number = environment.launch_config(default_processes=1).master_port
+    number = launch_config.launch_config(default_processes=1).master_port
     if system.port_is_free(number):
         yield Finding("ok", "port", f"{number} is free")
     else:

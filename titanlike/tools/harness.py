@@ -17,13 +17,13 @@ from titanlike.config.sections import DType
 from titanlike.data.text.tokenizer import build_tokenizer
 from titanlike.distributed import environment, process_group
 from titanlike.inference.generation import generate
-from titanlike.inference.load import default_dtype, load_for_generation
-from titanlike.inference.logits import CachedLogits
 from titanlike.inference.sampling import Sampling
 from titanlike.inference.scoring import Request, Scorer, encode_pair, prefix_token
 from titanlike.interop.generation_config import stop_tokens
 from titanlike.interop.weights import open_weights
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.tools.inference.cached_logits import CachedLogits
+from titanlike.tools.inference.load import default_dtype, load_for_generation
 
 
 @register_model("titanlike")

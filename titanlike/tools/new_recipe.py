@@ -14,7 +14,7 @@ from titanlike.config.load import dump, nearest
 from titanlike.config.schema import describe
 from titanlike.data.token_shards import MANIFEST, TRAIN, read_manifest
 from titanlike.models.base_config import TransformerConfig
-from titanlike.models.configs import CONFIGS
+from titanlike.models.configs import all_configs
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device
 from titanlike.tools.planning.search import Candidate, search
@@ -73,10 +73,10 @@ def find_source(path: str) -> Source:
 
 def find_model(size: str) -> TransformerConfig:
     """Returns the config of a published size. Raises `UserError` if there is none."""
-    for config in CONFIGS:
+    for config in all_configs():
         if size in config.sizes:
             return validate(config, {"name": config.name, "size": size, **config.sizes[size]})
-    sizes = [size for config in CONFIGS for size in config.sizes]
+    sizes = [size for config in all_configs() for size in config.sizes]
     near = nearest(size, sizes)
     hint = f"did you mean {near}? " if near else ""
     raise UserError(f"--model {size}: unknown size; {hint}choose from {', '.join(dict.fromkeys(sizes))}")

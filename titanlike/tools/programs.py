@@ -11,7 +11,7 @@ import tomli
 from pydantic import TypeAdapter
 
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.distributed import environment
+from titanlike.distributed import launch_config
 from titanlike.run.start import REPOSITORY, program_of
 
 PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
@@ -29,7 +29,7 @@ def load_known(path: Path, overrides: Mapping[str, str]) -> PretrainRecipe:
 
 def run_program(program: Path, *arguments: str) -> str:
     """Returns the output of a recipe's program, or raises its error."""
-    variables = environment.child_environment({"PYTHONPATH": str(REPOSITORY)})
+    variables = launch_config.child_environment({"PYTHONPATH": str(REPOSITORY)})
     command = [sys.executable, str(program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:

@@ -19,7 +19,7 @@ from titanlike.config.load import nearest
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
 from titanlike.data.batch_record import Batches, first_difference, read_batches
-from titanlike.distributed import environment
+from titanlike.distributed import environment, launch_config
 from titanlike.run.start import REPOSITORY
 from titanlike.tools.small_recipe import fitting_batch, float8_off, shrink
 from titanlike.utils.arguments import parse_int
@@ -226,7 +226,7 @@ def _run(words: Sequence[str], processes: int, record: Path | None = None) -> su
     launch = REPOSITORY / "titanlike/run/launch.py"
     return subprocess.run(
         [sys.executable, str(launch), *words],
-        env=environment.child_environment(
+        env=launch_config.child_environment(
             {"NPROC": str(processes), "NNODES": "1", "PYTHONPATH": str(REPOSITORY)}
             | ({environment.BATCH_RECORD: str(record)} if record else {})
         ),

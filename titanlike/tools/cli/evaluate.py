@@ -81,10 +81,10 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
     from titanlike.data.text.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
     from titanlike.inference.evaluator import Evaluator, format_metrics
-    from titanlike.inference.load import default_dtype, load_for_evaluation
     from titanlike.interop.weights import open_weights
     from titanlike.models.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
+    from titanlike.tools.inference.load import default_dtype, load_for_evaluation
 
     sizes = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "context")}
     try:
@@ -117,7 +117,7 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
 def _data_section(weights: "Weights", text_field: str | None) -> tuple[Any, int]:
     """Returns how the training read documents, and its sequence length; defaults for a Hugging Face folder."""
     from titanlike.config.sections import Data
-    from titanlike.inference.load import training_recipe
+    from titanlike.tools.inference.load import training_recipe
 
     recipe = training_recipe(weights)
     saved = recipe.get("data", {})

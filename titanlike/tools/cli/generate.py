@@ -72,13 +72,13 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     from titanlike.data.text.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
     from titanlike.inference.generation import check_prompts, generate
-    from titanlike.inference.load import default_dtype, load_for_generation
-    from titanlike.inference.logits import CachedLogits
     from titanlike.inference.sampling import Sampling
     from titanlike.interop.generation_config import stop_tokens
     from titanlike.interop.weights import open_weights
     from titanlike.models.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
+    from titanlike.tools.inference.cached_logits import CachedLogits
+    from titanlike.tools.inference.load import default_dtype, load_for_generation
 
     mesh = build_mesh(device.type, tensor=process_group.world_size())
     share = process_group.rank(), process_group.world_size()

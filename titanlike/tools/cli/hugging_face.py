@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from titanlike.interop.adapter import export_adapter
     from titanlike.interop.export import export
     from titanlike.interop.weights import open_weights
+    from titanlike.tools.adapter import export_adapter
 
     weights = open_weights(arguments.source, step=arguments.step)
     if arguments.adapter:

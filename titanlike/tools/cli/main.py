@@ -8,7 +8,6 @@ from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
-from titanlike.config.schema import editor_schema, markdown
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.tools.cli import (
@@ -25,6 +24,7 @@ from titanlike.tools.cli import (
     profile,
     sweep,
 )
+from titanlike.tools.schema import editor_schema, markdown
 from titanlike.tools.verify import verify
 from titanlike.utils import system
 from titanlike.utils.arguments import positive_int, refuse_control_characters, refuse_undecodable

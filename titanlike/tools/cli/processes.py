@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config import UserError
-from titanlike.distributed import environment
+from titanlike.distributed import environment, launch_config
 from titanlike.utils import system
 from titanlike.utils.arguments import positive_int
 
@@ -40,13 +40,13 @@ def start_processes(default: int | None = None) -> None:
         if environment.rank_info().started_by_launcher:
             environment.terminate_with_launcher()
             return
-        config = environment.launch_config(default_processes=default)
+        config = launch_config.launch_config(default_processes=default)
     except UserError as error:
         environment.fail(error)
     if config.world_size == 1:
         return
     system.set_variables(system.share_cores(config.processes_per_node))
-    environment.set_launch_id()
+    launch_config.set_launch_id()
     from titanlike.distributed.torchrun import torchrun
 
     sys.exit(torchrun(config, ["-m", "titanlike.tools.cli.main", *sys.argv[1:]], SHUTDOWN_TIMEOUT))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from titanlike.config import UserError
 from titanlike.config.base import printable
-from titanlike.distributed import environment
+from titanlike.distributed import launch_config
 from titanlike.run.start import REPOSITORY
 from titanlike.tools.sweep.config import Resources, SweepPlan
 from titanlike.utils.file_lock import FileLock, LockHeld
@@ -58,7 +58,7 @@ class RunProcess:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=environment.child_environment({"PYTHONPATH": _python_path(), **variables}),
+                env=launch_config.child_environment({"PYTHONPATH": _python_path(), **variables}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -172,5 +172,5 @@ def values_of(records: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[i
 
 
 def _python_path() -> str:
-    inherited = environment.child_environment({}).get("PYTHONPATH", "")
+    inherited = launch_config.child_environment({}).get("PYTHONPATH", "")
     return f"{REPOSITORY}{os.pathsep}{inherited}" if inherited else str(REPOSITORY)

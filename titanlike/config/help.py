@@ -1,0 +1,49 @@
+"""The text of `--help`."""
+
+import difflib
+import json
+import shutil
+import textwrap
+from itertools import groupby
+
+from titanlike.config.base import UserError, shown
+from titanlike.config.schema import describe
+
+
+def help_text(recipe_type: type, usage: str, topic: str) -> str:
+    """Returns the text of `--help`: the usage and the sections, or the keys of a topic with type, default and documentation.
+
+    `topic` is a section, a key, `all`, or empty for the list of sections. Raises `UserError` for another one.
+    """
+    width = min(shutil.get_terminal_size((110, 24)).columns, 120)
+    topic = topic.strip("[]-")
+    if not topic:
+        return "\n".join([usage.rstrip(), "", *_section_lines(recipe_type, width)])
+    selected = [key for key in describe(recipe_type) if topic == "all" or f"{key.name}.".startswith(f"{topic}.")]
+    if not selected:
+        known = dict.fromkeys(name for key in describe(recipe_type) for name in (key.name, key.name.partition(".")[0]))
+        near = difflib.get_close_matches(topic, known, n=1, cutoff=0.6)
+        hint = f"did you mean --help {near[0]}?" if near else "--help lists the sections"
+        raise UserError(f"--help {shown(topic)}: no such section or key; {hint}")
+    lines = []
+    for section, keys in groupby(selected, key=lambda key: f"{key.section}  {key.section_doc}".strip()):
+        lines += ["", section] if section else [""]
+        for key in keys:
+            lines.append(f"  --{key.name}  ({key.type}; default {json.dumps(key.default)})")
+            lines += textwrap.wrap(
+                key.doc, width, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
+            )
+    return "\n".join(lines).strip("\n")
+
+
+def _section_lines(recipe_type: type, width: int) -> list[str]:
+    """Returns a line for each section: its name, the number of its keys, and its documentation."""
+    lines = ["sections (--help SECTION):"]
+    for name, group in groupby(describe(recipe_type), key=lambda key: key.name.partition(".")[0]):
+        keys = list(group)
+        variants = len({key.variant for key in keys})
+        number = len({key.name for key in keys})
+        prefix = f"  {name:<22} {number:>3} key{'s' if number > 1 else ' '}  "
+        doc = f"{variants} variants, selected by {name}.name" if variants > 1 else keys[0].section_doc or keys[0].doc
+        lines.append(prefix + textwrap.shorten(doc, width - len(prefix), placeholder=" ..."))
+    return lines

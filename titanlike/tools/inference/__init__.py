@@ -1,0 +1,1 @@
+"""Loading a model for generation and evaluation, and its KV cache."""

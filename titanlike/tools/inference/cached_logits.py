@@ -1,0 +1,69 @@
+"""Logits of a model with a KV cache.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.distributed.collectives import all_gather
+from titanlike.models.document_mask import DocumentMask
+from titanlike.models.registry import blocks
+from titanlike.parallelisms.mesh import Mesh
+from titanlike.tools.inference.kv_cache import apply_kv_cache
+
+
+class CachedLogits:
+    """Computes the new token of each sequence only, with a KV cache. For a model whose activations are not sharded.
+
+    The first call takes the prompts, which it pads on the left; each later one takes sequences that are one token longer. The cache
+    holds at most `max_new_tokens` after the prompts, and no more than fill `max_length`, the context, of the shortest one.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, *, max_new_tokens: int, max_length: int, device: torch.device
+    ) -> None:
+        self.model, self.mesh, self.device = model, mesh, device
+        self.max_new_tokens, self.max_length = max_new_tokens, max_length
+        self._padding: Tensor | None = None  # None: the next call is the first one
+
+    @torch.no_grad()
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the logits (B, V) after the last token of each sequence."""
+        if self._padding is None:
+            shortest, longest = min(map(len, sequences)), max(map(len, sequences))
+            padding = [longest - len(sequence) for sequence in sequences]
+            tokens = [[*[0] * count, *sequence] for count, sequence in zip(padding, sequences, strict=True)]
+            self._padding, self._length = torch.tensor(padding, device=self.device), 0
+            self._cache = apply_kv_cache(
+                blocks(self.model),
+                batch_size=len(sequences),
+                max_length=longest + min(self.max_new_tokens, self.max_length - shortest),
+                document_masks=[module for module in self.model.modules() if isinstance(module, DocumentMask)],
+            )
+            self._cache.start(self._padding)
+            # The model has no need to compute the logits of a prompt.
+            head = self.model.get_submodule("output")
+            self._hook = head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:], *args[1:]))
+        else:
+            tokens = [[sequence[-1]] for sequence in sequences]
+        new = torch.tensor(tokens, device=self.device)
+        position_ids = (
+            torch.arange(self._length, self._length + new.shape[1], device=self.device) - self._padding[:, None]
+        )
+        self._length += new.shape[1]
+        # Padding, and sequences that have ended in a batch that has not, have no valid position.
+        logits = self.model(tokens=new, position_ids=position_ids.clamp(0, self.max_length - 1))[:, -1]
+        return logits if self.mesh.vocab_group is None else all_gather(logits, 1, self.mesh.vocab_group)
+
+    def __enter__(self) -> "CachedLogits":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._padding is not None:
+            self._hook.remove()
+            self._cache.remove()
+            self._padding = None
