@@ -28,7 +28,7 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.parallelisms.precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 from titanlike.parallelize import fsdp_units
 
 ROOT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ from titanlike.parallelisms.context import apply_context
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import Pipeline
-from titanlike.parallelisms.precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 
 
 def parallelize(
@@ -186,7 +186,8 @@ def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:
     """
     children = dict(part.named_children())
     layers = list(blocks(part).values())
-    if isinstance(children.get("output"), TiedLMHead):
+    output = children.get("output")
+    if output is not None and not list(output.parameters()):  # a tied head
         return [*layers]
     first, last = (
         [children[name] for name in names if name in children]

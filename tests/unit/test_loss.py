@@ -24,7 +24,7 @@ from titanlike.models.loss import (
     cross_entropy_inplace,
     cross_entropy_sum,
 )
-from titanlike.parallelisms.precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 
 TOKENS, DIM, VOCAB = 24, 16, 40
 

@@ -12,7 +12,7 @@ Shapes: B sequences, T tokens, D model dimension, F hidden dimension of an exper
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.loss import IGNORE
 from titanlike.models.moe_config import MoeConfig
+from titanlike.utils import compat
+from titanlike.utils.modules import without_owner
 
 EXPERT_BIAS = "expert_bias"  # name of the parameter that balances the load
 
@@ -39,6 +41,7 @@ class Routes(NamedTuple):
 class Router(nn.Module):
     """Selects the experts of each token by the scores of a linear layer."""
 
+    casts_parameters = True
     load: Tensor | None = None
     """Tokens of each expert (E,) on this rank since the last step of the optimizer, if a bias balances the load."""
 
@@ -52,10 +55,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routes:
         """Selects the experts of x (B, T, D)."""
         config = self.config
-        logits = F.linear(x, self.weight).float()  # (B, T, E)
+        logits = F.linear(x, self.weight.to(x.dtype)).float()  # (B, T, E)
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         bias = self.expert_bias
-        ranking = scores.detach() if bias is None else scores.detach() + bias.float()
+        ranking = scores.detach() if bias is None else scores.detach() + bias.to(x.dtype).float()
         indices = ranking.topk(config.experts_per_token, dim=-1).indices  # (B, T, A)
         experts = torch.arange(config.num_experts, device=x.device)
         load = (indices[..., None] == experts).sum(dim=(1, 2))  # (B, E)
@@ -76,6 +79,10 @@ class Router(nn.Module):
         if self.config.balance_bias_rate > 0:
             load = counts[:, 0].long().sum(0)  # (E,)
             self.load = load if self.load is None else self.load + load
+
+    def reset_load(self) -> None:
+        """Forgets the load, after a step of the optimizer."""
+        self.load = None
 
 
 class BalanceLoss(nn.Module):
@@ -116,6 +123,8 @@ class BalanceLoss(nn.Module):
 class Experts(nn.Module):
     """Feed-forward layers with a SiLU gate, whose matrices are stacked."""
 
+    casts_parameters = True
+
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         shapes = {name.rpartition(".")[2]: shape for name, shape in config.expert_parameters().items()}
@@ -133,8 +142,11 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the results (M, D) for rows (M, D) that are sorted by expert, of which each expert has a count (E,)."""
         ends = counts.cumsum(0).to(torch.int32)
-        hidden = F.silu(grouped_matmul(rows, self.w1, ends)) * grouped_matmul(rows, self.w3, ends)  # (M, F)
-        return grouped_matmul(hidden, self.w2, ends)
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return grouped_matmul(x, weight.to(x.dtype), ends)
+
+        return product(F.silu(product(rows, self.w1)) * product(rows, self.w3), self.w2)  # the product in between is (M, F)
 
 
 class MixtureOfExperts(nn.Module):
@@ -157,13 +169,17 @@ class MixtureOfExperts(nn.Module):
 
     @staticmethod
     def call_experts(experts: nn.Module, *inputs: Tensor) -> Tensor:
-        """Calls the experts. Expert parallelism replaces it by a call that is not compiled."""
-        return experts(*inputs)
+        """Calls the experts."""
+        return cast(Tensor, experts(*inputs))
+
+    def exclude_experts_from_compilation(self) -> None:
+        """Runs the experts, with the hooks of FSDP, outside of compiled code."""
+        self.call_experts = compat.disable_compilation(self.call_experts)  # type: ignore[method-assign]
 
 
 def routers(model: nn.Module) -> Iterator[Router]:
     """Yields the routers of a model."""
-    return (module for module in model.modules() if isinstance(module, Router))
+    return (cast(Router, module) for module in model.modules() if isinstance(without_owner(module), Router))
 
 
 def inverse_of(order: Tensor) -> Tensor:

@@ -53,8 +53,11 @@ class CausalAttention(nn.Module):
 class UnitOffsetRMSNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, in float32: a weight of 0 is the identity, and weight decay pulls towards it."""
 
+    casts_parameters = True
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        scale = 1.0 + self.weight.to(x.dtype).float()  # rounded as the weights that FSDP gathers
+        return F.rms_norm(x.float(), self.normalized_shape, scale, self.eps).to(x.dtype)
 
 
 @contextmanager
@@ -123,7 +126,7 @@ class LMHead(nn.Linear):
     It casts its weight by itself: the loss accumulates the gradient of a float32 weight in the gradient's own buffer.
     """
 
-    casts_weight = True
+    casts_parameters = True
     loss: TokenLoss | None = None
     """Replaces the cross-entropy in training."""
     loss_options: Mapping[str, Any] = {}
