@@ -17,17 +17,17 @@ from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.experts import BalanceLoss
-from titanlike.models.layers import LMHead, TiedLMHead
+from titanlike.models.layers import LMHead, TiedLMHead, set_loss
 from titanlike.models.lora import apply_lora
-from titanlike.models.loss import TokenLoss, check_token_loss
+from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.context import apply_context
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelisms.mixed_precision import apply_compute_dtype
+from titanlike.parallelisms.pipeline import Pipeline
 
 
 def parallelize(
@@ -47,14 +47,15 @@ def parallelize(
 
     Args:
         split: number of blocks of each pipeline stage.
-        loss: replaces the cross-entropy in training; see docs/copy.md. Default: the `loss` of the model's LM head.
+        loss: replaces the cross-entropy in training; see docs/copy.md.
 
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
     """
     tensor_plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
-    loss = _checked_loss(model, loss, training, torch.device(mesh.tensor.device_type))
+    if loss is not None:
+        _check_loss(model, loss, training, torch.device(mesh.tensor.device_type))
     model.to(getattr(torch, training.master_dtype))
     use_float8 = float8.scaling != "none"
     if use_float8:
@@ -79,6 +80,17 @@ def parallelize(
             tensor=mesh.tensor.size(),
         )
         parts = list(model.parts.values())
+    head_loss = HeadLoss(
+        loss,
+        chunk=training.loss_chunk,
+        vocab_group=mesh.vocab_group,
+        backend=compile.backend if compile.mode == "block" else "",
+        retain_graph=isinstance(model, Pipeline) and model.schedule_spec.splits_backward,
+        z_loss=training.z_loss,
+    )
+    for part in parts:
+        if isinstance(getattr(part, "output", None), LMHead | TiedLMHead):
+            set_loss(part, head_loss)
     if mesh.tensor.size() > 1:
         from titanlike.parallelisms.tensor import apply_tensor
         from titanlike.parallelisms.tensor_overlap import overlap_tensor
@@ -118,16 +130,6 @@ def parallelize(
         memory_budget=activation_checkpoint.memory_budget,
         preserve_rng_state=False,  # dropout is a function of its inputs, and saving a state synchronizes with the GPU
     )
-    for part in parts:
-        if getattr(part, "output", None) is not None:
-            part.output.loss = loss
-            part.output.loss_options = dict(
-                chunk=training.loss_chunk,
-                vocab_group=mesh.vocab_group,
-                backend=compile.backend if compile.mode == "block" else "",
-                retain_graph=isinstance(model, Pipeline) and model.schedule_spec.splits_backward,
-                z_loss=training.z_loss,
-            )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
     if compile_last:
         compile_blocks()
@@ -158,25 +160,15 @@ def parallelize(
     return model
 
 
-def _checked_loss(
-    model: nn.Module, loss: TokenLoss | None, training: Training, device: torch.device
-) -> TokenLoss | None:
-    """Returns the loss that replaces the cross-entropy. Raises `UserError` if it cannot."""
-    output: Any = model.get_submodule("output")
-    loss = getattr(output, "loss", None) if loss is None else loss
-    if loss is None:
-        return None
-    if not isinstance(output, LMHead | TiedLMHead):
-        raise UserError(
-            f"a loss of your own requires an LMHead or TiedLMHead as model.output, not {type(output).__name__}"
-        )
+def _check_loss(model: nn.Module, loss: TokenLoss, training: Training, device: torch.device) -> None:
+    """Raises `UserError` if a loss cannot replace the cross-entropy."""
+    set_loss(model, HeadLoss(loss))  # refuses a head that is not of the library
     if training.z_loss:
         raise UserError(
             f"training.z_loss = {training.z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
             "add the term in the loss"
         )
-    check_token_loss(loss, output.weight.shape[0], device)
-    return partial(loss)  # a module would become a child of the head
+    check_token_loss(loss, model.get_submodule("output").weight.shape[0], device)  # type: ignore[index,union-attr]
 
 
 def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:

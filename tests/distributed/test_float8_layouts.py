@@ -311,7 +311,9 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
             local: Any = weight._local_tensor
             shard = local_tensor(weight)
             amax = DTensor(shard, weight._spec, requires_grad=False).full_tensor().abs().max().double()
-            scale = local.weight_scale.scale if isinstance(local, Float8Shard) else 448.0 / matmul_of(linear).weight_amax  # type: ignore[union-attr]
+            scale = (
+                local.weight_scale.scale if isinstance(local, Float8Shard) else 448.0 / matmul_of(linear).weight_amax
+            )  # type: ignore[union-attr]
             found = max(found, abs(float(scale / (448.0 / amax)) - 1.0))
         return found
 

@@ -146,7 +146,9 @@ class Experts(nn.Module):
         def product(x: Tensor, weight: Tensor) -> Tensor:
             return grouped_matmul(x, weight.to(x.dtype), ends)
 
-        return product(F.silu(product(rows, self.w1)) * product(rows, self.w3), self.w2)  # the product in between is (M, F)
+        return product(
+            F.silu(product(rows, self.w1)) * product(rows, self.w3), self.w2
+        )  # the product in between is (M, F)
 
 
 class MixtureOfExperts(nn.Module):

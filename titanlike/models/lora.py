@@ -72,4 +72,6 @@ class LoRALinear(nn.Linear):
         return self.matmul(x, self.weight.to(x.dtype), bias) + self.lora_scale * F.linear(F.linear(x, a), b)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scale={self.lora_scale:g}, matmul={getattr(self.matmul, '__name__', self.matmul)}"
+        return (
+            f"{super().extra_repr()}, scale={self.lora_scale:g}, matmul={getattr(self.matmul, '__name__', self.matmul)}"
+        )

@@ -1,8 +1,8 @@
 """Mixed precision for parameters that are not sharded: FSDP's `param_dtype` without its unsharded copies.
 
-Parameters are cast where they are used, not before: the compiler then recomputes the cast in the backward pass instead of saving its
-result. Layers of the library cast to the dtype of their input by themselves. The layers of `torch.nn` are replaced by those below,
-and other modules that have parameters by a `MixedPrecision` around them.
+Parameters are cast where they are used, not before: the compiler then recomputes the cast in the backward pass instead of saving
+its result. Layers of the library with `casts_parameters` cast to the dtype of their input by themselves. The layers of `torch.nn` are
+replaced by those below, and other modules that have parameters by a `MixedPrecision` around them.
 """
 
 from typing import Any
@@ -29,7 +29,9 @@ def apply_compute_dtype(model: nn.Module, dtype: torch.dtype, *, cast_forward_in
     for module in model.modules():
         parameters = list(module.parameters(recurse=False))
         if any(is_dtensor(parameter) for parameter in parameters):
-            raise UserError("apply_compute_dtype casts parameters that are not sharded; use compute_dtype of apply_fsdp")
+            raise UserError(
+                "apply_compute_dtype casts parameters that are not sharded; use compute_dtype of apply_fsdp"
+            )
         casts = any(p.dtype != dtype and p.is_floating_point() for p in parameters)
         if casts and not getattr(module, "casts_parameters", False):
             layer_class = LAYERS.get(type(module))

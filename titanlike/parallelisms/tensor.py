@@ -3,8 +3,8 @@
 Attention and feed-forward compute all tokens with a local shard of the heads or of the hidden dimension. Elsewhere activations are
 sharded along the sequence (sequence parallelism), or replicated.
 
-Each module of the plan is replaced by one that communicates as its style says, and that owns the parameters as DTensors, so that FSDP,
-checkpoints and gradient norms know their layout. The module that it replaces computes with plain tensors, the shards of this rank.
+Each module of the plan is replaced by one that communicates as its style says, and that owns the parameters as DTensors, so that
+FSDP, checkpoints and gradient norms know their layout. The module that it replaces computes with plain tensors, this rank's shards.
 
 | Style | Module | With sequence parallelism | Without |
 |---|---|---|---|

@@ -6,7 +6,7 @@ refers to the old one, such as a tied LM head to its embedding, sees the paramet
 
 - `rebuild` makes a layer of another class with the state of the old one: `Float8Linear` of an `nn.Linear`.
 - `ParameterOwner` combines a transform with a layer of any class: it owns the parameters, and the layer that it replaces computes
-  with tensors made of them. `ColwiseLinear(Float8Linear(...))` owns DTensors, and the float8 layer computes with this rank's shards.
+  with tensors made of them. `ColwiseLinear(Float8Linear(...))` owns DTensors, and the float8 layer computes with local shards.
 """
 
 from collections.abc import Mapping
