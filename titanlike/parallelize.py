@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead, set_loss
 from titanlike.models.lora import apply_lora
 from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
@@ -111,12 +110,11 @@ def parallelize(
                 part, mesh.tensor.get_group(), mesh.context.get_group(), overlap=parallelism.async_tensor_parallel
             )
     layers = blocks(model)
-    document_masks = [module for part in parts for module in part.modules() if isinstance(module, DocumentMask)]
-    for module in document_masks:
-        if training.attention != "auto":
-            module.flex = False  # the other kernels take a dense mask
-    balance_losses = [module for part in parts for module in part.modules() if isinstance(module, BalanceLoss)]
-    apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, DocumentMask) and training.attention != "auto":
+                module.use_dense_masks()
+        apply_context(blocks(part), mesh.context, model=part)
     compile_blocks = partial(apply_compile, layers, backend=compile.backend, fullgraph=not inner_units)
     compile_last = compile.mode == "block"
     if inner_units and compile_last and activation_checkpoint.mode != "selective":

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -90,12 +91,19 @@ class BalanceLoss(nn.Module):
     `router_aux_loss_coef`: the number of experts x the sum over the experts of the fraction of tokens x the mean probability, both
     over the tokens of all blocks. It is that of each sequence, with the weight of the sequence's valid labels."""
 
-    num_replicas = 1
-    """Number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
-
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.config = config
+        self.set_replicas(1)
+        self.sequence_group: dist.ProcessGroup | None = None
+
+    def set_replicas(self, num_replicas: int) -> None:
+        """Sets the number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
+        self.num_replicas = num_replicas
+
+    def set_sequence_group(self, group: dist.ProcessGroup) -> None:
+        """Sets the ranks that share each sequence: context-parallel ranks."""
+        self.sequence_group = group
 
     def forward(self, loss: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss, whose gradient now contains that of the auxiliary loss.
@@ -107,17 +115,14 @@ class BalanceLoss(nn.Module):
         config = self.config
         load, probs = counts.unbind(1)
         num_valid = (labels != IGNORE).sum(1, keepdim=True).float()
-        of_sequence = self.sum_over_sequence(torch.cat((load.detach(), num_valid), 1))  # (B, E + 1)
+        of_sequence = torch.cat((load.detach(), num_valid), 1)  # (B, E + 1)
+        if self.sequence_group is not None:
+            of_sequence = compat.wait_tensor(compat.all_reduce(of_sequence, "sum", self.sequence_group))
         load, num_valid = of_sequence[:, :-1], of_sequence[:, -1]
         num_routed = load.sum(1, keepdim=True) / config.experts_per_token  # (B, 1): tokens x blocks
         auxiliary = config.num_experts * (load / num_routed * probs / num_routed).sum(1) * num_valid  # (B,)
         weighted = auxiliary.sum() * (config.balance_loss / self.num_replicas)
         return loss + (weighted - weighted.detach())
-
-    @staticmethod
-    def sum_over_sequence(counts: Tensor) -> Tensor:
-        """Sums over the ranks that share each sequence. Context parallelism replaces it."""
-        return counts
 
 
 class Experts(nn.Module):

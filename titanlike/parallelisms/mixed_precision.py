@@ -1,8 +1,8 @@
 """Mixed precision for parameters that are not sharded: FSDP's `param_dtype` without its unsharded copies.
 
 Parameters are cast where they are used, not before: the compiler then recomputes the cast in the backward pass instead of saving
-its result. Layers of the library with `casts_parameters` cast to the dtype of their input by themselves. The layers of `torch.nn` are
-replaced by those below, and other modules that have parameters by a `MixedPrecision` around them.
+its result. Layers of the library with `casts_parameters` cast to the dtype of their input by themselves. The layers of `torch.nn`
+are replaced by those below, and other modules that have parameters by a `MixedPrecision` around them.
 """
 
 from typing import Any
