@@ -23,12 +23,14 @@ from benchmarks.models import MODELS, config_of
 from titanlike.config.sections import Optimizer, Training
 from titanlike.metrics.hardware import device_name
 from titanlike.models.init import initialize
+from titanlike.models.layers import set_loss
+from titanlike.models.loss import HeadLoss
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.parallelisms.precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 from titanlike.parallelize import fsdp_units
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +45,7 @@ def train(row: str, model_name: str, device: str, steps: int, warmup: int, compi
     with torch.device("meta"):
         model = build_model(config)
     # In chunks, as in a recipe: logits of all tokens in float32 do not fit beside a 1B model.
-    model.output.loss_options = dict(chunk=Training().loss_chunk, backend="inductor" if compile_mode == "block" else "")
+    set_loss(model, HeadLoss(chunk=Training().loss_chunk, backend="inductor" if compile_mode == "block" else ""))
     if compile_mode == "block":
         apply_compile(blocks(model))
     if row == "fsdp":

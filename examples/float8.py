@@ -14,7 +14,7 @@ from fsdp_tensor import PLAN, STEPS, Transformer, train
 from titanlike.config.sections import Float8
 from titanlike.distributed.process_group import session
 from titanlike.float8.all_gather import wrap_weights
-from titanlike.float8.linear import Float8Linear, apply_float8
+from titanlike.float8.linear import apply_float8, matmul_of
 from titanlike.float8.tensor_parallel import share_scales
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
@@ -42,7 +42,7 @@ def main() -> tuple[float, float]:
     share_scales(model, mesh.tensor.get_group())  # shards of a matrix round alike
     wrap_weights(model)  # FSDP all-gathers one byte for each element
     apply_fsdp(model, mesh.fsdp)
-    assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 12  # all but the head
+    assert sum(matmul_of(module) is not None for module in model.modules()) == 12  # all but the head
 
     losses = torch.tensor(train(model, mesh.data_rank, mesh.num_data_ranks, STEPS))
     dist.all_reduce(losses, group=mesh.fsdp.get_group())

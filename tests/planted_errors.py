@@ -58,20 +58,20 @@ ERRORS = {
     ),
     "QK-norm gradient": Planted(
         "titanlike/parallelisms/tensor.py",
-        '"qk_norm": Style(),',
-        '"qk_norm": Style(partial_gradient=False),',
+        '"qk_norm": Style(LocalTokens),',
+        '"qk_norm": Style(LocalTokens, partial_gradient=False),',
         "tests/distributed/test_qwen3.py",
     ),
     "router gradient": Planted(
         "titanlike/parallelisms/tensor.py",
-        '"router": Style(),',
-        '"router": Style(partial_gradient=False),',
+        '"router": Style(LocalTokens),',
+        '"router": Style(LocalTokens, partial_gradient=False),',
         "tests/distributed/test_moe.py",
     ),
     "balance loss": Planted(
         "titanlike/parallelisms/tensor.py",
-        "num_replicas = mesh.size()",
-        "num_replicas = 1",
+        "module.set_replicas(mesh.size())",
+        "module.set_replicas(1)",
         "tests/distributed/test_moe.py",
     ),
     "balancing bias": Planted(
@@ -82,8 +82,8 @@ ERRORS = {
     ),
     "LoRA gradient": Planted(
         "titanlike/parallelisms/tensor.py",
-        "sums = (style.partial_gradient or name in LORA) and",
-        "sums = style.partial_gradient and name not in LORA and",
+        "sums = (self.style.partial_gradient or name in LORA) and",
+        "sums = self.style.partial_gradient and name not in LORA and",
         "tests/interop/test_finetuning.py",
     ),
     "LoRA merge": Planted(

@@ -7,7 +7,6 @@ A transform is imported where the recipe asks for it: a run imports no other.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,12 +17,12 @@ from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import LMHead, TiedLMHead
-from titanlike.models.loss import TokenLoss, check_token_loss
+from titanlike.models.layers import LMHead, TiedLMHead, set_loss
+from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.parallelisms.precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 
 
 def parallelize(
@@ -43,14 +42,15 @@ def parallelize(
 
     Args:
         split: number of blocks of each pipeline stage.
-        loss: replaces the cross-entropy in training; see docs/copy.md. Default: the `loss` of the model's LM head.
+        loss: replaces the cross-entropy in training; see docs/copy.md.
 
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
     """
     tensor_plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
-    loss = _checked_loss(model, loss, training, torch.device(mesh.tensor.device_type))
+    if loss is not None:
+        _check_loss(model, loss, training, torch.device(mesh.tensor.device_type))
     model.to(getattr(torch, training.master_dtype))
     use_float8 = float8.scaling != "none"
     if use_float8:
@@ -79,6 +79,17 @@ def parallelize(
             tensor=mesh.tensor.size(),
         )
         parts = list(model.parts.values())
+    head_loss = HeadLoss(
+        loss,
+        chunk=training.loss_chunk,
+        vocab_group=mesh.vocab_group,
+        backend=compile.backend if compile.mode == "block" else "",
+        retain_graph=mesh.pipeline.size() > 1 and SCHEDULES[parallelism.pipeline_schedule].splits_backward,
+        z_loss=training.z_loss,
+    )
+    for part in parts:
+        if isinstance(getattr(part, "output", None), LMHead | TiedLMHead):
+            set_loss(part, head_loss)
     if mesh.tensor.size() > 1:
         from titanlike.parallelisms.tensor import apply_tensor
         from titanlike.parallelisms.tensor_overlap import overlap_tensor
@@ -99,15 +110,15 @@ def parallelize(
                 part, mesh.tensor.get_group(), mesh.context.get_group(), overlap=parallelism.async_tensor_parallel
             )
     layers = blocks(model)
-    document_masks = [module for part in parts for module in part.modules() if isinstance(module, DocumentMask)]
-    for module in document_masks:
-        if training.attention != "auto":
-            module.flex = False  # the other kernels take a dense mask
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, DocumentMask) and training.attention != "auto":
+                module.use_dense_masks()
     if mesh.context.size() > 1:
         from titanlike.parallelisms.context import apply_context
 
-        balance_losses = [loss for part in parts if (loss := getattr(part, "balance_loss", None)) is not None]
-        apply_context(layers, mesh.context, document_masks=document_masks, balance_losses=balance_losses)
+        for part in parts:
+            apply_context(blocks(part), mesh.context, model=part)
 
     def compile_blocks() -> None:
         from titanlike.parallelisms.compile import apply_compile
@@ -129,16 +140,6 @@ def parallelize(
             memory_budget=activation_checkpoint.memory_budget,
             preserve_rng_state=False,  # dropout is a function of its inputs, and saving a state synchronizes with the GPU
         )
-    for part in parts:
-        if getattr(part, "output", None) is not None:
-            part.output.loss = loss
-            part.output.loss_options = dict(
-                chunk=training.loss_chunk,
-                vocab_group=mesh.vocab_group,
-                backend=compile.backend if compile.mode == "block" else "",
-                retain_graph=mesh.pipeline.size() > 1 and SCHEDULES[parallelism.pipeline_schedule].splits_backward,
-                z_loss=training.z_loss,
-            )
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
     if compile_last:
         compile_blocks()
@@ -169,25 +170,15 @@ def parallelize(
     return model
 
 
-def _checked_loss(
-    model: nn.Module, loss: TokenLoss | None, training: Training, device: torch.device
-) -> TokenLoss | None:
-    """Returns the loss that replaces the cross-entropy. Raises `UserError` if it cannot."""
-    output: Any = model.get_submodule("output")
-    loss = getattr(output, "loss", None) if loss is None else loss
-    if loss is None:
-        return None
-    if not isinstance(output, LMHead | TiedLMHead):
-        raise UserError(
-            f"a loss of your own requires an LMHead or TiedLMHead as model.output, not {type(output).__name__}"
-        )
+def _check_loss(model: nn.Module, loss: TokenLoss, training: Training, device: torch.device) -> None:
+    """Raises `UserError` if a loss cannot replace the cross-entropy."""
+    set_loss(model, HeadLoss(loss))  # refuses a head that is not of the library
     if training.z_loss:
         raise UserError(
             f"training.z_loss = {training.z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
             "add the term in the loss"
         )
-    check_token_loss(loss, output.weight.shape[0], device)
-    return partial(loss)  # a module would become a child of the head
+    check_token_loss(loss, model.get_submodule("output").weight.shape[0], device)  # type: ignore[index,union-attr]
 
 
 def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:
@@ -197,7 +188,8 @@ def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:
     """
     children = dict(part.named_children())
     layers = list(blocks(part).values())
-    if isinstance(children.get("output"), TiedLMHead):
+    output = children.get("output")
+    if output is not None and not list(output.parameters()):  # a tied head
         return [*layers]
     first, last = (
         [children[name] for name in names if name in children]

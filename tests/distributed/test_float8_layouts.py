@@ -24,7 +24,7 @@ from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Parallelism
 from titanlike.distributed import collectives
 from titanlike.float8.all_gather import Float8Shard
-from titanlike.float8.linear import Float8Linear
+from titanlike.float8.linear import matmul_of
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.loss import cross_entropy_sum
@@ -300,7 +300,7 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
     model, _ = build(recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
     tokens = torch.zeros(2, 32, dtype=torch.long)
-    linears: list[Any] = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    linears: list[Any] = [module for module in model.modules() if matmul_of(module)]
     weights: list[Any] = [linear._parameters["weight"] for linear in linears]
 
     def worst() -> float:
@@ -311,7 +311,9 @@ def _scales_after_steps(recipe: PretrainRecipe) -> list[float]:
             local: Any = weight._local_tensor
             shard = local_tensor(weight)
             amax = DTensor(shard, weight._spec, requires_grad=False).full_tensor().abs().max().double()
-            scale = local.weight_scale.scale if isinstance(local, Float8Shard) else 448.0 / linear.weight_amax
+            scale = (
+                local.weight_scale.scale if isinstance(local, Float8Shard) else 448.0 / matmul_of(linear).weight_amax
+            )  # type: ignore[union-attr]
             found = max(found, abs(float(scale / (448.0 / amax)) - 1.0))
         return found
 

@@ -22,7 +22,7 @@ from titanlike.models.layers import CausalAttention, Dropout
 from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy, cross_entropy_sum
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
-    context_document_mask,
+    ContextParallelMask,
     context_parallel_attention,
     context_position_ids,
     gather_sequence,
@@ -47,7 +47,7 @@ def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, 
 
     local = [x[:, :, position_ids].clone().requires_grad_() for x in full]
     local_ids = None if documents is None else documents[:, position_ids]
-    mask = context_document_mask(local_ids, mesh=mesh, module=DocumentMask())
+    mask = ContextParallelMask(mesh)(local_ids)
     found = context_parallel_attention(*local, mask, mesh=mesh)
     found.square().sum().backward()
     assert torch.equal(gather_sequence(position_ids[None], 1, mesh)[0], torch.arange(48))
@@ -68,9 +68,7 @@ def _block_mask_attention(ranks: int, kv_heads: int) -> float:
     flex_attention._validate_device = lambda *_: None  # it refuses gradients on a CPU
     try:
         for flex in (False, True):
-            module = DocumentMask()
-            module.flex = flex
-            mask = context_document_mask(documents[:, position_ids], mesh=mesh, module=module)
+            mask = ContextParallelMask(mesh, flex=flex)(documents[:, position_ids])
             assert isinstance(mask, Tensor) != flex
             local = [x[:, :, position_ids].clone().requires_grad_() for x in full]
             out = attend(*local, mask)
@@ -87,9 +85,7 @@ def test_context_parallel_block_masks_equal_dense_masks(ranks: Ranks, kv_heads: 
 
 
 def test_context_parallelism_refuses_the_mask_of_the_local_tokens(ranks: Ranks) -> None:
-    with pytest.raises(
-        Exception, match=r"the mask is for 24 keys, but context parallelism gathers 48; pass the modules"
-    ):
+    with pytest.raises(Exception, match=r"the mask is for 24 keys, but context parallelism gathers 48; pass the model"):
         ranks(2).run(_local_mask)
 
 

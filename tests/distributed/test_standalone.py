@@ -26,8 +26,8 @@ from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.context import apply_context, context_position_ids
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
+from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 from titanlike.parallelisms.pipeline import Pipeline
-from titanlike.parallelisms.precision import apply_compute_dtype
 from titanlike.parallelisms.tensor import STYLES, apply_tensor
 
 Ranks = Callable[[int], Pool]

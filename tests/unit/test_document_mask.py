@@ -260,8 +260,7 @@ def test_a_dense_mask_is_made_once_for_all_layers_and_recomputations(
 def test_no_tensor_grows_with_the_square_of_the_length(length: int) -> None:
     """A block mask has one element for each pair of blocks: at 16,384 tokens as many as tokens."""
     ids = documents(length, 500, batch=1)
-    module = DocumentMask()
-    module.flex = True
+    module = DocumentMask(flex=True)
     with Tensors() as tensors:
         mask = module(ids)
     assert max(x.numel() for x in tensors.made) <= length + 2 * length // BLOCK_SIZE

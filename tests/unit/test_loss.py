@@ -19,12 +19,13 @@ from titanlike.float8.linear import Float8Head, apply_float8
 from titanlike.models.layers import LMHead, TiedLMHead
 from titanlike.models.loss import (
     IGNORE,
+    HeadLoss,
     chunked_linear_cross_entropy,
     compiled,
     cross_entropy_inplace,
     cross_entropy_sum,
 )
-from titanlike.parallelisms.precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 
 TOKENS, DIM, VOCAB = 24, 16, 40
 
@@ -131,12 +132,11 @@ def test_soft_capped_logits_match_the_plain_formula(chunk: int, z_loss: float, b
 @pytest.mark.parametrize("head_class", [LMHead, TiedLMHead, Float8Head])
 def test_every_head_bounds_its_logits_and_its_loss(head_class: Any) -> None:
     x, weight, labels = inputs()
-    head = LMHead(DIM, VOCAB, bias=False)
+    head = LMHead(DIM, VOCAB, soft_cap=3.0)
     if head_class is TiedLMHead:
-        head = TiedLMHead(nn.Embedding(VOCAB, DIM))  # type: ignore[assignment]
+        head = TiedLMHead(nn.Embedding(VOCAB, DIM), soft_cap=3.0)  # type: ignore[assignment]
     with torch.no_grad():
         head.weight.copy_(weight)
-    head.soft_cap = 3.0
     if head_class is Float8Head:
         model = nn.Module()
         model.output = head
@@ -244,7 +244,7 @@ def test_buffers_of_the_size_of_the_weight(
     """The gradient of a float32 weight is the buffer in which it accumulates. Products and casts have `BLOCK_ROWS` rows."""
     monkeypatch.setattr("titanlike.models.loss.BLOCK_ROWS", 16)
     x, head = torch.randn(64, 8, dtype=dtype, requires_grad=True), LMHead(8, 320, bias=False, dtype=master)
-    head.loss_options = dict(chunk=chunk)
+    head.loss = HeadLoss(chunk=chunk)
     if dtype != master:
         apply_compute_dtype(head, dtype, cast_forward_inputs=False)
     with TensorsOfSize(320 * 8) as made:
@@ -259,7 +259,7 @@ def test_a_float32_weight_gets_a_gradient_that_is_not_rounded(head_class: Any) -
     head = LMHead(DIM, VOCAB, bias=False) if head_class is LMHead else TiedLMHead(nn.Embedding(VOCAB, DIM))
     with torch.no_grad():
         head.weight.copy_(weight)
-    head.loss_options = dict(chunk=7)
+    head.loss = HeadLoss(chunk=7)
     assert head(x).dtype == torch.bfloat16
     (found,) = torch.autograd.grad(head(x, labels) / 19, head.weight)
     (expected,) = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=7) / 19, weight)

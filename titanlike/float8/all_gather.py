@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
-from titanlike.float8.linear import WEIGHT, Float8Linear, Float8TrainingTensor, amax_to_scale, float8_dtype, to_float8
+from titanlike.float8.linear import WEIGHT, Float8TrainingTensor, amax_to_scale, float8_dtype, matmul_of, to_float8
 from titanlike.float8.weight_maxima import WeightChanges, weight_maxima
 from titanlike.utils.compat import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
@@ -110,12 +110,12 @@ def wrap_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             raise UserError("float8 weights are wrapped before FSDP is applied, but the model has FSDP modules")
-        if isinstance(module, Float8Linear):
-            if not module.is_tensorwise:
+        if (matmul := matmul_of(module)) is not None:
+            if not matmul.is_tensorwise:
                 raise UserError(
                     "the float8 all-gather requires one scale per matrix; set float8.scaling = 'tensorwise'"
                 )
-            weight, scale = module._parameters["weight"], WeightScale(module.linear_mm_config, updater)
+            weight, scale = module._parameters["weight"], WeightScale(matmul.mm_config, updater)
             assert weight is not None
             if isinstance(weight, DTensor):
                 shard: Tensor = DTensor(Float8Shard(weight._local_tensor, scale), weight._spec, requires_grad=False)
@@ -136,7 +136,7 @@ def wrap_weights(model: nn.Module) -> None:
 def require_wrapped(model: nn.Module) -> None:
     """Raises if a weight is not wrapped. FSDP would all-gather it in high precision, without an error."""
     for name, module in model.named_modules():
-        weight = module._parameters["weight"] if isinstance(module, Float8Linear) else None
+        weight = module._parameters["weight"] if matmul_of(module) else None
         inner = weight._local_tensor if isinstance(weight, DTensor) else weight
         if inner is not None and not isinstance(inner, Float8Shard | Float8TrainingTensor):
             raise RuntimeError(

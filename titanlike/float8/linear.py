@@ -1,6 +1,5 @@
 """Float8 linear layers: torchao's, with scales that do not depend on the layout."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +10,15 @@ from torch.distributed.tensor import DTensor
 from titanlike.config import UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.selection import ALIGNMENT, skip_reasons
-from titanlike.models.layers import head_output
-from titanlike.models.loss import TokenLoss
+from titanlike.models.layers import LMHead, head_output
 from titanlike.utils.compat import all_reduce, resolve_process_group, wait_tensor
+from titanlike.utils.modules import rebuild, replace_modules, without_owner
 from titanlike.utils.suppress_warnings import suppress_import_warnings
 
 with suppress_import_warnings():
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as matmul
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as float8_matmul
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 
@@ -51,19 +50,22 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
                 f"{' x '.join(map(str, sizes[name]))}; exclude it with float8.skip"
             )
     if float8.scaling == "mxfp8":
-        from titanlike.float8.mx import apply_mx  # raises where the installed torchao lacks this prototype
+        from titanlike.float8.mx import MXLinear, MXMatmul  # raises where the installed torchao lacks this prototype
 
-        apply_mx([linears[name] for name in selected], emulate=float8.emulate)
+        mx = MXMatmul(emulate=float8.emulate)
+        replace_modules(model, {linears[name]: rebuild(linears[name], MXLinear, matmul=mx) for name in selected})
         return
     config = replace(Float8LinearConfig.from_recipe_name(float8.scaling), emulate=float8.emulate)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in selected)  # <- converts
-    converted: dict[str, Any] = {name: model.get_submodule(name) for name in selected}
-    mm_config = next(iter(converted.values())).linear_mm_config
-    for name, linear in converted.items():
-        linear.__class__ = Float8Linear if linear is not getattr(model, "output", None) else Float8Head
-        if isinstance(linear, Float8Head):
-            linear.soft_cap = getattr(linears[name], "soft_cap", 0.0)
-        linear.linear_mm_config = mm_config  # one object: all blocks share one compiled forward
+    # torchao makes it in its layer. One object: all blocks share one compiled forward.
+    mm_config = TorchaoLinear(1, 1, bias=False, device="meta", config=config).linear_mm_config
+    classes = {name: Float8Head if name == "output" else Float8Linear for name in selected}
+    replace_modules(
+        model,
+        {
+            linears[name]: rebuild(linears[name], layer_class, matmul=Float8Matmul(config, mm_config))  # <- converts
+            for name, layer_class in classes.items()
+        },
+    )
 
 
 def check_hardware(device_type: str, float8: Float8) -> None:
@@ -75,38 +77,68 @@ def check_hardware(device_type: str, float8: Float8) -> None:
         raise UserError(problem)
 
 
-class Float8Linear(TorchaoLinear):
-    """torchao's float8 linear layer. Tensorwise scales are those of the full, unsharded tensor, so every layout rounds alike."""
+class Float8Matmul:
+    """The matmul of a linear layer. Tensorwise scales are those of the full, unsharded tensor, so every layout rounds alike."""
 
-    # Names of the process groups over which the micro-batch is sharded.
-    batch_groups: tuple[str, ...] = ()
-    # The largest absolute value of the full weight if tensor parallelism shards it, from `share_scales`.
-    weight_amax: Tensor | None = None
+    def __init__(self, config: Float8LinearConfig, mm_config: Any) -> None:
+        self.config, self.mm_config = config, mm_config
+        self.is_tensorwise = bool(config.cast_config_weight.scaling_granularity.value == "tensorwise")
+        """Whether a tensor has a single scale."""
+        self.batch_groups: tuple[str, ...] = ()
+        """Names of the process groups over which the micro-batch is sharded."""
+        self.weight_amax: Tensor | None = None
+        """The largest absolute value of the full weight if tensor parallelism shards it, from `share_scales`."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if torch.is_autocast_enabled():
+            x = x.to(torch.get_autocast_gpu_dtype())
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        mm_config = self.mm_config
+        if not self.batch_groups or not self.is_tensorwise:
+            out = float8_matmul.apply(x, weight.t(), mm_config, self.config)
+        else:
+            x = to_float8(x, INPUT, mm_config, self.batch_groups)
+            weight = to_float8(weight, WEIGHT, mm_config, amax=self.weight_amax)
+            out = float8_matmul.apply(x, weight.t(), mm_config, self.config)
+            out = _Float8Gradient.apply(out, mm_config, self.batch_groups)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def __repr__(self) -> str:
+        config = self.config
+        casts = config.cast_config_input, config.cast_config_weight, config.cast_config_grad_output
+        return f"Float8Matmul({', '.join(cast.short_str() for cast in casts)})"
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies in float8."""
+
+    casts_parameters = True
+    matmul: Float8Matmul
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.batch_groups or not self.is_tensorwise:
-            return super().forward(x)
-        mm_config = self.linear_mm_config
-        x = to_float8(x, INPUT, mm_config, self.batch_groups)
-        weight = to_float8(self.weight, WEIGHT, mm_config, amax=self.weight_amax)
-        out = _Float8Gradient.apply(matmul.apply(x, weight.t(), mm_config, self.config), mm_config, self.batch_groups)
-        return out if self.bias is None else out + self.bias
+        return self.matmul(x, self.weight, self.bias)
 
-    @property
-    def is_tensorwise(self) -> bool:
-        """Whether a tensor has a single scale."""
-        return bool(self.config.cast_config_weight.scaling_granularity.value == "tensorwise")
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, matmul={self.matmul}"
 
 
-class Float8Head(Float8Linear):
-    """A float8 `LMHead`. Its loss is not chunked: all logits are in memory at once."""
+class Float8Head(LMHead):
+    """An `LMHead` in float8. Its loss is not chunked: all logits are in memory at once."""
 
-    loss: TokenLoss | None = None
-    loss_options: Mapping[str, Any] = {}
-    soft_cap: float = 0.0
+    matmul: Float8Matmul
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return head_output(self, super().forward(x), None, labels)
+        return head_output(self, self.matmul(x, self.weight), None, labels)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, matmul={self.matmul}"
+
+
+def matmul_of(module: nn.Module) -> Float8Matmul | None:
+    """Returns the float8 matmul of a layer that has one, also of one under LoRA or tensor parallelism."""
+    matmul = getattr(without_owner(module), "matmul", None)
+    return matmul if isinstance(matmul, Float8Matmul) else None
 
 
 def to_float8(

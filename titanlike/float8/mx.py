@@ -1,8 +1,5 @@
 """MXFP8: blocks of 32 elements share a power-of-two scale. Requires Blackwell GPUs. Uses a prototype of torchao."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -30,25 +27,29 @@ except ImportError as error:
 BLOCK = 32
 
 
-class MXLinear(nn.Linear):
-    """A linear layer whose forward and backward matmuls are in MXFP8."""
+class MXMatmul:
+    """The matmul of a linear layer in MXFP8, forward and backward."""
 
-    emulate: bool = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.float8_e4m3fn
-        kernels = (
+    def __init__(self, *, emulate: bool) -> None:
+        self.kernels = (
             (KernelPreference.EMULATED, MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH)
-            if self.emulate
+            if emulate
             else (KernelPreference.AUTO, MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.TRITON)
         )
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype = torch.float8_e4m3fn
         # RCEIL rounds scales up, so that the largest element of a block does not saturate.
-        out = mx_mm.apply(x, self.weight, dtype, dtype, dtype, BLOCK, *kernels, ScaleCalculationMode.RCEIL, False)
-        return out if self.bias is None else out + self.bias
+        options = (dtype, dtype, dtype, BLOCK, *self.kernels, ScaleCalculationMode.RCEIL, False)
+        out = mx_mm.apply(x, weight.to(x.dtype), *options)
+        return out if bias is None else out + bias.to(x.dtype)
 
 
-def apply_mx(linears: Iterable[Any], *, emulate: bool) -> None:
-    """Converts linear layers to MXFP8 in place."""
-    for linear in linears:
-        linear.__class__ = MXLinear
-        linear.emulate = emulate
+class MXLinear(nn.Linear):
+    """A linear layer that multiplies in MXFP8."""
+
+    casts_parameters = True
+    matmul: MXMatmul
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.weight, self.bias)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from titanlike.distributed.collectives import all_gather_no_grad, reduce_scatter_no_grad
 from titanlike.float8.all_gather import Float8Shard
-from titanlike.float8.linear import GRADIENT, INPUT, Float8Linear, Float8TrainingTensor, float8_dtype, to_float8
+from titanlike.float8.linear import GRADIENT, INPUT, Float8TrainingTensor, float8_dtype, matmul_of, to_float8
 from titanlike.float8.weight_maxima import WeightChanges, weight_maxima
 from titanlike.utils.compat import all_gather, resolve_process_group, wait_tensor
+from titanlike.utils.modules import without_owner
 
 
 def share_scales(
@@ -31,7 +32,7 @@ def share_scales(
     linears: list[Any] = [module for module in modules if _is_tensorwise(module)]
     if not batch_groups or not linears:
         return
-    mm_config = linears[0].linear_mm_config
+    mm_config = matmul_of(linears[0]).mm_config  # type: ignore[union-attr]
     if tensor.size() > 1:
         changes = WeightChanges()
         model.register_forward_pre_hook(partial(_update_maxima, linears, changes))
@@ -46,13 +47,13 @@ def share_scales(
         return _ReduceScatter.apply(x, dim, group.group_name, mm_config, batch_groups, overlap)
 
     for module in modules:
-        if isinstance(module, Float8Linear):
-            module.batch_groups = batch_groups
-        style = getattr(module, "style", None)  # set by tensor parallelism
+        if (matmul := matmul_of(module)) is not None:
+            matmul.batch_groups = batch_groups
+        style = getattr(module, "style", None)  # of tensor parallelism
         if style is not None and style.input_layout == "all_gather" and _feeds_float8(module):
-            module.all_gather_input = gather
+            module.set_collectives(all_gather_input=gather)
         if style is not None and style.reduce_output == "reduce_scatter" and _is_tensorwise(module):
-            module.reduce_scatter_output = scatter
+            module.set_collectives(reduce_scatter_output=scatter)
 
 
 def _update_maxima(linears: Sequence[Any], changes: WeightChanges, *hook_args: object) -> None:
@@ -64,7 +65,7 @@ def _update_maxima(linears: Sequence[Any], changes: WeightChanges, *hook_args: o
         modules = [linear for linear in linears if not _is_float8(linear._parameters["weight"])]
         for indices, amax in weight_maxima([module._parameters["weight"] for module in modules]):
             for index, value in zip(indices, amax.unbind(), strict=True):
-                modules[index].weight_amax = value
+                matmul_of(modules[index]).weight_amax = value  # type: ignore[union-attr]
 
 
 def _is_float8(weight: Any) -> bool:
@@ -73,13 +74,14 @@ def _is_float8(weight: Any) -> bool:
 
 def _feeds_float8(module: nn.Module) -> bool:
     """Whether only float8 matmuls read the module's gathered input: its own, or those of its colwise children."""
-    linears: list[Any] = [child for child in module.children() if isinstance(child, nn.Linear)]
+    linears: list[Any] = [child for child in module.children() if isinstance(without_owner(child), nn.Linear)]
     colwise = [linear for linear in linears if not linear.style.reduce_output]
     return all(_is_tensorwise(linear) for linear in colwise or [module])
 
 
 def _is_tensorwise(module: nn.Module) -> bool:
-    return isinstance(module, Float8Linear) and module.is_tensorwise
+    matmul = matmul_of(module)
+    return matmul is not None and matmul.is_tensorwise
 
 
 @torch.compiler.allow_in_graph

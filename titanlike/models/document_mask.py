@@ -20,19 +20,21 @@ BLOCK_SIZE = 128  # tokens; FlexAttention's default, and a multiple of all its t
 
 
 class DocumentMask(nn.Module):
-    """Makes the mask of causal attention within documents. A module, so that context parallelism can replace its `forward`.
+    """Makes the mask of causal attention within documents. A module, so that context parallelism can replace it.
 
     Args:
         window: number of tokens, the current one included, that a token attends to; 0: all.
         always: makes a mask even where plain causal attention would do.
+        flex: whether to make block masks. Default: on CUDA.
     """
 
-    flex: bool | None = None
-    """Whether to make block masks. Default: on CUDA."""
-
-    def __init__(self, *, window: int = 0, always: bool = False) -> None:
+    def __init__(self, *, window: int = 0, always: bool = False, flex: bool | None = None) -> None:
         super().__init__()
-        self.window, self.always = window, always
+        self.window, self.always, self.flex = window, always, flex
+
+    def use_dense_masks(self) -> None:
+        """Makes dense masks on every device, for attention kernels other than FlexAttention."""
+        self.flex = False
 
     def forward(self, document_ids: Tensor | None, position_ids: Tensor | None = None) -> Mask | None:
         """Returns the mask for document ids (B, T). Without them, `position_ids` (B, T) have the number of tokens and the device;

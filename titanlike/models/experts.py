@@ -12,15 +12,18 @@ Shapes: B sequences, T tokens, D model dimension, F hidden dimension of an exper
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.loss import IGNORE
 from titanlike.models.moe_config import MoeConfig
+from titanlike.utils import compat
+from titanlike.utils.modules import without_owner
 
 EXPERT_BIAS = "expert_bias"  # name of the parameter that balances the load
 
@@ -39,6 +42,7 @@ class Routes(NamedTuple):
 class Router(nn.Module):
     """Selects the experts of each token by the scores of a linear layer."""
 
+    casts_parameters = True
     load: Tensor | None = None
     """Tokens of each expert (E,) on this rank since the last step of the optimizer, if a bias balances the load."""
 
@@ -52,10 +56,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routes:
         """Selects the experts of x (B, T, D)."""
         config = self.config
-        logits = F.linear(x, self.weight).float()  # (B, T, E)
+        logits = F.linear(x, self.weight.to(x.dtype)).float()  # (B, T, E)
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         bias = self.expert_bias
-        ranking = scores.detach() if bias is None else scores.detach() + bias.float()
+        ranking = scores.detach() if bias is None else scores.detach() + bias.to(x.dtype).float()
         indices = ranking.topk(config.experts_per_token, dim=-1).indices  # (B, T, A)
         experts = torch.arange(config.num_experts, device=x.device)
         load = (indices[..., None] == experts).sum(dim=(1, 2))  # (B, E)
@@ -77,18 +81,29 @@ class Router(nn.Module):
             load = counts[:, 0].long().sum(0)  # (E,)
             self.load = load if self.load is None else self.load + load
 
+    def reset_load(self) -> None:
+        """Forgets the load, after a step of the optimizer."""
+        self.load = None
+
 
 class BalanceLoss(nn.Module):
     """The auxiliary loss that balances the load of the experts, as `load_balancing_loss_func` of transformers and its coefficient
     `router_aux_loss_coef`: the number of experts x the sum over the experts of the fraction of tokens x the mean probability, both
     over the tokens of all blocks. It is that of each sequence, with the weight of the sequence's valid labels."""
 
-    num_replicas = 1
-    """Number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
-
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.config = config
+        self.set_replicas(1)
+        self.sequence_group: dist.ProcessGroup | None = None
+
+    def set_replicas(self, num_replicas: int) -> None:
+        """Sets the number of ranks that compute the same tokens and sum their gradients: tensor-parallel ranks."""
+        self.num_replicas = num_replicas
+
+    def set_sequence_group(self, group: dist.ProcessGroup) -> None:
+        """Sets the ranks that share each sequence: context-parallel ranks."""
+        self.sequence_group = group
 
     def forward(self, loss: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss, whose gradient now contains that of the auxiliary loss.
@@ -100,21 +115,20 @@ class BalanceLoss(nn.Module):
         config = self.config
         load, probs = counts.unbind(1)
         num_valid = (labels != IGNORE).sum(1, keepdim=True).float()
-        of_sequence = self.sum_over_sequence(torch.cat((load.detach(), num_valid), 1))  # (B, E + 1)
+        of_sequence = torch.cat((load.detach(), num_valid), 1)  # (B, E + 1)
+        if self.sequence_group is not None:
+            of_sequence = compat.wait_tensor(compat.all_reduce(of_sequence, "sum", self.sequence_group))
         load, num_valid = of_sequence[:, :-1], of_sequence[:, -1]
         num_routed = load.sum(1, keepdim=True) / config.experts_per_token  # (B, 1): tokens x blocks
         auxiliary = config.num_experts * (load / num_routed * probs / num_routed).sum(1) * num_valid  # (B,)
         weighted = auxiliary.sum() * (config.balance_loss / self.num_replicas)
         return loss + (weighted - weighted.detach())
 
-    @staticmethod
-    def sum_over_sequence(counts: Tensor) -> Tensor:
-        """Sums over the ranks that share each sequence. Context parallelism replaces it."""
-        return counts
-
 
 class Experts(nn.Module):
     """Feed-forward layers with a SiLU gate, whose matrices are stacked."""
+
+    casts_parameters = True
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -133,8 +147,13 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the results (M, D) for rows (M, D) that are sorted by expert, of which each expert has a count (E,)."""
         ends = counts.cumsum(0).to(torch.int32)
-        hidden = F.silu(grouped_matmul(rows, self.w1, ends)) * grouped_matmul(rows, self.w3, ends)  # (M, F)
-        return grouped_matmul(hidden, self.w2, ends)
+
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return grouped_matmul(x, weight.to(x.dtype), ends)
+
+        return product(
+            F.silu(product(rows, self.w1)) * product(rows, self.w3), self.w2
+        )  # the product in between is (M, F)
 
 
 class MixtureOfExperts(nn.Module):
@@ -157,13 +176,17 @@ class MixtureOfExperts(nn.Module):
 
     @staticmethod
     def call_experts(experts: nn.Module, *inputs: Tensor) -> Tensor:
-        """Calls the experts. Expert parallelism replaces it by a call that is not compiled."""
-        return experts(*inputs)
+        """Calls the experts."""
+        return cast(Tensor, experts(*inputs))
+
+    def exclude_experts_from_compilation(self) -> None:
+        """Runs the experts, with the hooks of FSDP, outside of compiled code."""
+        self.call_experts = compat.disable_compilation(self.call_experts)  # type: ignore[method-assign]
 
 
 def routers(model: nn.Module) -> Iterator[Router]:
     """Yields the routers of a model."""
-    return (module for module in model.modules() if isinstance(module, Router))
+    return (cast(Router, module) for module in model.modules() if isinstance(without_owner(module), Router))
 
 
 def inverse_of(order: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, S keys, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.config import UserError
 from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
-from titanlike.models.loss import TokenLoss, chunked_linear_cross_entropy, soft_capped
+from titanlike.models.loss import HeadLoss, soft_capped
 from titanlike.utils.counter_rng import hash_u32
+from titanlike.utils.modules import without_owner
 
 # Scaled-dot-product-attention backends.
 ATTENTION_BACKENDS = {
@@ -53,8 +54,11 @@ class CausalAttention(nn.Module):
 class UnitOffsetRMSNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, in float32: a weight of 0 is the identity, and weight decay pulls towards it."""
 
+    casts_parameters = True
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        scale = 1.0 + self.weight.to(x.dtype).float()  # rounded as the weights that FSDP gathers
+        return F.rms_norm(x.float(), self.normalized_shape, scale, self.eps).to(x.dtype)
 
 
 @contextmanager
@@ -112,33 +116,36 @@ class LMHead(nn.Linear):
     """The output projection. Given labels, it returns their summed loss, and the full logits need not exist.
 
     It casts its weight by itself: the loss accumulates the gradient of a float32 weight in the gradient's own buffer.
+
+    Args:
+        soft_cap: bounds the logits; 0: no bound.
     """
 
-    casts_weight = True
-    loss: TokenLoss | None = None
-    """Replaces the cross-entropy in training."""
-    loss_options: Mapping[str, Any] = {}
-    """Other arguments of `chunked_linear_cross_entropy`."""
-    soft_cap: float = 0.0
-    """Bounds the logits; 0: no bound."""
+    casts_parameters = True
+    loss = HeadLoss()
+    soft_cap = 0.0
+
+    def __init__(self, dim: int, vocab_size: int, *, bias: bool = False, soft_cap: float = 0.0, **factory: Any) -> None:
+        super().__init__(dim, vocab_size, bias=bias, **factory)
+        self.soft_cap = soft_cap
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         return head_output(self, x, self.weight, labels)
 
 
 class TiedLMHead(nn.Module):
-    """An output projection that uses the weight of the token embedding."""
+    """An output projection that uses the weight of the token embedding.
 
-    loss: TokenLoss | None = None
-    """Replaces the cross-entropy in training."""
-    loss_options: Mapping[str, Any] = {}
-    """Other arguments of `chunked_linear_cross_entropy`."""
-    soft_cap: float = 0.0
-    """Bounds the logits; 0: no bound."""
+    Args:
+        soft_cap: bounds the logits; 0: no bound.
+    """
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    loss = HeadLoss()
+
+    def __init__(self, embedding: nn.Embedding, *, soft_cap: float = 0.0) -> None:
         super().__init__()
         self.embedding = (embedding,)  # in a tuple, so that the weight is registered once
+        self.soft_cap = soft_cap
 
     @property
     def weight(self) -> Tensor:
@@ -149,12 +156,20 @@ class TiedLMHead(nn.Module):
         return head_output(self, x, self.weight, labels)
 
 
+def set_loss(model: nn.Module, loss: HeadLoss) -> None:
+    """Sets the loss that a model returns for labels. Its `output` has to be an `LMHead` or a `TiedLMHead`."""
+    head: Any = without_owner(model.get_submodule("output"))
+    if not isinstance(head, LMHead | TiedLMHead):
+        raise UserError(
+            f"a loss of your own requires an LMHead or TiedLMHead as model.output, not {type(head).__name__}"
+        )
+    head.loss = loss
+
+
 def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:
     """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V)."""
     if labels is not None:
-        return chunked_linear_cross_entropy(
-            x, weight, labels, soft_cap=head.soft_cap, token_loss=head.loss, **head.loss_options
-        )
+        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap))
     logits = x if weight is None else F.linear(x, weight.to(x.dtype))
     return soft_capped(logits, head.soft_cap) if head.soft_cap else logits
 

@@ -33,11 +33,11 @@ class Llama(nn.Module):
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
         self.layers = nn.ModuleDict({str(i): self.build_block(i) for i in range(config.num_layers)})
         self.norm: nn.Module | None = rms_norm(config, config.dim)
-        output = (
-            TiedLMHead(self.tok_embeddings) if config.tied_head else LMHead(config.dim, config.vocab_size, bias=False)
+        self.output: nn.Module | None = (
+            TiedLMHead(self.tok_embeddings, soft_cap=config.logit_soft_cap)
+            if config.tied_head
+            else LMHead(config.dim, config.vocab_size, soft_cap=config.logit_soft_cap)
         )
-        output.soft_cap = config.logit_soft_cap
-        self.output: nn.Module | None = output
         self.balance_loss: nn.Module | None = None  # of models with experts
 
     def build_block(self, index: int) -> nn.Module:

@@ -1,6 +1,6 @@
 """LoRA: low-rank adapters beside the linear layers of a model whose own parameters are frozen."""
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.sections import Lora
+from titanlike.utils.modules import rebuild, replace_modules
 
 A, B = "lora_A", "lora_B"
 
@@ -29,14 +30,7 @@ def apply_lora(model: nn.Module, blocks: nn.ModuleDict, lora: Lora) -> None:
             f"lora.layers = {list(lora.layers)} selects no linear layer of {type(model).__name__}; its blocks have "
             f"{', '.join(list(linears)[:7])}"
         )
-    cached_class: Any = cache(_lora_class)  # blocks of the same classes share one compiled forward
-    for linear in selected:
-        adapted: Any = linear
-        options: Any = dict(device=linear.weight.device, dtype=linear.weight.dtype)
-        adapted.register_parameter(A, nn.Parameter(torch.empty(lora.rank, linear.in_features, **options)))
-        adapted.register_parameter(B, nn.Parameter(torch.empty(linear.out_features, lora.rank, **options)))
-        adapted.lora_scale = lora.alpha / lora.rank
-        adapted.__class__ = cached_class(type(linear))
+    replace_modules(model, {linear: LoRALinear.of(linear, lora.rank, lora.alpha / lora.rank) for linear in selected})
     init_parameter: Any = getattr(model, "init_parameter", None)
 
     @torch.no_grad()
@@ -51,16 +45,33 @@ def apply_lora(model: nn.Module, blocks: nn.ModuleDict, lora: Lora) -> None:
     model.init_parameter = init_with_lora  # type: ignore[assignment]
 
 
-def _lora_class(linear_class: Any) -> Any:
-    """Returns a subclass of a linear layer that adds the product of the two matrices."""
+class LoRALinear(nn.Linear):
+    """A linear layer that adds the product of two matrices of a low rank. It multiplies by its weight as the layer that it
+    replaces: with `F.linear`, or in float8."""
 
-    class LoraLinear(linear_class):  # type: ignore[misc]
-        lora_scale: float
+    casts_parameters = True
+    matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_scale: float
 
-        def forward(self, x: Tensor) -> Tensor:
-            # Under tensor parallelism, either A has a shard of the inputs and the sum over ranks follows, or B has a shard of
-            # the outputs.
-            return super().forward(x) + self.lora_scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
+    @classmethod
+    def of(cls, linear: nn.Linear, rank: int, scale: float) -> "LoRALinear":
+        """Returns a layer with the parameters of `linear`, and two more."""
+        new = rebuild(linear, cls, matmul=getattr(linear, "matmul", F.linear), lora_scale=scale)
+        options: Any = dict(device=linear.weight.device, dtype=linear.weight.dtype)
+        new.register_parameter(A, nn.Parameter(torch.empty(rank, linear.in_features, **options)))
+        new.register_parameter(B, nn.Parameter(torch.empty(linear.out_features, rank, **options)))
+        return new
 
-    LoraLinear.__name__ = LoraLinear.__qualname__ = linear_class.__name__
-    return LoraLinear
+    def forward(self, x: Tensor) -> Tensor:
+        # Under tensor parallelism, either A has a shard of the inputs and the sum over ranks follows, or B has a shard of the
+        # outputs.
+        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return self.matmul(x, self.weight.to(x.dtype), bias) + self.lora_scale * F.linear(F.linear(x, a), b)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, scale={self.lora_scale:g}, matmul={getattr(self.matmul, '__name__', self.matmul)}"
+        )

@@ -9,6 +9,7 @@ Shapes: N tokens, D model dimension, V vocabulary, or this rank's shard of it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -92,6 +93,32 @@ def chunked_linear_cross_entropy(
     return _ChunkedLinearCrossEntropy.apply(
         x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap, token_loss
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The loss that an LM head computes from its labels. The fields are arguments of `chunked_linear_cross_entropy`."""
+
+    token_loss: TokenLoss | None = None
+    chunk: int = 0
+    vocab_group: dist.ProcessGroup | None = None
+    backend: str = ""
+    retain_graph: bool = False
+    z_loss: float = 0.0
+
+    def __call__(self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float) -> Tensor:
+        return chunked_linear_cross_entropy(
+            x,
+            weight,
+            labels,
+            chunk=self.chunk,
+            vocab_group=self.vocab_group,
+            backend=self.backend,
+            retain_graph=self.retain_graph,
+            z_loss=self.z_loss,
+            soft_cap=soft_cap,
+            token_loss=self.token_loss,
+        )
 
 
 def cross_entropy_inplace(

@@ -50,7 +50,7 @@ class BalanceBias(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the counts. The biases have no gradients."""
         for router in self.routers:
-            router.load = None
+            router.reset_load()
 
 
 def _bias_of(router: Router) -> Tensor:

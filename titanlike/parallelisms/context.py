@@ -6,23 +6,18 @@ twice as many chunks as there are ranks, and rank i holds chunks i and -1 - i (z
 Shape legend: B batch, T local tokens, S key positions, H query heads, K key/value heads, E head dimension.
 """
 
-from collections.abc import Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather
 from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
+from titanlike.models.layers import CausalAttention
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
-
-if TYPE_CHECKING:
-    from titanlike.models.experts import BalanceLoss
+from titanlike.utils.modules import replace_modules
 
 
 def context_position_ids(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:
@@ -52,8 +47,7 @@ def apply_context(
     mesh: DeviceMesh,
     *,
     attention: str = "attention.attend",
-    document_masks: Iterable[DocumentMask] = (),
-    balance_losses: "Iterable[BalanceLoss]" = (),
+    model: nn.Module | None = None,
 ) -> None:
     """Replaces the causal attention of each block by attention over the gathered keys and values.
 
@@ -61,46 +55,61 @@ def apply_context(
         attention: name, in each block, of the submodule that is called with queries (B, H, T, E), keys and values (B, K, T, E) and,
             optionally, a mask, as `models.layers.CausalAttention` is. Each rank passes the tokens at `context_position_ids` to the
             model.
-        document_masks: the modules of the model that make that mask. They gather the document ids.
-        balance_losses: the modules of the model that compute the auxiliary loss of experts. They sum counts over a sequence.
+        model: what has the blocks. Its `DocumentMask`s, which make that mask, are replaced by `ContextParallelMask`s, and its
+            `balance_loss` sums over a sequence.
     """
     if mesh.size() == 1:
         return
-    forwards: dict[float, Any] = {}  # one object: all blocks share one compiled forward
     for block in list_blocks(blocks):
+        parent, _, name = attention.rpartition(".")
         try:
-            attend: Any = block.get_submodule(attention)
+            attend = block.get_submodule(attention)
         except AttributeError:
             raise UserError(
                 f"context parallelism replaces the submodule {attention}, which {type(block).__name__} does not have; pass its "
                 "name as attention=, or the blocks that have it"
             ) from None
-        soft_cap = getattr(attend, "soft_cap", 0.0)
-        forward = partial(context_parallel_attention, mesh=mesh, soft_cap=soft_cap)
-        attend.forward = forwards.setdefault(soft_cap, forward)
-    for document_mask in document_masks:
-        replacement: Any = partial(context_document_mask, mesh=mesh, module=document_mask)
-        document_mask.forward = replacement  # type: ignore[method-assign]
-    for balance_loss in balance_losses:
-        balance_loss.sum_over_sequence = partial(sum_over_sequence, mesh=mesh)  # type: ignore[method-assign]
+        options = {option: getattr(attend, option, 0) for option in ("soft_cap", "window")}
+        setattr(block.get_submodule(parent), name, ContextParallelAttention(mesh, **options))  # <- replaces attention
+    masks: dict[nn.Module, nn.Module] = {}
+    for module in () if model is None else model.modules():
+        if isinstance(module, DocumentMask):
+            masks[module] = ContextParallelMask(mesh, window=module.window, always=module.always, flex=module.flex)
+    if model is not None:
+        replace_modules(model, masks)
+    balance_loss = getattr(model, "balance_loss", None)
+    if balance_loss is not None:
+        balance_loss.set_sequence_group(mesh.get_group())
 
 
-def sum_over_sequence(counts: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """Sums counts over the ranks that share a sequence."""
-    return compat.wait_tensor(compat.all_reduce(counts, "sum", mesh.get_group()))
+class ContextParallelAttention(CausalAttention):
+    """Causal attention of local queries over the keys and values of all ranks."""
+
+    def __init__(self, mesh: DeviceMesh, *, soft_cap: float = 0.0, window: int = 0) -> None:
+        super().__init__(soft_cap=soft_cap, window=window)
+        self.mesh = mesh
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
+        return context_parallel_attention(q, k, v, mask, mesh=self.mesh, soft_cap=self.soft_cap)
 
 
-def context_document_mask(
-    document_ids: Tensor | None, position_ids: Tensor | None = None, *, mesh: DeviceMesh, module: DocumentMask
-) -> Mask | None:
-    """Returns the mask of local queries over the keys of all ranks, for local document ids (B, T), or, without them, for as many
-    tokens as `position_ids` (B, T) has."""
-    like = position_ids if document_ids is None else document_ids
-    if like is None or not module.is_needed(document_ids, like.shape[1] * mesh.size()):
-        return None
-    gathered = None if document_ids is None else gather_sequence(document_ids, 1, mesh)  # (B, S)
-    positions = context_position_ids(like.shape[1] * mesh.size(), mesh, like.device)
-    return module.make(positions, torch.arange(like.shape[1] * mesh.size(), device=like.device), document_ids, gathered)
+class ContextParallelMask(DocumentMask):
+    """Makes the mask of local queries over the keys of all ranks."""
+
+    def __init__(self, mesh: DeviceMesh, *, window: int = 0, always: bool = False, flex: bool | None = None) -> None:
+        super().__init__(window=window, always=always, flex=flex)
+        self.mesh = mesh
+
+    def forward(self, document_ids: Tensor | None, position_ids: Tensor | None = None) -> Mask | None:
+        """Returns the mask for local document ids (B, T) or, without them, for as many tokens as `position_ids` (B, T) has."""
+        like = position_ids if document_ids is None else document_ids
+        num_keys = 0 if like is None else like.shape[1] * self.mesh.size()
+        if like is None or not self.is_needed(document_ids, num_keys):
+            return None
+        gathered = None if document_ids is None else gather_sequence(document_ids, 1, self.mesh)  # (B, S)
+        positions = context_position_ids(num_keys, self.mesh, like.device)
+        return self.make(positions, torch.arange(num_keys, device=like.device), document_ids, gathered)
 
 
 def context_parallel_attention(
@@ -114,8 +123,8 @@ def context_parallel_attention(
     keys, values = gather_sequence(k, 2, mesh), gather_sequence(v, 2, mesh)
     if mask is not None and mask.shape[-1] != keys.shape[2]:
         raise UserError(
-            f"the mask is for {mask.shape[-1]} keys, but context parallelism gathers {keys.shape[2]}; pass the modules that make "
-            "the mask as document_masks= of apply_context"
+            f"the mask is for {mask.shape[-1]} keys, but context parallelism gathers {keys.shape[2]}; pass the model "
+            "that makes the mask as model= of apply_context"
         )
     if mask is not None and not isinstance(mask, Tensor):
         return block_mask_attention(q, keys, values, mask, soft_cap)

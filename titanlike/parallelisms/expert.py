@@ -9,7 +9,6 @@ compiled; the rest of a block is.
 Shapes: R ranks, E experts, M rows, D model dimension.
 """
 
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_to_all
 from titanlike.models.experts import Experts, MixtureOfExperts, inverse_of, permute_rows
-from titanlike.parallelisms.param_override import override_params
 from titanlike.parallelisms.recomputation import KEEPS, keep_for_recomputation
 from titanlike.utils import compat
+from titanlike.utils.modules import ParameterOwner, rebuild, without_owner
 
 
 def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -34,21 +33,20 @@ def apply_expert(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         mesh: of one dimension, or of two, (expert, tensor), after `apply_tensor` over the second one.
     """
     group = mesh.get_group(0)
-    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(without_owner(module), MixtureOfExperts)]
     if not layers:
         raise UserError(f"{type(model).__name__} has no MixtureOfExperts (titanlike.models.experts) to distribute")
-    cached_class: Any = cache(_expert_parallel_class)
     for layer in layers:
         experts: Any = layer.experts
         for name, parameter in list(experts.named_parameters(recurse=False)):
             experts.register_parameter(name, _shard(name, parameter, mesh))  # <- shards the experts
-        if not hasattr(experts, "refresh_local_params"):  # tensor parallelism has added it
-            experts.__class__ = cached_class(type(experts), tuple(experts._parameters))
-        experts.compute = partial(_compute, experts.compute, group=group)
+        if not isinstance(experts, ParameterOwner):  # as it is after tensor parallelism
+            experts = layer.experts = ExpertShard(experts)
+        experts.set_module(rebuild(experts.module, ExpertParallelExperts, group=group))  # <- exchanges tokens
         setattr(experts, KEEPS, True)
         # The experts are an FSDP unit of their own, whose parameters are gathered right before this.
-        experts.register_forward_pre_hook(_refresh_local_params)
-        layer.call_experts = compat.disable_compilation(layer.call_experts)  # type: ignore[method-assign]
+        experts.register_forward_pre_hook(_read_local_shards)
+        layer.exclude_experts_from_compilation()
     return [layer.experts for layer in layers]
 
 
@@ -71,44 +69,39 @@ def _shard(name: str, parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     )
 
 
-def _expert_parallel_class(module_class: type[Experts], fields: tuple[str, ...]) -> type:
-    """Returns a subclass that computes with local shards of its parameters."""
+class ExpertShard(ParameterOwner):
+    """Owns DTensors. Its module computes with this rank's experts."""
 
-    def get_local_param(module: Any, name: str) -> Tensor:
-        local: Tensor = module.local_params[name]
-        return local
-
-    class ExpertParallel(override_params(module_class, fields, get_local_param)):  # type: ignore[misc]
-        local_params: dict[str, Tensor]  # kept after the forward pass for recomputation in the backward pass
-
-        def refresh_local_params(self) -> None:
-            """Reads the local shards of the parameters."""
-            parameters: Any = {name: self.original_param(name) for name in fields}
-            self.local_params = {
-                name: parameter.to_local(grad_placements=parameter.placements) for name, parameter in parameters.items()
-            }
-
-    ExpertParallel.__name__ = ExpertParallel.__qualname__ = module_class.__name__
-    return ExpertParallel
+    def read_local_shards(self) -> None:
+        """Reads the parameters."""
+        parameters: Any = self._parameters
+        self.set_tensors({name: p.to_local(grad_placements=p.placements) for name, p in parameters.items()})
 
 
-def _refresh_local_params(experts: Any, *hook_args: object) -> None:
-    experts.refresh_local_params()
+class ExpertParallelExperts(Experts):
+    """The experts of this rank. The ranks of the group exchange tokens."""
+
+    group: dist.ProcessGroup
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Returns the results (M, D) of all experts for local rows (M, D) that are sorted by expert, of which each has a count
+        (E,)."""
+        group = self.group
+        received_counts, received, sent = keep_for_recomputation(
+            lambda: exchange_counts(counts.view(group.size(), -1), group)
+        )
+        rows = all_to_all(rows, received, sent, group)  # sorted by the rank that sent them, and then by expert
+        num_local = received_counts.shape[1]
+        experts = torch.arange(num_local, device=rows.device).repeat(group.size())
+        experts = experts.repeat_interleave(received_counts.flatten(), output_size=rows.shape[0])
+        order = experts.argsort(stable=True)
+        inverse = inverse_of(order)
+        results = super().compute(permute_rows(rows, order, inverse), received_counts.sum(0))
+        return all_to_all(permute_rows(results, inverse, order), sent, received, group)
 
 
-def _compute(compute: Any, rows: Tensor, counts: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Returns the results (M, D) of all experts for local rows (M, D) that are sorted by expert, of which each has a count (E,)."""
-    received_counts, received, sent = keep_for_recomputation(
-        lambda: exchange_counts(counts.view(group.size(), -1), group)
-    )
-    rows = all_to_all(rows, received, sent, group)  # sorted by the rank that sent them, and then by expert
-    num_local = received_counts.shape[1]
-    experts = torch.arange(num_local, device=rows.device).repeat(group.size())
-    experts = experts.repeat_interleave(received_counts.flatten(), output_size=rows.shape[0])
-    order = experts.argsort(stable=True)
-    inverse = inverse_of(order)
-    results = permute_rows(compute(permute_rows(rows, order, inverse), received_counts.sum(0)), inverse, order)
-    return all_to_all(results, sent, received, group)
+def _read_local_shards(experts: Any, *hook_args: object) -> None:
+    experts.read_local_shards()
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int], list[int]]:

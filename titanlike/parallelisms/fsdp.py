@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlike.config import UserError
 from titanlike.parallelisms.blocks import check_choice, find_blocks
 from titanlike.utils import compat
+from titanlike.utils.modules import without_owner
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -74,7 +75,9 @@ def apply_fsdp(
                 f"units: unit {index} has a parameter that is also used outside of it, which sharding would separate; leave the "
                 "unit out, and the root gathers its parameters"
             )
-    only_embeddings = [all(isinstance(user, nn.Embedding) for user in _users_in(group, users)) for group in groups]
+    only_embeddings = [
+        all(isinstance(without_owner(user), nn.Embedding) for user in _users_in(group, users)) for group in groups
+    ]
     # Float8 modules and compiled models return views. FSDP warns because in-place writes to them would be lost; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     shard = partial(

@@ -304,9 +304,8 @@ def _stage_module(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Modu
     elif isinstance(part.output, TiedLMHead):
         embedding = model.get_parameter(EMBEDDING)
         vocab_size, dim = embedding.shape
-        soft_cap = part.output.soft_cap
-        part.output = LMHead(dim, vocab_size, bias=False, device=embedding.device, dtype=embedding.dtype)
-        part.output.soft_cap = soft_cap
+        options: Any = dict(device=embedding.device, dtype=embedding.dtype)
+        part.output = LMHead(dim, vocab_size, soft_cap=part.output.soft_cap, **options)
         with torch.no_grad():
             part.output.weight.copy_(embedding)
         part.output.requires_grad_(embedding.requires_grad)

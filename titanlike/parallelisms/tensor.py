@@ -3,7 +3,8 @@
 Attention and feed-forward compute all tokens with a local shard of the heads or of the hidden dimension. Elsewhere activations are
 sharded along the sequence (sequence parallelism), or replicated.
 
-Parameters are DTensors, so that FSDP, checkpoints and gradient norms know their layout. The forward pass uses plain tensors.
+Each module of the plan is replaced by one that communicates as its style says, and that owns the parameters as DTensors, so that
+FSDP, checkpoints and gradient norms know their layout. The module that it replaces computes with plain tensors, this rank's shards.
 
 | Style | Module | With sequence parallelism | Without |
 |---|---|---|---|
@@ -21,9 +22,10 @@ Parameters are DTensors, so that FSDP, checkpoints and gradient norms know their
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
@@ -42,8 +44,9 @@ from titanlike.distributed.collectives import (
     split,
 )
 from titanlike.models.experts import BalanceLoss
+from titanlike.models.layers import TiedLMHead
 from titanlike.parallelisms.blocks import Blocks, check_choice, find_blocks, list_blocks
-from titanlike.parallelisms.param_override import override_params
+from titanlike.utils.modules import ParameterOwner, replace_modules
 
 SEQUENCE_DIM = 1  # of activations (B, T, D)
 REPLICATED = Replicate()
@@ -52,11 +55,12 @@ LORA = {"lora_A": 1, "lora_B": 0}  # the sharded dimension: inputs of (rank, inp
 
 @dataclass(frozen=True)
 class Style:
-    """The placements of a module's parameters, and the layouts of its input and output."""
+    """What replaces a module, the placements of its parameters, and the layouts of its input and output."""
 
+    replacement: "type[TensorParallelModule]"
     weight: Placement = REPLICATED
     bias: Placement = REPLICATED
-    input_layout: Literal["any", "all_gather", "all_reduce_gradient", "local_shard", "vocab_mask"] = "any"
+    input_layout: Literal["any", "all_gather", "all_reduce_gradient", "local_shard"] = "any"
     reduce_output: Literal["", "reduce_scatter", "all_reduce"] = ""
     gather_output: bool = False
     partial_gradient: bool = (
@@ -74,18 +78,152 @@ class Style:
         return self.bias if field == "bias" else self.weight
 
 
+class TensorParallelModule(ParameterOwner):
+    """Owns DTensors. Its module computes with this rank's shards of them, which are read before the block runs, and kept after its
+    forward pass for recomputation in the backward pass."""
+
+    all_gather_input = staticmethod(all_gather)
+    reduce_scatter_output = staticmethod(reduce_scatter)
+
+    def __init__(self, module: nn.Module, style: Style, mesh: DeviceMesh) -> None:
+        super().__init__(module)
+        self.style, self.mesh, self.group = style, mesh, mesh.get_group()
+
+    def set_collectives(self, *, all_gather_input: Any = None, reduce_scatter_output: Any = None) -> None:
+        """Replaces collectives of sequence parallelism by others with the same arguments."""
+        self.all_gather_input = all_gather_input or self.all_gather_input
+        self.reduce_scatter_output = reduce_scatter_output or self.reduce_scatter_output
+
+    def read_local_shards(self) -> None:
+        """Reads the parameters."""
+        self.set_tensors(self.local_shards(self._parameters))
+
+    def local_shards(self, parameters: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Returns this rank's shards of parameters."""
+        shards = {}
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local(grad_placements=parameter.placements)
+                sums = (self.style.partial_gradient or name in LORA) and parameter.placements[0].is_replicate()
+                shards[name] = all_reduce_gradient(local, self.group) if sums else local
+        return shards
+
+    def reduce_output(self, out: Tensor) -> Tensor:
+        """Sums over the ranks what each has computed of the output."""
+        if self.style.reduce_output == "reduce_scatter":
+            return self.reduce_scatter_output(out, SEQUENCE_DIM, self.group)
+        return all_reduce(out, self.group)
+
+
+class LocalTokens(TensorParallelModule):
+    """A norm, router or other layer whose parameters are replicated. It computes the tokens or heads that it gets."""
+
+
+class AllGatherInput(TensorParallelModule):
+    """Attention or a feed-forward layer, whose colwise layers read all tokens."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _map_first(self.gather_input, args, kwargs)
+        return self.module(*args, **kwargs)
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Returns all tokens."""
+        if self.style.input_layout == "all_gather":
+            return self.all_gather_input(x, SEQUENCE_DIM, self.group)
+        return all_reduce_gradient(x, self.group) if self.style.input_layout == "all_reduce_gradient" else x
+
+
+class ColwiseLinear(AllGatherInput):
+    """A linear layer or LM head that computes a shard of the outputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        return gather(out, -1, self.group) if self.style.gather_output else out
+
+
+class ColwiseTiedHead(ColwiseLinear):
+    """An LM head that computes a shard of the vocabulary with the weight of the token embedding."""
+
+    def __init__(self, head: TiedLMHead, style: Style, mesh: DeviceMesh) -> None:
+        super().__init__(head, style, mesh)
+        self.embedding = head.embedding
+        self.local = SimpleNamespace(weight=None)
+        self.module.embedding = (self.local,)
+
+    def read_local_shards(self) -> None:
+        """Reads the weight of the embedding."""
+        self.local.weight = self.local_shards({"weight": self.embedding[0].weight})["weight"]
+
+
+class RowwiseLinear(TensorParallelModule):
+    """A linear layer that computes with a shard of the inputs. The bias is added once, after the sum over the ranks."""
+
+    bias_of_sum: Mapping[str, Tensor] = {}
+
+    def read_local_shards(self) -> None:
+        """Reads the parameters."""
+        shards = self.local_shards(self._parameters)
+        self.bias_of_sum = {"bias": shards.pop("bias")} if "bias" in shards else {}
+        self.set_tensors(shards)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = self.reduce_output(self.module(*args, **kwargs))
+        return out + self.bias_of_sum["bias"] if self.bias_of_sum else out
+
+
+class TensorParallelExperts(RowwiseLinear):
+    """Stacked experts that compute a shard of their hidden dimension."""
+
+
+class VocabParallelEmbedding(TensorParallelModule):
+    """An embedding of which each rank holds a part of the vocabulary."""
+
+    def __init__(self, embedding: nn.Embedding, style: Style, mesh: DeviceMesh) -> None:
+        super().__init__(embedding, style, mesh)
+        self.rank, self.num_rows = mesh.get_local_rank(), embedding.num_embeddings // mesh.size()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        ids = args[0] if args else next(iter(kwargs.values()))
+        if self.style.reduce_output == "reduce_scatter":
+            _check_sequence(ids, self.mesh, SEQUENCE_DIM)
+        rank, rows = self.rank, self.num_rows
+        in_shard = (ids >= rank * rows) & (ids < (rank + 1) * rows)
+        out = self.module((ids - rank * rows).where(in_shard, 0))
+        return self.reduce_output(out.where(in_shard[..., None], 0.0))
+
+
+class PositionEmbedding(TensorParallelModule):
+    """An embedding with replicated parameters, of the positions of the local tokens."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = _map_first(self.local_positions, args, kwargs)
+        return self.module(*args, **kwargs)
+
+    def local_positions(self, ids: Tensor) -> Tensor:
+        """Returns the part of the sequence that this rank holds."""
+        return _local_tokens(ids, self.mesh, -1) if self.style.input_layout == "local_shard" else ids
+
+
 STYLES = {
-    "colwise": Style(Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
-    "rowwise": Style(Shard(1), reduce_output="reduce_scatter", module_class=nn.Linear),
-    "all_gather_input": Style(input_layout="all_gather"),
-    "sequence_parallel": Style(),
-    "qk_norm": Style(),
-    "router": Style(),
-    "experts": Style(reduce_output="reduce_scatter", by_field=(("w1", Shard(1)), ("w2", Shard(2)), ("w3", Shard(1)))),
-    "vocab_parallel": Style(Shard(0), REPLICATED, "vocab_mask", "reduce_scatter", module_class=nn.Embedding),
-    "position_embedding": Style(input_layout="local_shard", module_class=nn.Embedding),
-    "lm_head": Style(Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
-    "colwise_gather_output": Style(Shard(0), Shard(0), "all_gather", gather_output=True, module_class=nn.Linear),
+    "colwise": Style(ColwiseLinear, Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
+    "rowwise": Style(RowwiseLinear, Shard(1), reduce_output="reduce_scatter", module_class=nn.Linear),
+    "all_gather_input": Style(AllGatherInput, input_layout="all_gather"),
+    "sequence_parallel": Style(LocalTokens),
+    "qk_norm": Style(LocalTokens),
+    "router": Style(LocalTokens),
+    "experts": Style(
+        TensorParallelExperts,
+        reduce_output="reduce_scatter",
+        by_field=(("w1", Shard(1)), ("w2", Shard(2)), ("w3", Shard(1))),
+    ),
+    "vocab_parallel": Style(
+        VocabParallelEmbedding, Shard(0), REPLICATED, reduce_output="reduce_scatter", module_class=nn.Embedding
+    ),
+    "position_embedding": Style(PositionEmbedding, input_layout="local_shard", module_class=nn.Embedding),
+    "lm_head": Style(ColwiseLinear, Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
+    "colwise_gather_output": Style(
+        ColwiseLinear, Shard(0), Shard(0), "all_gather", gather_output=True, module_class=nn.Linear
+    ),
 }
 
 
@@ -117,7 +255,7 @@ def apply_tensor(
     styles = _styles_by_module(model, plan, sequence_parallel)
     if mesh.size() == 1:
         return
-    cached_class: Any = cache(_tensor_parallel_class)  # blocks of the same classes share one compiled forward
+    replacements: dict[nn.Module, TensorParallelModule] = {}
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for name, (style_name, style) in styles.items():
         module = model.get_submodule(name)
@@ -133,11 +271,12 @@ def apply_tensor(
                     f"{name}.{field} ({style_name}) is tied to a parameter that another style shards differently"
                 )
             module.register_parameter(field, sharded[parameter])
-        fields = dict.fromkeys(("weight", "bias", *module._parameters))
-        module.__class__ = cached_class(type(module), tuple(fields), style, mesh)
+        replacement: Any = ColwiseTiedHead if isinstance(module, TiedLMHead) else style.replacement
+        replacements[module] = replacement(module, style, mesh)
+    replace_modules(model, replacements)  # <- replaces the layers
     for module in model.modules():
         if isinstance(module, BalanceLoss):  # routers compute all tokens
-            module.num_replicas = mesh.size()
+            module.set_replicas(mesh.size())
     unplanned = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if unplanned:
         owner = unplanned[0].rpartition(".")[0] or "'', the model itself"
@@ -146,14 +285,15 @@ def apply_tensor(
             f"add it with one of the styles {', '.join(STYLES)}"
         )
     # Local shards are read before each block runs, outside of compiled code, which then traces plain tensors only.
-    rest = dict.fromkeys(model.get_submodule(name) for name in styles)
+    rest = dict.fromkeys(replacements.values())
     for block in find_blocks(model) if blocks is None else list_blocks(blocks):
+        block = replacements.get(block, block)
         inside = [child for child in block.modules() if child in rest]
-        block.register_forward_pre_hook(partial(_refresh_local_params, inside))
+        block.register_forward_pre_hook(partial(_read_local_shards, inside))
         for child in inside:
             del rest[child]
     for module in rest:
-        module.register_forward_pre_hook(partial(_refresh_local_params, [module]))
+        module.register_forward_pre_hook(partial(_read_local_shards, [module]))
     if not sequence_parallel:
         return
 
@@ -233,7 +373,7 @@ def _replicate_io(model: nn.Module, mesh: DeviceMesh) -> None:
     def split_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         x = args[0] if args else next(iter(kwargs.values()))
         lengths[:] = [_check_sequence(x, mesh, SEQUENCE_DIM).shape[SEQUENCE_DIM]]
-        return _with_first(split(x, SEQUENCE_DIM, group), args, kwargs) if x.is_floating_point() else (args, kwargs)
+        return _map_first(lambda x: split(x, SEQUENCE_DIM, group) if x.is_floating_point() else x, args, kwargs)
 
     def gather_output(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         is_local = isinstance(out, Tensor) and out.dim() > 2 and out.shape[SEQUENCE_DIM] * mesh.size() == lengths[0]
@@ -243,68 +383,19 @@ def _replicate_io(model: nn.Module, mesh: DeviceMesh) -> None:
     model.register_forward_hook(gather_output)
 
 
-def _tensor_parallel_class(module_class: Any, fields: tuple[str, ...], style: Style, mesh: DeviceMesh) -> type:
-    """Returns a subclass that computes with local shards of its parameters."""
-    rank, group = mesh.get_local_rank(), mesh.get_group()
-
-    def get_local_param(module: Any, name: str) -> Tensor | None:
-        # The bias of a reduced output is added once, after the reduction.
-        return None if style.reduce_output and name == "bias" else module.local_params.get(name)
-
-    class TensorParallel(override_params(module_class, fields, get_local_param)):  # type: ignore[misc]
-        local_params: dict[str, Tensor]  # kept after the forward pass for recomputation in the backward pass
-        all_gather_input = staticmethod(all_gather)  # float8 replaces these two collectives
-        reduce_scatter_output = staticmethod(reduce_scatter)
-
-        def refresh_local_params(self) -> None:
-            """Reads the local shards of the parameters."""
-            self.local_params = {}
-            for name in fields:
-                parameter = self.original_param(name)
-                if isinstance(parameter, DTensor):
-                    local = parameter.to_local(grad_placements=parameter.placements)
-                    sums = (style.partial_gradient or name in LORA) and parameter.placements[0].is_replicate()
-                    self.local_params[name] = all_reduce_gradient(local, group) if sums else local
-
-        def forward(self, *args: Any, **named: Any) -> Any:
-            in_vocab_shard = None
-            if style.input_layout != "any":
-                x = args[0] if args else next(iter(named.values()))
-                if style.input_layout == "all_gather":
-                    x = self.all_gather_input(x, SEQUENCE_DIM, group)
-                elif style.input_layout == "all_reduce_gradient":
-                    x = all_reduce_gradient(x, group)
-                elif style.input_layout == "local_shard":
-                    x = _local_tokens(x, mesh, -1)
-                else:
-                    if style.reduce_output == "reduce_scatter":
-                        _check_sequence(x, mesh, SEQUENCE_DIM)
-                    rows = self.num_embeddings // mesh.size()
-                    in_vocab_shard = (x >= rank * rows) & (x < (rank + 1) * rows)
-                    x = (x - rank * rows).where(in_vocab_shard, 0)
-                args, named = _with_first(x, args, named)
-            out = super().forward(*args, **named)
-            if in_vocab_shard is not None:
-                out = out.where(in_vocab_shard[..., None], 0.0)
-            if style.reduce_output:
-                scatters = style.reduce_output == "reduce_scatter"
-                out = self.reduce_scatter_output(out, SEQUENCE_DIM, group) if scatters else all_reduce(out, group)
-                out = out + self.local_params["bias"] if "bias" in self.local_params else out
-            return gather(out, -1, group) if style.gather_output else out
-
-    TensorParallel.style = style
-    TensorParallel.__name__ = TensorParallel.__qualname__ = module_class.__name__
-    return TensorParallel
-
-
-def _refresh_local_params(modules: list[Any], *hook_args: object) -> None:
+def _read_local_shards(modules: list[TensorParallelModule], *hook_args: object) -> None:
     for module in modules:
-        module.refresh_local_params()
+        module.read_local_shards()
 
 
-def _with_first(x: Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments, the first of which, positional or not, is replaced by `x`."""
-    return ((x, *args[1:]), named) if args else ((), named | {next(iter(named)): x})
+def _map_first(
+    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments, to the first of which, positional or not, a function is applied."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    name, value = next(iter(kwargs.items()))
+    return args, kwargs | {name: function(value)}
 
 
 def _local_tokens(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:

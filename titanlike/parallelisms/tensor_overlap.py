@@ -1,12 +1,11 @@
 """Async tensor parallelism: the compiler overlaps collectives with matmuls."""
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
 from titanlike.distributed.collectives import all_gather_by_cat
+from titanlike.parallelisms.tensor import TensorParallelModule
 from titanlike.utils import compat
 
 
@@ -19,7 +18,6 @@ def overlap_tensor(model: nn.Module, mesh: DeviceMesh) -> None:
             f"{mesh.device_type}; set it false"
         )
     compat.enable_async_tensor_parallel(mesh.get_group().group_name)
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if hasattr(module, "all_gather_input"):
-            module.all_gather_input = all_gather_by_cat
+    for module in model.modules():
+        if isinstance(module, TensorParallelModule):
+            module.set_collectives(all_gather_input=all_gather_by_cat)

@@ -1,0 +1,107 @@
+"""How transforms replace layers: classes, names of parameters, and what refers to a layer that has been replaced."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training import GPT_, LLAMA, MIXTRAL
+from titanlike.config import UserError
+from titanlike.config.sections import Float8, Lora
+from titanlike.float8.linear import apply_float8
+from titanlike.models.init import initialize
+from titanlike.models.lora import apply_lora
+from titanlike.models.registry import blocks, build_model
+from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_compute_dtype
+from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
+
+FLOAT8 = Float8(scaling="tensorwise", skip_small=False, emulate=True)
+
+
+def test_a_printed_model_shows_what_each_layer_is() -> None:
+    with torch.device("meta"):
+        model = build_model(LLAMA)
+    names = [*dict(model.named_parameters())]
+    apply_float8(model, FLOAT8)
+    apply_lora(model, blocks(model), Lora(rank=2, alpha=4.0, layers=("wq",)))
+    apply_compute_dtype(model, torch.bfloat16)
+    printed = str(blocks(model)["0"])
+    matmul = r"matmul=Float8Matmul\(\w+, \w+, \w+\)"
+    sizes = "in_features=64, out_features=64, bias=False"
+    assert re.search(rf"\(wq\): LoRALinear\({sizes}, scale=2, {matmul}\)", printed)
+    assert re.search(rf"\(wo\): Float8Linear\({sizes}, {matmul}\)", printed)
+    assert "(attention_norm): MixedPrecisionRMSNorm((64,)" in printed
+    assert [name for name in dict(model.named_parameters()) if "lora" not in name] == names
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT_, MIXTRAL], ids=lambda config: config.name)
+def test_mixed_precision_keeps_parameters_and_computes_in_the_compute_dtype(config: Any) -> None:
+    with torch.device("meta"):
+        model = build_model(config)
+    initialize(model, torch.device("cpu"), 0)
+    reference = copy.deepcopy(model).bfloat16()
+    names = [*model.state_dict()]
+    apply_compute_dtype(model, torch.bfloat16)
+    assert [*model.state_dict()] == names
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    tokens = torch.arange(16)[None]
+    found, expected = model(tokens), reference(tokens)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+class Gain(nn.Module):
+    """A module of a user, with a parameter, a child and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.child, self.factor = nn.Parameter(torch.full((4,), 3.0)), nn.Dropout(0.5), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x * self.gain * self.factor)
+
+
+def test_an_owner_has_the_names_and_the_attributes_of_its_module() -> None:
+    model = nn.Sequential(Gain())
+    gain = model[0]
+    owner = ParameterOwner(gain)
+    replace_modules(model, {gain: owner})
+    assert [*model.state_dict()] == ["0.gain"]
+    assert [name for name, _ in model.named_modules()] == ["", "0", "0.child"]
+    assert owner.factor == 2.0 and not model.eval()[0].module.training
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        _ = owner.unknown
+    owner.set_tensors({"gain": torch.full((4,), 5.0)})
+    assert torch.equal(model(torch.ones(4)), torch.full((4,), 10.0))
+    assert torch.equal(copy.deepcopy(model)(torch.ones(4)), torch.full((4,), 10.0))
+    owner.register_parameter("gain", nn.Parameter(torch.zeros(4)))
+    assert torch.equal(gain.gain, torch.zeros(4))  # what refers to the old module sees the new parameter
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_mixed_precision_of_a_module_of_a_user(compiled: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Gain()).eval()
+    apply_compute_dtype(model, torch.bfloat16)
+    assert isinstance(model[0], MixedPrecisionLinear) and str(model[1]).startswith("MixedPrecision(")
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    out = call(torch.ones(2, 4))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_layer_without_a_parent_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"a Linear cannot be replaced in place; pass a module that contains it, such as"
+    ):
+        apply_compute_dtype(nn.Linear(2, 2), torch.bfloat16)
+
+
+def test_a_module_that_is_used_twice_stays_one_module() -> None:
+    linear = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": linear, "b": nn.Sequential(linear)})
+    replace_modules(model, {linear: rebuild(linear, MixedPrecisionLinear, compute_dtype=torch.bfloat16)})
+    assert isinstance(model["a"], MixedPrecisionLinear) and model["a"] is model["b"][0]  # type: ignore[index]

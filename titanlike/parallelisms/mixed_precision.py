@@ -1,0 +1,115 @@
+"""Mixed precision for parameters that are not sharded: FSDP's `param_dtype` without its unsharded copies.
+
+Parameters are cast where they are used, not before: the compiler then recomputes the cast in the backward pass instead of saving
+its result. Layers of the library with `casts_parameters` cast to the dtype of their input by themselves. The layers of `torch.nn`
+are replaced by those below, and other modules that have parameters by a `MixedPrecision` around them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlike.config import UserError
+from titanlike.models.layers import Embedding
+from titanlike.utils.compat import tree_map_only
+from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
+
+
+def apply_compute_dtype(model: nn.Module, dtype: torch.dtype, *, cast_forward_inputs: bool = True) -> None:
+    """Has the modules inside of a model compute with their floating-point parameters cast to `dtype`. Parameters and gradients keep
+    their own dtype.
+
+    Args:
+        cast_forward_inputs: also casts the floating-point inputs of the model.
+    """
+    replacements: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise UserError(
+                "apply_compute_dtype casts parameters that are not sharded; use compute_dtype of apply_fsdp"
+            )
+        casts = any(p.dtype != dtype and p.is_floating_point() for p in parameters)
+        if casts and not getattr(module, "casts_parameters", False):
+            layer_class = LAYERS.get(type(module))
+            replacements[module] = (
+                rebuild(module, layer_class, compute_dtype=dtype) if layer_class else MixedPrecision(module, dtype)
+            )
+    replace_modules(model, replacements)
+    if cast_forward_inputs:
+
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+
+        model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+class MixedPrecisionLinear(nn.Linear):
+    """A linear layer that computes in `compute_dtype`."""
+
+    compute_dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(self.compute_dtype), _cast(self.bias, self.compute_dtype))
+
+
+class MixedPrecisionEmbedding(Embedding):
+    """An embedding that returns `compute_dtype`."""
+
+    compute_dtype: torch.dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        options = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        return F.embedding(ids, self.weight.to(self.compute_dtype), *options)
+
+
+class MixedPrecisionRMSNorm(nn.RMSNorm):
+    """RMSNorm in `compute_dtype`."""
+
+    compute_dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, _cast(self.weight, self.compute_dtype), self.eps)
+
+
+class MixedPrecisionLayerNorm(nn.LayerNorm):
+    """LayerNorm in `compute_dtype`."""
+
+    compute_dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (_cast(parameter, self.compute_dtype) for parameter in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: MixedPrecisionLinear,
+    nn.Embedding: MixedPrecisionEmbedding,
+    Embedding: MixedPrecisionEmbedding,
+    nn.RMSNorm: MixedPrecisionRMSNorm,
+    nn.LayerNorm: MixedPrecisionLayerNorm,
+}
+
+
+class MixedPrecision(ParameterOwner):
+    """Any other module, called with its own parameters cast to a dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self.set_module(module)  # `functional_call` replaces its parameters
+        self.compute_dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        casts = {
+            name: parameter.to(self.compute_dtype)
+            for name, parameter in self.named_parameters(recurse=False)
+            if parameter.is_floating_point()
+        }
+        return torch.func.functional_call(self.module, casts, args, kwargs)
+
+
+def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if parameter is None else parameter.to(dtype)
