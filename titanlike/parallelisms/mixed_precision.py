@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
-from titanlike.models.layers import Embedding
 from titanlike.utils.compat import tree_map_only
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
@@ -56,7 +55,7 @@ class MixedPrecisionLinear(nn.Linear):
         return F.linear(x, self.weight.to(self.compute_dtype), _cast(self.bias, self.compute_dtype))
 
 
-class MixedPrecisionEmbedding(Embedding):
+class MixedPrecisionEmbedding(nn.Embedding):
     """An embedding that returns `compute_dtype`."""
 
     compute_dtype: torch.dtype
@@ -88,7 +87,6 @@ class MixedPrecisionLayerNorm(nn.LayerNorm):
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: MixedPrecisionLinear,
     nn.Embedding: MixedPrecisionEmbedding,
-    Embedding: MixedPrecisionEmbedding,
     nn.RMSNorm: MixedPrecisionRMSNorm,
     nn.LayerNorm: MixedPrecisionLayerNorm,
 }
