@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.checkpoint import CheckpointManager
-from titanlike.data.dataloaders import build_dataloaders
-from titanlike.data.loader import Batch, BatchLoader
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.batches.dataloaders import build_dataloaders
+from titanlike.data.batches.loader import Batch, BatchLoader
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.distributed import collectives, process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
-from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.experts import BalanceLoss
 from titanlike.models.layers import LMHead, TiedLMHead

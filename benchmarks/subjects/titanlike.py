@@ -62,8 +62,8 @@ def main() -> None:
 def train(task: Task, recipe: PretrainRecipe) -> None:
     """Runs the recipe with the task's tokens as data source."""
     from recipes import pretrain
-    from titanlike.data import sources
-    from titanlike.data.packed_dataset import InMemoryTokens
+    from titanlike.data.batches import sources
+    from titanlike.data.batches.packed_dataset import InMemoryTokens
     from titanlike.run.run_dir import RunDirectory
 
     clock = Clock(task, ("titanlike", "torchao"))

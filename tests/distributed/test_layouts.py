@@ -19,7 +19,7 @@ from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
 
 Ranks = Callable[[int], Pool]

@@ -25,9 +25,9 @@ from tests.fuzz.test_folders import JUNK, change_json, damage, refused_or
 from tests.interop.models import CONFIGS, MemoryWeights, model_of
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.chat_template import BUILT_IN, build_chat_template
-from titanlike.data.text.conversations import Conversation
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.documents.conversations import Conversation
+from titanlike.data.tokens.chat_template import BUILT_IN, build_chat_template
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.generation_config import generation_config, stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files

@@ -12,7 +12,7 @@ from tests.interop.models import CONFIGS, MemoryWeights, export_model, model_of
 from tests.pool import Pool
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.inference.generation import TextStream, check_prompts, generate
 from titanlike.inference.kv_cache import CachedAttention, apply_kv_cache
 from titanlike.inference.load import load_for_generation

@@ -18,10 +18,11 @@ from tests.launching import ROOT, SMALL, run
 from tests.pool import Pool
 from tests.training import assert_same, result, tiny, train, train_on_rank
 from titanlike.config import UserError
-from titanlike.config.sections import Data, Float8, Lora, Parallelism, Tokenizer
-from titanlike.data.sources import open_sources
-from titanlike.data.text.chat_template import build_chat_template
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import Data, Float8, Parallelism, Tokenizer
+from titanlike.data.batches.sources import open_sources
+from titanlike.data.tokens.chat_template import build_chat_template
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.adapter import export_adapter
 from titanlike.interop.export import export
 from titanlike.interop.generation_config import stop_tokens

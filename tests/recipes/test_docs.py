@@ -34,7 +34,7 @@ from titanlike.config import PretrainRecipe, load
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
-from titanlike.data.packed_dataset import BatchSource
+from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.tools.cli.main import build_parser

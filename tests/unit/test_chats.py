@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.test_packed_dataset import batches
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Tokenizer
-from titanlike.data.chats import TokenizedChats, pack
-from titanlike.data.sources import Sources, open_sources
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.batches.sources import Sources, open_sources
+from titanlike.data.tokens.chats import TokenizedChats, pack
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
 
 EOS = 256

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
+from titanlike.config.finetune import Lora
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
-from titanlike.config.sections import Lora
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.registry import build_model
 from titanlike.optim.muon import Muon, orthogonalize

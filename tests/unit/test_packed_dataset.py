@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from titanlike.config import UserError
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import (
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import (
     BatchSource,
     InMemoryTokens,
     PackedDataset,
@@ -22,8 +22,8 @@ from titanlike.data.packed_dataset import (
     positions_in_documents,
     separate_documents,
 )
-from titanlike.data.shuffle import CYCLE, Mixture, shuffled
-from titanlike.data.text.tokenizer import Separator
+from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled
+from titanlike.data.tokens.tokenizer import Separator
 from titanlike.models.loss import IGNORE
 
 

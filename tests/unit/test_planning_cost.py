@@ -15,7 +15,8 @@ from benchmarks import planner_validation
 from benchmarks.published import ROWS
 from tests.training import tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism, Training
 from titanlike.models.gemma_config import Gemma2Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama import rotary_angles

@@ -9,9 +9,9 @@ from torch import nn
 
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Sample, Training, metrics_name
-from titanlike.data.sources import open_validation
-from titanlike.data.text.tokenizer import Tokenizer
-from titanlike.data.token_shards import Shards
+from titanlike.data.batches.sources import open_validation
+from titanlike.data.tokens.shards import Shards
+from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.inference.generation import generate
 from titanlike.inference.logits import recomputed_logits
 from titanlike.inference.perplexity import perplexity

@@ -189,14 +189,14 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
     }
     lines = [
         f"model   {model.label()}: {model.num_parameters():,} parameters, {_experts(model)}"
-        f"{model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0) / 1e6:,.0f} MFLOP per token",
+        f"{recipe.flops_per_token / 1e6:,.0f} MFLOP per token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens per step; per rank "
         f"{num_microbatches} x {microbatch_size}{_ramp(training)}",
         f"ranks   {ranks} on {device_name(device)}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {dimensions[name]}" for name, size in layout.items() if size > 1),
         *_expert_lines(recipe),
-        *_lora_lines(recipe),
+        *recipe.summary_lines(),
         *float8_summary_lines(
             recipe.float8,
             model.matrices(),
@@ -233,16 +233,6 @@ def _expert_lines(recipe: PretrainRecipe) -> list[str]:
     if recipe.float8.scaling != "none":
         lines.append(f"          experts compute in {recipe.training.compute_dtype}: float8 is for linear layers")
     return lines
-
-
-def _lora_lines(recipe: PretrainRecipe) -> list[str]:
-    lora = recipe.lora
-    selected = {name: size for name, size in recipe.model.matrices().items() if name != "output" and lora.selects(name)}
-    if not selected:
-        return []
-    trained = lora.rank * sum(map(sum, selected.values()))
-    names = dict.fromkeys(name.split(".", 2)[2] for name in selected)
-    return [f"lora    rank {lora.rank}, alpha {lora.alpha:g}: trains {trained:,} parameters beside {', '.join(names)}"]
 
 
 def run_metadata(

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.data.packed_dataset import Flags
-from titanlike.data.text.conversations import Conversation, Message
-from titanlike.data.text.documents import BadRecord, replace_surrogates
-from titanlike.data.text.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
-from titanlike.data.text.tokenizer import TokenIDs, Tokenizer, files_of
+from titanlike.data.documents.conversations import Conversation, Message
+from titanlike.data.documents.readers import BadRecord, replace_surrogates
+from titanlike.data.tokens.arrays import Flags
+from titanlike.data.tokens.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
+from titanlike.data.tokens.tokenizer import TokenIDs, Tokenizer, files_of
 from titanlike.utils.regular_file import read_regular
 
 REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
