@@ -15,7 +15,6 @@ from titanlike.config import UserError
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import (
     BatchSource,
-    InMemoryTokens,
     PackedDataset,
     SequenceBatch,
     ShuffledMixture,
@@ -23,6 +22,7 @@ from titanlike.data.batches.packed_dataset import (
     separate_documents,
 )
 from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled
+from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.models.loss import IGNORE
 

@@ -18,13 +18,16 @@ from typing import Any
 import torch
 
 import titanlike
-from titanlike.checkpoint import CheckpointMetadata
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.sections import Training
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.float8.selection import summary_lines as float8_summary_lines
+from titanlike.interop.export import export
+from titanlike.interop.weights import open_weights
+from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.moe_config import MoeConfig
@@ -171,6 +174,53 @@ class RunDirectory:
         if self.recipe.checkpoint.initial:
             return f"starting from the weights of {self.recipe.checkpoint.initial}"
         return None
+
+    def checkpoint_manager(self) -> CheckpointManager:
+        """Returns the checkpoints of this run."""
+        section, timeout = self.recipe.checkpoint, self.recipe.run.shutdown_timeout
+        return CheckpointManager(self.checkpoints, section, owner=self.checkpoint_owner, shutdown_timeout=timeout)
+
+    def export(self, checkpoints: CheckpointManager) -> None:
+        """Writes the weights of the newest checkpoint as a Hugging Face folder, if `checkpoint.export` asks for it."""
+        dtype = self.recipe.checkpoint.export
+        if dtype != "none":
+            process_group.run_on_main(
+                lambda: export(open_weights(checkpoints.newest()), self.exported, dtype=dtype, replace=True)
+            )
+
+    def completion_message(self, device: torch.device, measured: Measured) -> str | None:
+        """Returns the last lines of a complete run, on rank 0: its best validation loss, its weights and what to do with them."""
+        if not process_group.is_main():
+            return None
+        lines = [_best_validation(self.metrics), *self._next_commands()]
+        lines += call_hooks("completed", recipe=self.recipe, metrics=self.metrics, device=device, measured=measured)
+        return "\n".join([f"done: {self.path}", *filter(None, lines)])
+
+    def _next_commands(self) -> list[str]:
+        """Returns the location of the weights, and the commands that use them."""
+        if not self.recipe.checkpoint.enabled:
+            return ["weights not saved: checkpoint.enabled = false"]
+        path = shlex.quote(str(self.path))
+        return [
+            f"weights {self.checkpoints}" + (f", {self.exported}" if self.exported.exists() else ""),
+            f"next    titanlike generate {path} --prompt TEXT",
+            f"        titanlike export {path} FOLDER",
+            f"        titanlike compare {path} OTHER_RUN",
+        ]
+
+
+def _best_validation(metrics: Path) -> str:
+    if not metrics.exists():
+        return f"{metrics} was deleted during training"
+    records = [json.loads(line) for line in metrics.read_text().splitlines() if '"validation_loss"' in line]
+    losses = [
+        (record["validation_loss"], record["step"]) for record in records if record["validation_loss"] is not None
+    ]
+    if not losses:
+        return ""
+    best, step = min(losses)
+    last = f"; {losses[-1][0]:.4f} at the last step" if losses[-1][0] > best else ""
+    return f"best    validation loss {best:.4f} at step {step}{last}"
 
 
 def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device, data: str) -> str:
