@@ -175,7 +175,7 @@ def test_the_cache_is_read_and_replaced_if_damaged(tmp_path: Path, monkeypatch: 
 
 
 def test_generated_conversations_need_no_file() -> None:
-    section = Data(source="synthetic_chat", holdout_every=20)
+    section = ChatData(source="synthetic_chat", holdout_every=20)
     tokenizer = build_tokenizer(Tokenizer())
     sources = open_sources(section, tokenizer, seq_len=128, global_batch_size=8, seed=0, validate=True)
     assert sources.training.describe(1).startswith("950 conversations") and sources.validation
