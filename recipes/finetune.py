@@ -60,7 +60,10 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
         vocab_size=recipe.model.vocab_size, device=device, open_sources=chats.open_sources,
         **mesh.data_shard(training.seq_len),
     )  # fmt: skip
-    evaluator = Evaluator(recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed)
+    evaluator = Evaluator(
+        recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed,
+        template=chats.template_of(recipe.data, tokenizer),
+    )  # fmt: skip
 
     # Whether to resume is decided before anything is built or written.
     run = RunDirectory(recipe)

@@ -157,8 +157,8 @@ def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
 def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     recipe = copied(
         tmp_path,
-        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens",
-        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens / mesh.num_data_ranks",
+        "forward_backward(model, microbatches, num_tokens, mesh,",
+        "forward_backward(model, microbatches, num_tokens * mesh.num_data_ranks, mesh,",
     )
     done = verify(tmp_path, recipe, "--layout", "shard=2")
     assert done.returncode == 1

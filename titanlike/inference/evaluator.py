@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import Task, read_task
 from titanlike.models.base_config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
+
+if TYPE_CHECKING:
+    from titanlike.data.tokens.chat_template import ChatTemplate  # imports jinja2
 
 Metrics = dict[str, float]
 
@@ -40,6 +44,7 @@ class Evaluator:
         config: TransformerConfig,
         tokenizer: Tokenizer,
         seed: int,
+        template: "ChatTemplate | None" = None,
     ) -> None:
         """Opens the files that the section names.
 
@@ -48,9 +53,10 @@ class Evaluator:
             training: has the length of the sequences into which text is cut, and the number of them in a forward pass of a rank.
             config: that of the model. The items of tasks are cut on the left to its context length.
             seed: that of the samples.
+            template: that of the conversations. A sample is then the answer to its prompt.
         """
         self.section, self.sample, self.data, self.training = section, sample, data, training
-        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        self.config, self.tokenizer, self.seed, self.template = config, tokenizer, seed, template
         self.tasks = {metrics_name(file): read_task(file, section.limit) for file in section.tasks}
         self.texts = {metrics_name(path): self._open(path) for path in section.data}
 
@@ -104,19 +110,25 @@ class Evaluator:
         return f"\nsample after {self.training.steps} steps:\n{self.sample_text(model, mesh)}\n"
 
     def sample_text(self, model: nn.Module, mesh: Mesh) -> str:
-        """Returns the prompt of the samples and what the model continues it with. All ranks call it and get the same text."""
-        sample = self.sample
+        """Returns the prompt of the samples and what the model continues it with, or its answer. All ranks call it and get the same
+        text."""
+        sample, prompt, stop_tokens = self.sample, self.tokenizer.opening(self.sample.prompt), frozenset[int]()
+        if self.template:
+            prompt = self.template.opening([{"role": "user", "content": sample.prompt}])
+            end = self.template.end_of_turn()
+            stop_tokens = frozenset() if end is None else frozenset({end})
         [text] = generate(
             recomputed_logits(
                 model, mesh, min(self.training.seq_len, SAMPLE_CONTEXT), torch.device(mesh.tensor.device_type)
             ),
-            [self.tokenizer.opening(sample.prompt)],
+            [prompt],
             self.tokenizer,
             Sampling(sample.temperature),
             max_new_tokens=sample.tokens,
             seed=self.seed,
+            stop_tokens=stop_tokens,
         )
-        return sample.prompt + text
+        return f"user: {sample.prompt}\nassistant: {text}" if self.template else sample.prompt + text
 
     def _score(self, task: Task, scorer: Scorer) -> Metrics:
         requests = [

@@ -14,9 +14,14 @@ from titanlike.data.batches import sources
 from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
 from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
-from titanlike.data.tokens.chat_template import build_chat_template
+from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
 from titanlike.data.tokens.chats import TokenizedChats, open_chats
 from titanlike.data.tokens.tokenizer import Tokenizer
+
+
+def template_of(section: ChatData, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Returns the template of a section's conversations; None if its data are plain text."""
+    return build_chat_template(section.chat_template, tokenizer) if section.has_chats else None
 
 
 def open_sources(

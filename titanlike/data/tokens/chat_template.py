@@ -82,6 +82,12 @@ class ChatTemplate:
             raise BadRecord(f"{self.name} renders no token of the assistant")
         return tokens, labels
 
+    def opening(self, messages: list[Message]) -> list[int]:
+        """Returns the tokens of a conversation up to the assistant's next turn. Raises `BadRecord` if the template does not
+        render it."""
+        text = self._render(self._escape(messages), None, prompt=True)
+        return [token for tokens, _ in self._encode_parts(text) for token in tokens.tolist()]
+
     def end_of_turn(self) -> int | None:
         """Returns the special token with which the assistant's turns end; None if they end without one. Raises `BadRecord` if
         the template does not render a question and an answer."""
