@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 from titanlike.config.sections import Tokenizer
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
-from titanlike.data.stream import Stream
-from titanlike.data.text.documents import Fields
-from titanlike.data.text.files import list_files
-from titanlike.data.text.tokenizer import Separator, build_tokenizer
-from titanlike.data.token_shards import Manifest, Shards, ShardWriter
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
+from titanlike.data.batches.stream import Stream
+from titanlike.data.documents.files import list_files
+from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens.shards import Manifest, Shards, ShardWriter
+from titanlike.data.tokens.tokenizer import Separator, build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE, DOCUMENT = 50_257, 800  # tokens; the length is typical of web text

@@ -32,8 +32,8 @@ from typing import Any
 
 from benchmarks.figures import cpu_name
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.token_shards import read_manifest, totals
+from titanlike.data.tokens.shards import read_manifest, totals
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.tools.data.train_tokenizer import train
 
 ROOT = Path(__file__).parents[1]

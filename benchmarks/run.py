@@ -139,8 +139,9 @@ def prepare(model: Model, task: Task, *, with_weights: bool) -> None:
     """Writes the shared batches and initial weights. titanlike generates both in its own run."""
     import torch
 
-    from titanlike.data.loader import BatchLoader
-    from titanlike.data.packed_dataset import InMemoryTokens, PackedDataset, ShuffledMixture
+    from titanlike.data.batches.loader import BatchLoader
+    from titanlike.data.batches.packed_dataset import PackedDataset, ShuffledMixture
+    from titanlike.data.tokens.arrays import InMemoryTokens
     from titanlike.models.init import initialize
     from titanlike.models.registry import build_model
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from titanlike.config.sections import Data, Training
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.dataloaders import DataLoaders, build_dataloaders
-from titanlike.data.loader import Batch
-from titanlike.data.packed_dataset import SequenceBatch
-from titanlike.data.sources import Sources
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.batches.dataloaders import DataLoaders, build_dataloaders
+from titanlike.data.batches.loader import Batch
+from titanlike.data.batches.packed_dataset import SequenceBatch
+from titanlike.data.batches.sources import Sources
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.distributed.process_group import session
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh

@@ -11,7 +11,7 @@ from titanlike.config import PretrainRecipe, load
 from titanlike.config.load import joined
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import REPOSITORY, program_of
-from titanlike.tools.programs import PRETRAIN, known_sections, run_program
+from titanlike.tools.programs import SHIPPED, known_sections, run_program
 
 RECIPE = "recipe.toml"
 LIBRARY = (
@@ -53,8 +53,8 @@ def make_bundle(path: Path, overrides: Mapping[str, str], num_processes: int, *,
     else:
         name = f"program/{program.name}"
         files |= {f"program/{file.name}": file for file in program.parent.glob("*.py")}
-    if program == PRETRAIN:
-        recipe = load(PretrainRecipe, path, values)
+    if program in SHIPPED:
+        recipe = load(SHIPPED[program], path, values)
         check_recipe(recipe, num_processes)
     else:
         # The program's own sections are unknown here, so the program checks its recipe itself.
@@ -92,6 +92,6 @@ def requirements(recipe: PretrainRecipe, *, s3: bool) -> str:
     project = tomli.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     required = [*project["dependencies"], *(extras["s3"] if s3 else [])]
-    if recipe.data.source in ("text", "stream") or recipe.tokenizer.encoding.endswith(".json"):
+    if (recipe.data.reads_paths and recipe.data.source != "shards") or recipe.tokenizer.encoding.endswith(".json"):
         required += extras["data"]
     return "".join(f"{line}\n" for line in required)

@@ -172,7 +172,7 @@ def path_errors(recipe: PretrainRecipe, job: Job) -> Iterator[str]:
         ("data.validation_path", [data.validation_path]),
     ):
         local = [path for path in paths if path and "://" not in path]
-        if local and data.source in ("shards", "text", "stream") and key not in mounted:
+        if local and data.reads_paths and key not in mounted:
             uri = f"s3://BUCKET/{Path(local[0]).name}"
             copy = ["aws", "s3", "sync", local[0], uri]
             yield (

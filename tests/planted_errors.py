@@ -39,19 +39,19 @@ ERRORS = {
         "tests/unit/test_loss.py",
     ),
     "chat labels": Planted(
-        "titanlike/data/text/chat_template.py",
+        "titanlike/data/tokens/chat_template.py",
         "labels |= (ends > start) & (begins < end)",
         "labels |= (ends > start) & (ends < end)",
         "tests/unit/test_chats.py tests/unit/test_chat_template.py",
     ),
     "special tokens": Planted(
-        "titanlike/data/text/chat_template.py",
+        "titanlike/data/tokens/chat_template.py",
         "text = self._special.sub(lambda match:",
         "text = self._special.sub(lambda match: match[0] or",
         "tests/unit/test_chat_template.py",
     ),
     "conversations": Planted(
-        "titanlike/data/loader.py",
+        "titanlike/data/batches/loader.py",
         '"document_ids": document_ids[:, :-1]}',
         '"document_ids": 0 * document_ids[:, :-1]}',
         "tests/interop/test_finetuning.py",
@@ -111,7 +111,7 @@ ERRORS = {
         "tests/faults tests/distributed/test_saving.py",
     ),
     "data order": Planted(
-        "titanlike/data/shuffle.py",
+        "titanlike/data/batches/shuffle.py",
         'derive_seed(seed, f"epoch {epoch}")',
         'derive_seed(seed, "epoch")',
         "tests/unit",

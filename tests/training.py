@@ -1,4 +1,4 @@
-"""Trains a tiny model with the pretraining recipe under any layout, and reads the results."""
+"""Trains a tiny model with the shipped programs under any layout, and reads the results."""
 
 import dataclasses
 import functools
@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes import pretrain
+from recipes import finetune, pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
+from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
 from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
@@ -88,7 +89,8 @@ def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
     merged: dict[str, Any] = {**TINY, "run": dict(dir=str(folder), name=name), "model": LLAMA}
     for section, value in sections.items():
         merged[section] = merged.get(section, {}) | value if isinstance(value, dict) else value
-    base = PretrainRecipe()
+    is_finetuning = "lora" in merged or isinstance(merged["data"], ChatData)
+    base = FinetuneRecipe() if is_finetuning else PretrainRecipe()
     changed = {k: dataclasses.replace(getattr(base, k), **v) if isinstance(v, dict) else v for k, v in merged.items()}
     return dataclasses.replace(base, **changed)
 
@@ -101,7 +103,7 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
         model: nn.Module = build_model(recipe.model)
     model = parallelize(
         model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout, float8=recipe.float8,
-        lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+        lora=lora_of(recipe), activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
     )  # fmt: skip
     initialize(model, torch.device("cpu"), recipe.run.seed)
     return model, mesh
@@ -120,10 +122,13 @@ def world_size(recipe: PretrainRecipe) -> int:
 def train_on_rank(recipe: PretrainRecipe) -> None:
     """Runs the recipe on this rank of a pool."""
     # A process runs many tests: process groups are reused for each layout, and the compiler is reset.
-    pretrain.build_mesh = mesh_of  # type: ignore[assignment]
+    pretrain.build_mesh = finetune.build_mesh = mesh_of  # type: ignore[assignment]
     torch._dynamo.reset()
     with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
-        pretrain.main(recipe, torch.device("cpu"), watchdog)
+        if isinstance(recipe, FinetuneRecipe):
+            finetune.main(recipe, torch.device("cpu"), watchdog)
+        else:
+            pretrain.main(recipe, torch.device("cpu"), watchdog)
 
 
 def train(pool: Pool, recipe: PretrainRecipe) -> Result:

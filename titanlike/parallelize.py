@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
+from titanlike.config.finetune import Lora
 from titanlike.config.layout import SCHEDULES
-from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Parallelism, Training
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import LMHead, TiedLMHead, set_loss
 from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss

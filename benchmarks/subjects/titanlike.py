@@ -62,8 +62,8 @@ def main() -> None:
 def train(task: Task, recipe: PretrainRecipe) -> None:
     """Runs the recipe with the task's tokens as data source."""
     from recipes import pretrain
-    from titanlike.data import sources
-    from titanlike.data.packed_dataset import InMemoryTokens
+    from titanlike.data.batches import sources
+    from titanlike.data.tokens.arrays import InMemoryTokens
     from titanlike.run.run_dir import RunDirectory
 
     clock = Clock(task, ("titanlike", "torchao"))
@@ -73,7 +73,7 @@ def train(task: Task, recipe: PretrainRecipe) -> None:
             super().step(step, **values)
             clock.step(values["loss"])
 
-    sources._open_training = lambda *_: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
+    sources.open_training = lambda *_: InMemoryTokens(np.load(task.tokens_file, mmap_mode="r"))  # type: ignore[assignment]
     pretrain.Monitor = Monitor  # type: ignore[misc]
     with RunDirectory(recipe).session() as (device, watchdog):
         pretrain.main(recipe, device, watchdog)

@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes import pretrain
 from tests.pool import Pool
 from tests.training import Operations, train_on_rank
 from titanlike.config import PretrainRecipe, load, to_toml
+from titanlike.data.batches.loader import BatchLoader
 from titanlike.models.llama import Llama
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.registry import blocks
@@ -102,17 +102,17 @@ def small(folder: Path, name: str, layout: str, **changes: Any) -> PretrainRecip
 @contextmanager
 def before_each_step(before: Callable[[int], None]) -> Iterator[None]:
     """Calls `before(step)` before each step reads its data."""
-    original = pretrain.BatchLoader.microbatches
+    original = BatchLoader.microbatches
 
     def patched(self: Any, step: int) -> Any:
         before(step)
         return original(self, step)
 
-    pretrain.BatchLoader.microbatches = patched  # type: ignore[method-assign]
+    BatchLoader.microbatches = patched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        pretrain.BatchLoader.microbatches = original  # type: ignore[method-assign]
+        BatchLoader.microbatches = original  # type: ignore[method-assign]
 
 
 def _in_one_step(mode: Mode, recipe: PretrainRecipe) -> Mode:

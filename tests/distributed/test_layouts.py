@@ -19,8 +19,9 @@ from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
+from titanlike.run import loop
 
 Ranks = Callable[[int], Pool]
 
@@ -99,17 +100,17 @@ def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: st
 def _has_dropout_bits(recipe: PretrainRecipe) -> tuple[bool, bool]:
     """Whether batches have dropout bits in training, and in validation."""
     found: list[bool] = []
-    original = pretrain.validate
+    original = loop.validate
 
     def patched(model: Any, batches: Any, *others: Any) -> float:
         found.append("dropout_bits" in batches.microbatches(1)[0].inputs)
         return original(model, batches, *others)
 
-    pretrain.validate = patched
+    loop.validate = patched
     try:
         trained = "dropout_bits" in _training_batches(recipe)[0]
     finally:
-        pretrain.validate = original
+        loop.validate = original
     return trained, found[0]
 
 

@@ -13,10 +13,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from recipes import pretrain
 from tests.training import result, tiny, train_on_rank
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.data import dataloaders
-from titanlike.data.packed_dataset import SequenceBatch
-from titanlike.data.sources import Sources, open_sources
-from titanlike.data.stateful_loader import StatefulLoaderSource
+from titanlike.data.batches import dataloaders
+from titanlike.data.batches.packed_dataset import SequenceBatch
+from titanlike.data.batches.sources import Sources, open_sources
+from titanlike.data.batches.stateful_loader import StatefulLoaderSource
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from tests.pool import Pool
 from tests.training import MODELS, tiny, train
 from titanlike.config import PretrainRecipe
-from titanlike.data.loader import BatchLoader
-from titanlike.data.sources import open_sources
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.sources import open_sources
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.init import initialize
 from titanlike.models.registry import build_model
 

@@ -17,7 +17,7 @@ from tests.balanced_experts import balance_experts
 from tests.pool import Pool
 from tests.training import build, tiny
 from titanlike.config import PretrainRecipe
-from titanlike.data.loader import Batch
+from titanlike.data.batches.loader import Batch
 from titanlike.models.gemma_config import Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig

@@ -15,7 +15,7 @@ from tests.pool import Pool
 from tests.training import LLAMA, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
-from titanlike.data.loader import Batch
+from titanlike.data.batches.loader import Batch
 from titanlike.parallelisms.pipeline import Pipeline
 
 Ranks = Callable[[int], Pool]

@@ -19,7 +19,7 @@ from tests.pool import Pool
 from tests.training import GEMMA2, GEMMA3, MODELS, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, Traffic, build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
-from titanlike.data.loader import Batch
+from titanlike.data.batches.loader import Batch
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer

@@ -106,7 +106,15 @@ def resolve(what: str) -> tuple[str, Callable[..., Any], Callable[..., None]]:
     """Returns the attribute name of a function, the function, and a setter that replaces it."""
     owner_name, _, name = what.rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
-    return name, getattr(owner, name), functools.partial(setattr, owner)
+    original = getattr(owner, name)
+    package = sys.modules.get(owner_name.rpartition(".")[0])  # it may export the function
+
+    def replace(name: str, value: Any) -> None:
+        for each in (owner, package):
+            if getattr(each, name, None) is original:
+                setattr(each, name, value)
+
+    return name, original, replace
 
 
 def inject(fault: Fault, counter: StepCounter) -> None:

@@ -102,7 +102,7 @@ MOMENTS = {
     "start": Fault("titanlike.models.init.initialize", rank=1, do="SIGSTOP"),
     "first step": Fault("titanlike.optim.clipping.gradient_norms", rank=1, step=1, do="SIGSTOP"),
     "save": Fault("titanlike.checkpoint.saver.CheckpointManager.save", rank=1, step=2, do="SIGSTOP"),
-    "validation": Fault("titanlike.data.loader.BatchLoader.first_batches", rank=1, step=3, do="SIGSTOP"),
+    "validation": Fault("titanlike.data.batches.loader.BatchLoader.first_batches", rank=1, step=3, do="SIGSTOP"),
     "end": Fault("titanlike.inference.evaluator.Evaluator.sample_text", rank=0, do="SIGSTOP"),
 }
 

@@ -38,7 +38,9 @@ STEPS = {
     "after the norms": Case(dies("titanlike.optim.clipping.gradient_norms", "after", rank=1, step=5), (2, 4), "sync"),
     "before the update": Case(dies("titanlike.optim.optimizer.AdamW.step", rank=0, step=5), (2, 4), "sync"),
     "after the update": Case(dies("titanlike.optim.optimizer.AdamW.step", "after", rank=1, step=4), (2,), "sync"),
-    "in validation": Case(dies("titanlike.data.loader.BatchLoader.first_batches", rank=1, step=3), (2,), "sync"),
+    "in validation": Case(
+        dies("titanlike.data.batches.loader.BatchLoader.first_batches", rank=1, step=3), (2,), "sync"
+    ),
     "after the record": Case(dies("titanlike.metrics.Monitor.step", "after", rank=0, step=5), (2, 4), "sync"),
 }
 

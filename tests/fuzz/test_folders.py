@@ -26,10 +26,10 @@ from titanlike.checkpoint.store import manifest_hash
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Data
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.packed_dataset import PackedDataset
-from titanlike.data.sources import open_sources
-from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.token_shards import Manifest, Shards, ShardWriter
+from titanlike.data.batches.packed_dataset import PackedDataset
+from titanlike.data.batches.sources import open_sources
+from titanlike.data.tokens.shards import Manifest, Shards, ShardWriter
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run import run_dir
 from titanlike.run.resume import check_resume
 from titanlike.run.run_dir import RunDirectory, recipe_as_json

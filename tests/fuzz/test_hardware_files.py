@@ -26,7 +26,7 @@ from rich.console import Console
 
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import CPU_LIMIT, assert_sentences, run
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.planning import report
@@ -34,6 +34,7 @@ from titanlike.tools.planning.advice import Advice, limits
 from titanlike.tools.planning.hardware import FILES, Hardware, load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, make_plan
+from titanlike.tools.programs import load_known
 
 SEED = 0
 CHUNK = 100  # cases of one test
@@ -141,7 +142,7 @@ def overrides_of(rng: random.Random) -> dict[str, str]:
 
 @cache
 def shipped(recipe: Path) -> PretrainRecipe:
-    return load(PretrainRecipe, recipe)
+    return load_known(recipe, {})
 
 
 def check_numbers(value: Any, where: str = "") -> None:
@@ -196,7 +197,7 @@ def case(rng: random.Random, folder: Path) -> str:
         return "hardware refused"
     assert not refused, f"accepted: {data!r}"
     try:
-        changed = load(PretrainRecipe, recipe, overrides) if overrides else shipped(recipe)
+        changed = load_known(recipe, overrides) if overrides else shipped(recipe)
         check_recipe(changed, num_gpus)
         plan = make_plan(Job(changed, num_gpus), hardware)
     except UserError as error:

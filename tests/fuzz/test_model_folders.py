@@ -23,11 +23,10 @@ import torch
 
 from tests.fuzz.test_folders import JUNK, change_json, damage, refused_or
 from tests.interop.models import CONFIGS, MemoryWeights, model_of
-from titanlike.config import PretrainRecipe, load
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.chat_template import BUILT_IN, build_chat_template
-from titanlike.data.text.conversations import Conversation
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.documents.conversations import Conversation
+from titanlike.data.tokens.chat_template import BUILT_IN, build_chat_template
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.generation_config import generation_config, stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files
@@ -35,6 +34,7 @@ from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.registry import build_model
 from titanlike.tools.cli import hugging_face as commands
+from titanlike.tools.programs import load_known
 
 SEED = 1
 CHUNK = 50
@@ -237,7 +237,7 @@ def use(folder: Path) -> None:
     """Does with a folder what the commands do: reads weights, tokenizer and template, imports a recipe, exports."""
     weights = open_weights(folder)
     commands.import_recipe(folder, folder.with_name("recipe.toml"))
-    recipe = load(PretrainRecipe, folder.with_name("recipe.toml"), {"data.source": "synthetic"})
+    recipe = load_known(folder.with_name("recipe.toml"), {"data.source": "synthetic"})
     assert recipe.model == weights.config
     model = build_model(weights.config)
     load_weights(model, weights)

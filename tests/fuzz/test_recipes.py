@@ -22,11 +22,12 @@ from options import build_parser as sagemaker_options
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import run, run_argparse, train
 from tests.fuzz.job_arguments import launch_case, sweep_case
-from titanlike.config import PretrainRecipe, UserError, load, to_toml
+from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.schema import Key, describe
 from titanlike.distributed.environment import fail, launch_config, rank_info, rank_variables_from_slurm
 from titanlike.run.start import Arguments
 from titanlike.tools.cli import main as titanlike_main
+from titanlike.tools.programs import load_known
 
 SEED = 0
 CHUNK = 50  # cases of one test
@@ -135,10 +136,10 @@ def write_recipe(folder: Path, *lines: str, name: str = "recipe.toml", base: Pat
 def assert_round_trip(argv: Sequence[str], folder: Path) -> None:
     """The resolved recipe of a command line is accepted, and is the same recipe."""
     arguments = Arguments(argv)
-    recipe = load(PretrainRecipe, arguments.recipe, arguments.overrides)
+    recipe = load_known(arguments.recipe, arguments.overrides)
     resolved = folder / "resolved.toml"
     resolved.write_text(to_toml(recipe), encoding="utf-8")
-    assert load(PretrainRecipe, resolved) == recipe
+    assert load_known(resolved, {}) == recipe
 
 
 # Recipe files.

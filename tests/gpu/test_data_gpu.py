@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from benchmarks.null_gpu.values import compare_values
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import InMemoryTokens, PackedDataset, ShuffledMixture
-from titanlike.data.text.tokenizer import Separator
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import PackedDataset, ShuffledMixture
+from titanlike.data.tokens.arrays import InMemoryTokens
+from titanlike.data.tokens.tokenizer import Separator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

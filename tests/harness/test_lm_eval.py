@@ -17,7 +17,7 @@ import torch
 
 from tests.interop.models import CONFIGS, export_model, model_of
 from titanlike.config.sections import Data, Evaluation, Sample, Tokenizer, Training
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
 from titanlike.parallelisms.mesh import build_mesh
 

@@ -19,7 +19,7 @@ from titanlike.checkpoint import read_whole
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Parallelism, Sample, Training
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.inference.evaluator import Evaluator
 from titanlike.inference.scoring import Scorer, encode_pair
 from titanlike.inference.tasks import FORMATS, Item, Task, read_task

@@ -12,7 +12,7 @@ from tests.interop.models import CONFIGS, MemoryWeights, export_model, model_of
 from tests.pool import Pool
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.inference.generation import TextStream, check_prompts, generate
 from titanlike.inference.logits import NextLogits, recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs

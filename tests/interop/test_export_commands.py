@@ -7,8 +7,8 @@ import pytest
 
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.launching import SMALL, python, run
-from titanlike.config import PretrainRecipe, load
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
+from titanlike.tools.programs import load_known
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_export_and_import(runs: Path, tmp_path: Path) -> None:
     options = {"data.path": str(tmp_path / "chats.jsonl")}
     checked = run(tmp_path, "next.toml", "--check", "2", **options)
     assert checked.returncode == 0, checked.stderr
-    imported = load(PretrainRecipe, tmp_path / "next.toml", options)
+    imported = load_known(tmp_path / "next.toml", options)
     assert imported.optimizer.lr == 1e-5 and imported.schedule.decay == "cosine"
 
 

@@ -18,10 +18,11 @@ from tests.launching import ROOT, SMALL, run
 from tests.pool import Pool
 from tests.training import assert_same, result, tiny, train, train_on_rank
 from titanlike.config import UserError
-from titanlike.config.sections import Data, Float8, Lora, Parallelism, Tokenizer
-from titanlike.data.sources import open_sources
-from titanlike.data.text.chat_template import build_chat_template
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.config.finetune import ChatData, Lora
+from titanlike.config.sections import Float8, Parallelism, Tokenizer
+from titanlike.data.batches.chats import open_sources
+from titanlike.data.tokens.chat_template import build_chat_template
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.generation_config import stop_tokens
 from titanlike.interop.tokenizer_files import tokenizer_files
@@ -74,7 +75,7 @@ def recipe(folder: Path, name: str, base: tuple[Any, Path], **sections: Any) -> 
     training = dict(steps=1, seq_len=SEQ_LEN, global_batch_size=8, local_batch_size=2)
     sections["training"] = training | sections.get("training", {})
     return tiny(
-        folder, name, model=config, data=Data(source="chat", path=str(source / "chats.jsonl"), holdout_every=0),
+        folder, name, model=config, data=ChatData(source="chat", path=str(source / "chats.jsonl"), holdout_every=0),
         tokenizer=Tokenizer(encoding=str(source / "hf")), checkpoint=dict(initial=str(source / "hf")),
         schedule=dict(warmup_steps=0, decay="none"), validation=dict(interval=0), **sections,
     )  # fmt: skip
@@ -220,7 +221,7 @@ def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path:
     question, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
     train(ranks(1), tiny(
-        tmp_path, "run", data=Data(source="chat", path=str(tmp_path / "chats.jsonl"), holdout_every=0),
+        tmp_path, "run", data=ChatData(source="chat", path=str(tmp_path / "chats.jsonl"), holdout_every=0),
         tokenizer=Tokenizer(encoding=str(base)), training=dict(steps=40, global_batch_size=1, seq_len=64),
         optimizer=dict(lr=1e-2), schedule=dict(warmup_steps=0), validation=dict(interval=0),
     ))  # fmt: skip

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
 from titanlike.config.sections import Tokenizer
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights

@@ -86,8 +86,8 @@ def test_the_copy_block_of_the_readme_runs_the_changed_program(tmp_path: Path) -
         (tmp_path / folder).symlink_to(ROOT / folder)
     subprocess.run(["bash", "-ec", "\n".join(copying)], cwd=tmp_path, check=True)
     program = tmp_path / "custom/train.py"
-    loss = "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens\n"
-    program.write_text(edited(program.read_text(), (loss, loss.replace("/ num_tokens", "/ num_tokens * 2"))))
+    loss = "forward_backward(model, microbatches, num_tokens, mesh,"
+    program.write_text(edited(program.read_text(), (loss, loss.replace("num_tokens", "num_tokens / 2"))))
     script, recipe = running.split()
     assert script == "./run_train.sh"
     done = run(tmp_path, recipe, **SMALL | {"run.name": "changed"})

@@ -30,20 +30,21 @@ from tests.launching import ROOT, SMALL, free_port, python, run
 from tests.parity import CASES, moe_table, summary, table
 from tests.training import tiny, train
 from titanlike.checkpoint import read_whole
-from titanlike.config import PretrainRecipe, load
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import Tokenizer
-from titanlike.data.packed_dataset import BatchSource
+from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
 from titanlike.tools.cli.main import build_parser
 from titanlike.tools.data.prepare import prepare
+from titanlike.tools.programs import load_known
 from titanlike.tools.sweep.results import table as sweep_table
 from titanlike.tools.verify import TOLERANCES, _parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-KEYS = {key.name for key in describe(PretrainRecipe)}
+KEYS = {key.name for key in describe(FinetuneRecipe)}
 
 
 def blocks(page: Path, language: str = "bash") -> list[str]:
@@ -76,7 +77,7 @@ def test_a_training_command_is_valid(command: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     words = shlex.split(command, comments=True)
     arguments = Arguments(words[words.index("./run_train.sh") + 1 :])
-    recipe = load(PretrainRecipe, arguments.recipe, arguments.overrides)
+    recipe = load_known(arguments.recipe, arguments.overrides)
     processes = next((int(word.split("=")[1]) for word in words if word.startswith("NPROC=")), None)
     check_recipe(recipe, arguments.check or processes or (1 if arguments.recipe == DEFAULT_RECIPE else 8))
 
@@ -200,7 +201,7 @@ def test_the_verify_commands_are_valid() -> None:
         chosen = _parse(layout)
         processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
         overrides = {f"parallelism.{key}": value for key, value in chosen.items()}
-        check_recipe(load(PretrainRecipe, ROOT / recipe, overrides), processes)
+        check_recipe(load_known(ROOT / recipe, overrides), processes)
 
 
 def test_the_parity_table_is_what_the_tests_measured() -> None:
@@ -361,5 +362,5 @@ def test_the_repository_layout_lists_every_package() -> None:
 def test_the_table_of_recipes_has_the_parameter_counts() -> None:
     text = (ROOT / "docs/recipes.md").read_text()
     for path in (ROOT / "train_configs").glob("*.toml"):
-        count = load(PretrainRecipe, path).model.num_parameters()
+        count = load_known(path, {}).model.num_parameters()
         assert re.search(rf"/{path.stem}\.toml\).*\| {count:,} \|", text), f"{path.stem}: {count:,}"

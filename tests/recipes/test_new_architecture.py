@@ -134,7 +134,7 @@ def write_program(folder: Path) -> str:
             "from titanlike.config import PretrainRecipe\n",
             "from parallel_config import ParallelRecipe as PretrainRecipe\n",
         ),
-        ("import torch\nfrom torch", "import parallel_model\nimport torch\nfrom torch"),
+        ("import torch\n", "import parallel_model\nimport torch\n"),
     )
     (folder / "parallel.py").write_text(program)
     (folder / "parallel.toml").write_text(

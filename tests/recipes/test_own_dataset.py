@@ -18,10 +18,10 @@ def write_program(folder: Path) -> str:
     (folder / "my_data.py").write_text(example)
     program = edited(
         (ROOT / "recipes/pretrain.py").read_text(),
-        ("import torch\nfrom torch", "from my_data import open_sources\nimport torch\nfrom torch"),
+        ("import torch\n", "from my_data import open_sources\nimport torch\n"),
         (
-            "        vocab_size=recipe.model.vocab_size,\n    )\n    evaluator",
-            "        vocab_size=recipe.model.vocab_size,\n        open_sources=open_sources,\n    )\n    evaluator",
+            "device=device, **mesh.data_shard(training.seq_len),",
+            "device=device, **mesh.data_shard(training.seq_len), open_sources=open_sources,",
         ),
     )
     (folder / "mine.py").write_text(program)

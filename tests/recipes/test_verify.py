@@ -17,11 +17,11 @@ from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
 from titanlike.config.sections import Data, Tokenizer
-from titanlike.data.batch_record import first_difference, read_batches
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import SequenceBatch
-from titanlike.data.sources import open_sources
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.batches.batch_record import first_difference, read_batches
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import SequenceBatch
+from titanlike.data.batches.sources import open_sources
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.small_recipe import fitting_batch, shrink
 from titanlike.tools.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
@@ -157,8 +157,8 @@ def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
 def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     recipe = copied(
         tmp_path,
-        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens",
-        "            loss = model(**batch.inputs, labels=batch.labels) / num_tokens / mesh.num_data_ranks",
+        "forward_backward(model, microbatches, num_tokens, mesh,",
+        "forward_backward(model, microbatches, num_tokens * mesh.num_data_ranks, mesh,",
     )
     done = verify(tmp_path, recipe, "--layout", "shard=2")
     assert done.returncode == 1

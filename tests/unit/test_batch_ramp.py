@@ -11,8 +11,8 @@ from tests.unit.test_preflight import recipe
 from tests.unit.test_stream import open_stream, write
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import BatchSource, ShuffledMixture
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import BatchSource, ShuffledMixture
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job

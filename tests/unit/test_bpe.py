@@ -11,8 +11,8 @@ import pytest
 from tests.launching import python
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.documents import Fields
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.tools.data.train_tokenizer import BOS, EOS, train
 
 

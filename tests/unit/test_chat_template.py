@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.chat_template import ChatTemplate, build_chat_template
-from titanlike.data.text.conversations import Conversation, conversation_of
-from titanlike.data.text.documents import BadRecord
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.documents.conversations import Conversation, conversation_of
+from titanlike.data.documents.readers import BadRecord
+from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.interop.tokenizer_files import tokenizer_files
 
 CHATML = """\

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from tests.unit.test_packed_dataset import batches
 from titanlike.config import UserError
-from titanlike.config.sections import Data, Tokenizer
-from titanlike.data.chats import TokenizedChats, pack
-from titanlike.data.sources import Sources, open_sources
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.config.finetune import ChatData
+from titanlike.config.sections import Tokenizer
+from titanlike.data.batches.chats import open_sources, pack
+from titanlike.data.batches.sources import Sources
+from titanlike.data.tokens.chats import TokenizedChats
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE
 
 EOS = 256
@@ -30,7 +32,7 @@ def sum_of(first: int, second: int) -> dict[str, str]:
 
 
 def open_chats(path: Path, *, seq_len: int = 64, validate: bool = False, **keys: Any) -> Sources:
-    section = Data(source="chat", path=str(path), **({"holdout_every": 0} | keys))
+    section = ChatData(source="chat", path=str(path), **({"holdout_every": 0} | keys))
     return open_sources(
         section, build_tokenizer(Tokenizer()), seq_len=seq_len, global_batch_size=8, seed=0, validate=validate
     )
@@ -173,7 +175,7 @@ def test_the_cache_is_read_and_replaced_if_damaged(tmp_path: Path, monkeypatch: 
 
 
 def test_generated_conversations_need_no_file() -> None:
-    section = Data(source="synthetic_chat", holdout_every=20)
+    section = ChatData(source="synthetic_chat", holdout_every=20)
     tokenizer = build_tokenizer(Tokenizer())
     sources = open_sources(section, tokenizer, seq_len=128, global_batch_size=8, seed=0, validate=True)
     assert sources.training.describe(1).startswith("950 conversations") and sources.validation

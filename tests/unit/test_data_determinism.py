@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data import stream
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
-from titanlike.data.stream import PackedText, Stream
-from titanlike.data.text.documents import Fields
-from titanlike.data.text.files import list_files
-from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.token_shards import Manifest, Shards, ShardWriter
+from titanlike.data.batches import stream
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
+from titanlike.data.batches.stream import PackedText, Stream
+from titanlike.data.documents.files import list_files
+from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens.shards import Manifest, Shards, ShardWriter
+from titanlike.data.tokens.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(Section())
 STEPS = 8

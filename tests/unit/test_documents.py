@@ -14,10 +14,10 @@ import pytest
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text import documents
-from titanlike.data.text.documents import BadRecord, Document, Fields, read_chunks, read_documents, split_chunks
-from titanlike.data.text.files import File, list_files
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.documents import readers as documents
+from titanlike.data.documents.files import File, list_files
+from titanlike.data.documents.readers import BadRecord, Document, Fields, read_chunks, read_documents, split_chunks
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.tools.data.train_tokenizer import train
 
 Span = tuple[int, int]

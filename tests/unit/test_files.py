@@ -12,9 +12,9 @@ import zstandard
 from tests.launching import free_port
 from tests.web import Web, web
 from titanlike.config import UserError
-from titanlike.data.data_directory import DataDirectory
-from titanlike.data.text import files
-from titanlike.data.text.files import File, list_files, open_file
+from titanlike.data.documents import files
+from titanlike.data.documents.directory import DataDirectory
+from titanlike.data.documents.files import File, list_files, open_file
 
 
 @pytest.fixture

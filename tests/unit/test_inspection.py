@@ -9,7 +9,7 @@ from rich.console import Console
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.sections import Tokenizer
-from titanlike.data.text.documents import Fields
+from titanlike.data.documents.readers import Fields
 from titanlike.tools.cli.main import main
 from titanlike.tools.data.inspection import inspect_recipe
 from titanlike.tools.data.prepare import prepare

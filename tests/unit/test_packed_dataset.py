@@ -12,18 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from titanlike.config import UserError
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import (
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import (
     BatchSource,
-    InMemoryTokens,
     PackedDataset,
     SequenceBatch,
     ShuffledMixture,
     positions_in_documents,
     separate_documents,
 )
-from titanlike.data.shuffle import CYCLE, Mixture, shuffled
-from titanlike.data.text.tokenizer import Separator
+from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled
+from titanlike.data.tokens.arrays import InMemoryTokens
+from titanlike.data.tokens.tokenizer import Separator
 from titanlike.models.loss import IGNORE
 
 

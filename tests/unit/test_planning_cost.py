@@ -15,7 +15,8 @@ from benchmarks import planner_validation
 from benchmarks.published import ROWS
 from tests.training import tiny
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Lora, Optimizer, Parallelism, Training
+from titanlike.config.finetune import FinetuneRecipe, Lora, lora_of
+from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism, Training
 from titanlike.models.gemma_config import Gemma2Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama import rotary_angles
@@ -57,7 +58,8 @@ def job(num_gpus: int = 32, sequences: int = 1, microbatches: int = 4, seq_len: 
     batch = sequences * microbatches * sizes.replicate * sizes.shard
     training = Training(seq_len=seq_len, local_batch_size=sequences, global_batch_size=batch)
     values = dict(model=LLAMA_8B, training=replace(training, **sections.pop("training", {})), parallelism=layout)
-    return Job(PretrainRecipe(**values | sections), num_gpus)
+    recipe_type = FinetuneRecipe if "lora" in sections else PretrainRecipe
+    return Job(recipe_type(**values | sections), num_gpus)
 
 
 def predict(job: Job, hardware: Hardware = H100, program: Program | None = None) -> StepTime:
@@ -186,7 +188,7 @@ def test_products_of_a_block_with_lora_are_those_that_torch_counts(
     sizes = LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=192, vocab_size=256)
     recipe = tiny(tmp_path, "run", model=sizes, training=training, **sections)
     model = build_model(recipe.model)
-    apply_lora(model, blocks(model), recipe.lora)
+    apply_lora(model, blocks(model), lora_of(recipe))
     block = blocks(model)["0"]
     x, angles = torch.randn(2, 64, 64, requires_grad=True), rotary_angles(sizes, torch.arange(64)[None])
 

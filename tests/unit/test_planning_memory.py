@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import load
 from titanlike.models.llama import rotary_angles
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
@@ -27,7 +28,7 @@ RECIPES = Path(__file__).parents[2] / "train_configs"
 
 def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
     """Returns a shipped recipe with changes, by default without compilation."""
-    recipe = load(PretrainRecipe, RECIPES / f"{name}.toml")
+    recipe = load(FinetuneRecipe if "lora" in sections else PretrainRecipe, RECIPES / f"{name}.toml")
     sections = {"compile": dict(mode="none")} | sections
     changes: dict[str, Any] = {key: replace(getattr(recipe, key), **values) for key, values in sections.items()}
     return Job(replace(recipe, **changes), num_gpus)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.training import GEMMA2, GEMMA3, GPT_, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, tiny
-from titanlike.config.sections import Lora, Parallelism
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import Parallelism
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.lora import apply_lora
 from titanlike.models.moe_config import MoeConfig

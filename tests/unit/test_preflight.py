@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from titanlike.config import PretrainRecipe, UserError, section
+from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 from titanlike.metrics.hardware import device_name
@@ -199,7 +200,7 @@ def test_an_invalid_recipe_is_refused_with_the_remedy(sections: dict[str, Any], 
 
 def test_small_heads_are_refused_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     small = LlamaConfig(dim=64, num_heads=8, num_kv_heads=8)
-    chats = recipe(data=dict(source="chat", path="chats.jsonl"), model=small)
+    chats = FinetuneRecipe(data=ChatData(path="chats.jsonl"), model=small)
     monkeypatch.setattr("titanlike.run.preflight.num_gpus", lambda: 0)
     check_recipe(chats, 1)
     monkeypatch.setattr("titanlike.run.preflight.num_gpus", lambda: 1)

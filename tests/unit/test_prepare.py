@@ -13,11 +13,11 @@ import tomli
 
 from tests.unit.preparing import BYTES, MANY, content, random_text, read_split
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.documents import CHUNK_SIZE, BadRecord, Fields, read_documents
-from titanlike.data.text.files import File, list_files
-from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.token_shards import TRAIN, VALIDATION, Shards
-from titanlike.data.tokenization import split_of
+from titanlike.data.documents.files import File, list_files
+from titanlike.data.documents.readers import CHUNK_SIZE, BadRecord, Fields, read_documents
+from titanlike.data.tokens.shards import TRAIN, VALIDATION, Shards
+from titanlike.data.tokens.tokenization import split_of
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.tools.cli.data import recipe_lines
 from titanlike.tools.data import work_units
 from titanlike.tools.data.prepare import Progress, prepare

@@ -13,10 +13,10 @@ from tests.unit.preparing import BYTES, content, read_split
 from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text import files
-from titanlike.data.text.documents import BadRecord, Fields
-from titanlike.data.text.files import list_files
-from titanlike.data.token_shards import TRAIN, Manifest
+from titanlike.data.documents import files
+from titanlike.data.documents.files import list_files
+from titanlike.data.documents.readers import BadRecord, Fields
+from titanlike.data.tokens.shards import TRAIN, Manifest
 from titanlike.tools.data import work_units, workers
 from titanlike.tools.data.prepare import Progress, prepare
 from titanlike.utils.file_lock import FileLock

@@ -8,8 +8,7 @@ import torch
 
 from tests.training import tiny
 from titanlike.config import UserError
-from titanlike.run.completion import _best_validation
-from titanlike.run.run_dir import RunDirectory
+from titanlike.run.run_dir import RunDirectory, _best_validation
 from titanlike.utils import atomic_io
 
 

@@ -9,41 +9,43 @@ import pytest
 import tomli
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.help import help_text
 from titanlike.config.schema import describe
 from titanlike.tools.cli.main import main
 from titanlike.tools.schema import editor_schema, markdown
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = {"pretrain": PretrainRecipe, "finetune": FinetuneRecipe}
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
 def test_the_committed_schema_is_up_to_date() -> None:
     committed = json.loads((ROOT / "recipe.schema.json").read_text())
-    assert committed == editor_schema(PretrainRecipe), "run: titanlike schema > recipe.schema.json"
+    assert committed == editor_schema(FinetuneRecipe), "run: titanlike schema > recipe.schema.json"
 
 
 def test_the_committed_configuration_reference_is_up_to_date() -> None:
     committed = (ROOT / "docs/config.md").read_text()
-    assert committed == markdown(PretrainRecipe), "run: titanlike schema --markdown > docs/config.md"
+    assert committed == markdown(PROGRAMS), "run: titanlike schema --markdown > docs/config.md"
 
 
 def test_the_configuration_reference_has_every_key() -> None:
-    rows = markdown(PretrainRecipe).splitlines()
-    for key in describe(PretrainRecipe):
+    rows = markdown(PROGRAMS).splitlines()
+    for key in describe(FinetuneRecipe):
         assert any(
-            row.startswith(f"| `{key.name}` | ") and f"| `{json.dumps(key.default)}` | {key.doc} |" in row
+            row.startswith(f"| `{key.name}` | ") and f"`{json.dumps(key.default)}` | " in row and f"{key.doc} |" in row
             for row in rows
         )
 
 
 def test_the_schema_is_valid_draft_4() -> None:
-    jsonschema.Draft4Validator.check_schema(editor_schema(PretrainRecipe))
+    jsonschema.Draft4Validator.check_schema(editor_schema(FinetuneRecipe))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_matches_the_schema(path: Path) -> None:
-    jsonschema.Draft4Validator(editor_schema(PretrainRecipe)).validate(tomli.loads(path.read_text()))
+    jsonschema.Draft4Validator(editor_schema(FinetuneRecipe)).validate(tomli.loads(path.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -58,34 +60,34 @@ def test_a_shipped_recipe_matches_the_schema(path: Path) -> None:
     ],
 )
 def test_the_schema_rejects_what_the_loader_rejects(recipe: dict[str, object]) -> None:
-    assert not jsonschema.Draft4Validator(editor_schema(PretrainRecipe)).is_valid(recipe)
+    assert not jsonschema.Draft4Validator(editor_schema(FinetuneRecipe)).is_valid(recipe)
 
 
 def test_help_has_every_key_with_its_type_default_and_documentation() -> None:
-    text = " ".join(help_text(PretrainRecipe, "usage", "all").split())
-    for key in describe(PretrainRecipe):
+    text = " ".join(help_text(FinetuneRecipe, "usage", "all").split())
+    for key in describe(FinetuneRecipe):
         assert f"--{key.name} ({key.type}; default {json.dumps(key.default)})" in text
         assert key.doc, f"{key.name} has no docstring"
         assert key.doc in text
 
 
 def test_help_lists_the_sections_and_explains_one_of_them() -> None:
-    overview = help_text(PretrainRecipe, "usage", "").splitlines()
+    overview = help_text(FinetuneRecipe, "usage", "").splitlines()
     names = [line.split()[0] for line in overview[3:]]
     assert overview[:3] == ["usage", "", "sections (--help SECTION):"]
-    assert names == list(dict.fromkeys(key.name.partition(".")[0] for key in describe(PretrainRecipe)))
+    assert names == list(dict.fromkeys(key.name.partition(".")[0] for key in describe(FinetuneRecipe)))
     assert len(overview) < 30 and all(len(line) <= 120 for line in overview)
     assert next(line for line in overview if " schedule " in line).split()[1:3] == ["4", "keys"]
     for topic in ("schedule", "[schedule]"):
-        found = help_text(PretrainRecipe, "usage", topic)
+        found = help_text(FinetuneRecipe, "usage", topic)
         assert re.findall(r"^  --(\S+)", found, flags=re.MULTILINE) == [
-            key.name for key in describe(PretrainRecipe) if key.name.startswith("schedule.")
+            key.name for key in describe(FinetuneRecipe) if key.name.startswith("schedule.")
         ]
-    assert re.findall(r"^  --(\S+)", help_text(PretrainRecipe, "", "training.steps"), flags=re.MULTILINE) == [
+    assert re.findall(r"^  --(\S+)", help_text(FinetuneRecipe, "", "training.steps"), flags=re.MULTILINE) == [
         "training.steps"
     ]
     with pytest.raises(UserError, match=r"^--help trainin: no such section or key; did you mean --help training\?$"):
-        help_text(PretrainRecipe, "", "trainin")
+        help_text(FinetuneRecipe, "", "trainin")
 
 
 def test_titanlike_schema_prints_both_forms(
@@ -93,7 +95,7 @@ def test_titanlike_schema_prints_both_forms(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["titanlike", "schema"])
     main()
-    assert json.loads(capsys.readouterr().out) == editor_schema(PretrainRecipe)
+    assert json.loads(capsys.readouterr().out) == editor_schema(FinetuneRecipe)
     monkeypatch.setattr("sys.argv", ["titanlike", "schema", "--markdown"])
     main()
-    assert capsys.readouterr().out == markdown(PretrainRecipe)
+    assert capsys.readouterr().out == markdown(PROGRAMS)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlike.config import PretrainRecipe, load
+from titanlike.config import PretrainRecipe
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.load import joined
 from titanlike.models.registry import build_model
@@ -18,6 +18,7 @@ from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import program_of
+from titanlike.tools.programs import load_known
 from titanlike.utils.dtensor import local_tensor
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
@@ -67,7 +68,7 @@ def test_the_table_has_every_shipped_recipe() -> None:
 def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> None:
     count, processes = SHIPPED[name]
     path = FOLDER / f"{name}.toml"
-    recipe = load(PretrainRecipe, path)
+    recipe = load_known(path, {})
     check_recipe(recipe, processes)
     layout = recipe.parallelism
     machine = layout.pipeline * layout.tensor * layout.context
@@ -76,7 +77,7 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
         model = build_model(recipe.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert recipe.model.num_parameters() == count
-    assert program_of(path).name == "pretrain.py"
+    assert program_of(path).name == ("finetune.py" if "finetune" in name else "pretrain.py")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
 def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrides: dict[str, str]) -> None:
     """Applies the transforms of the recipe at full size, on the meta device and a fake process group."""
     count, processes = SHIPPED[name]
-    recipe = load(PretrainRecipe, FOLDER / f"{name}.toml", {f"parallelism.{key}": n for key, n in overrides.items()})
+    recipe = load_known(FOLDER / f"{name}.toml", {f"parallelism.{key}": n for key, n in overrides.items()})
     check_recipe(recipe, processes)
     layout = recipe.parallelism.resolve(processes)
     shards, split = processes // layout.pipeline, layout.split(recipe.model)
@@ -156,7 +157,7 @@ def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
 def test_the_comment_of_a_recipe_at_scale_has_its_gpus_and_memory(name: str) -> None:
     processes = SHIPPED[name][1]
     text = " ".join(re.findall(r"^# (.*)", (FOLDER / f"{name}.toml").read_text(), flags=re.MULTILINE))
-    memory = round(estimated_memory(load(PretrainRecipe, FOLDER / f"{name}.toml"), processes))
+    memory = round(estimated_memory(load_known(FOLDER / f"{name}.toml", {}), processes))
     assert f"{processes} GPUs" in text
     assert f"Estimated memory, not measured: {memory} GiB per GPU" in text, memory
     assert memory < 0.85 * 80e9 / 2**30  # the rest is for what is not estimated
@@ -172,4 +173,4 @@ def test_a_recipe_joined_with_its_bases_is_equal(name: str, tmp_path: Path) -> N
     (tmp_path / "one.toml").write_text(text)
     # The fields of a model size are not written out, so that an override of the size still sets them.
     for keys in ({}, {"model.dim": "256"}):
-        assert load(PretrainRecipe, tmp_path / "one.toml", keys) == load(PretrainRecipe, FOLDER / f"{name}.toml", keys)
+        assert load_known(tmp_path / "one.toml", keys) == load_known(FOLDER / f"{name}.toml", keys)

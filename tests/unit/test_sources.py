@@ -13,13 +13,13 @@ import pytest
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Checkpoint, Data, Validation
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data import sources
-from titanlike.data.packed_dataset import ShuffledMixture
-from titanlike.data.sources import Sources, open_sources
-from titanlike.data.stream import Stream
-from titanlike.data.text.documents import Fields
-from titanlike.data.text.tokenizer import build_tokenizer
-from titanlike.data.tokenization import write_shards
+from titanlike.data.batches.packed_dataset import ShuffledMixture
+from titanlike.data.batches.sources import Sources, open_sources
+from titanlike.data.batches.stream import Stream
+from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens import cache as cache_module
+from titanlike.data.tokens.tokenization import write_shards
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.data.prepare import prepare
 
@@ -67,7 +67,7 @@ def test_concurrent_processes_tokenize_text_once(tmp_path: Path, cache: Path, mo
         calls.append(out)
         return write_shards(files, out, *others, **options)
 
-    monkeypatch.setattr(sources, "write_shards", counted)
+    monkeypatch.setattr(cache_module, "write_shards", counted)
     found: list[Sources] = []
     threads = [threading.Thread(target=lambda: found.append(open_(source="text", path=str(folder)))) for _ in range(4)]
     for thread in threads:

@@ -12,8 +12,8 @@ from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlike.config import UserError
-from titanlike.data.loader import BatchLoader
-from titanlike.data.stateful_loader import StatefulLoaderSource
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.stateful_loader import StatefulLoaderSource
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

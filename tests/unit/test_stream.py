@@ -13,11 +13,11 @@ import pytest
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data import stream
-from titanlike.data.stream import Stream
-from titanlike.data.text.documents import Fields
-from titanlike.data.text.files import File, list_files
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.batches import stream
+from titanlike.data.batches.stream import Stream
+from titanlike.data.documents.files import File, list_files
+from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(Section())
 END = 256

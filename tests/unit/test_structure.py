@@ -13,7 +13,7 @@ from tests.planted_errors import ERRORS, Planted
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titanlike"
-TOOLS = PACKAGE / "tools"
+DATA, TOOLS = PACKAGE / "data", PACKAGE / "tools"
 
 # From top to bottom: a package imports only from lower layers. Packages of one layer do not import each other.
 CORE = [
@@ -27,6 +27,7 @@ CORE = [
     {"utils"},
     {"config"},
 ]
+LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify"},
@@ -86,7 +87,9 @@ def upward(folder: Path, layers: list[set[str]], sources: list[Path]) -> Iterato
                 yield f"{module_of(path)} imports {target}"
 
 
-@pytest.mark.parametrize(("folder", "layers"), [(PACKAGE, [{"tools"}, *CORE]), (TOOLS, LAYERS_OF_TOOLS)])
+@pytest.mark.parametrize(
+    ("folder", "layers"), [(PACKAGE, [{"tools"}, *CORE]), (DATA, LAYERS_OF_DATA), (TOOLS, LAYERS_OF_TOOLS)]
+)
 def test_every_package_has_a_layer(folder: Path, layers: list[set[str]]) -> None:
     found = {path.stem for path in folder.iterdir() if path.stem not in ("__init__", "__pycache__")}
     assert found == set().union(*layers)
@@ -94,6 +97,7 @@ def test_every_package_has_a_layer(folder: Path, layers: list[set[str]]) -> None
 
 def test_imports_go_downward() -> None:
     assert list(upward(PACKAGE, [{"tools"}, *CORE], SOURCES)) == []
+    assert list(upward(DATA, LAYERS_OF_DATA, [path for path in SOURCES if DATA in path.parents])) == []
     assert list(upward(TOOLS, LAYERS_OF_TOOLS, [path for path in SOURCES if TOOLS in path.parents])) == []
     assert [name for path in SOURCES for name in imports(path) if name.split(".")[0] in ("recipes", "tests")] == []
 
@@ -107,7 +111,8 @@ def test_configs_import_no_torch() -> None:
 def test_the_core_never_imports_a_tool() -> None:
     # Neither by a statement nor by a name that importlib would get.
     assert [module_of(path) for path in CORE_SOURCES if "titanlike.tools" in path.read_text()] == []
-    code = "import recipes.pretrain, sys; print([name for name in sys.modules if name.startswith('titanlike.tools')])"
+    programs = "import recipes.finetune, recipes.pretrain, sys"
+    code = f"{programs}; print([name for name in sys.modules if name.startswith('titanlike.tools')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -128,6 +133,21 @@ def test_a_run_imports_no_more_than_its_budget() -> None:
     assert (len(found) <= MAX_MODULES, sum(found.values()) <= MAX_LINES) == (True, True), (
         f"{len(found)} modules with {sum(found.values())} lines"
     )
+
+
+def test_pre_training_knows_nothing_of_chats() -> None:
+    code = "import recipes.pretrain, sys; print([name for name in sys.modules if name.endswith('.chats')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "recipes").glob("*.py")), ids=lambda program: program.stem)
+def test_a_program_is_short(program: Path) -> None:
+    tree = ast.parse(program.read_text())
+    (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    assert main.name == "main" and (main.end_lineno or 0) - main.lineno < 110
+    assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)) <= 20
+    assert "pipeline" not in program.read_text().replace("mesh.pipeline", "").lower()
 
 
 def test_only_three_modules_read_environment_variables() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.web import Web, web
 from titanlike.config import UserError
-from titanlike.data.data_directory import DataDirectory
-from titanlike.data.text import files
-from titanlike.data.token_shards import TRAIN, Manifest, Shards, ShardWriter, read_manifest
+from titanlike.data.documents import files
+from titanlike.data.documents.directory import DataDirectory
+from titanlike.data.tokens.shards import TRAIN, Manifest, Shards, ShardWriter, read_manifest
 
 LENGTHS = [[5, 3, 4], [1], [7, 2]]  # of the documents of each shard
 PROMPTS = [[2, 0, 4], [0], [0, 1]]

@@ -9,7 +9,7 @@ import tokenizers
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.tokenizer import Separator, Tokenizer, build_tokenizer
+from titanlike.data.tokens.tokenizer import Separator, Tokenizer, build_tokenizer
 
 BYTES = build_tokenizer(Section(), 320)
 

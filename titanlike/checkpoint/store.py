@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Union
 
@@ -47,6 +47,10 @@ class CheckpointMetadata:
     skipped: list[int] = field(default_factory=list)  # recent steps whose update was skipped
     versions: dict[str, str] = field(default_factory=dict)  # of libraries
     optimizer: dict[str, Any] = field(default_factory=dict)  # Python values in its state, by parameter; set by the save
+
+    def at(self, step: int, tokens: int, position: list[Any] | None, skipped: list[int]) -> "CheckpointMetadata":
+        """Returns the metadata of the same run at another step."""
+        return replace(self, step=step, tokens=tokens, position=position, skipped=skipped)
 
 
 def name_of(step: int) -> str:

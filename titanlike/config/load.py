@@ -253,16 +253,17 @@ def _format_error(recipe_type: type, detail: dict[str, Any], origins: Mapping[st
     if is_list_of_tables:  # a key of a table; other parts are indices into a list
         name = ".".join([name, *(part for part in location[2:] if not part.isdigit())])
     name = shown(name)
+    elsewhere: Mapping[str, str] = getattr(recipe_type, "elsewhere", {})
     error_type, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     origin = origins.get(name) or next((origins[key] for key in origins if key.startswith(name + ".")), str(path))
     if error_type in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{origin}: {_unknown_key(name, value, list(keys))}"
+        return f"{origin}: {_unknown_key(name, value, list(keys), elsewhere.get(name))}"
     setting = f"{origin}: {name} = {show_value(value)}"
     if error_type == "union_tag_invalid":
         tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
         return f"{origin}: {name}.name = {show_value(context['tag'])} {_unknown_choice(context['tag'], tags)}"
     if error_type == "literal_error":
-        return f"{setting} {_unknown_choice(str(value), keys[name].choices)}"
+        return f"{setting} {_unknown_choice(str(value), keys[name].choices, elsewhere.get(f'{name}={value}'))}"
     if error_type in ("dataclass_type", "dict_type"):
         table = f"[[{name}]]" if is_list_of_tables else f"[{name}]"
         return f"{setting} is not a table; write {table} and its keys below it"
@@ -277,13 +278,15 @@ def _format_error(recipe_type: type, detail: dict[str, Any], origins: Mapping[st
     return f"{setting}: {detail['msg']}"
 
 
-def _unknown_choice(value: str, choices: Sequence[str]) -> str:
+def _unknown_choice(value: str, choices: Sequence[str], program: str | None = None) -> str:
+    if program:
+        return f'is for the program {program}; set recipe = "{program}"'
     near = nearest(value, choices)
     hint = f"did you mean {json.dumps(near)}? " if near else ""
     return f"is not valid; {hint}choose from {', '.join(choices)}"
 
 
-def _unknown_key(name: str, value: Any, keys: Sequence[str]) -> str:
+def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None) -> str:
     section, _, leaf = name.rpartition(".")
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     sections = sorted({key.partition(".")[0] for key in keys})
@@ -291,7 +294,9 @@ def _unknown_key(name: str, value: Any, keys: Sequence[str]) -> str:
     setting = name or '""'
     setting += "" if isinstance(value, dict) else f" = {show_value(value)}"
     near = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
-    if near:
+    if program:
+        remedy = f'recipes/{program}.py has it; set recipe = "{program}"'
+    elif near:
         remedy = f"did you mean {section + '.' if section else ''}{near}?"
     elif same_leaf:
         remedy = f"did you mean {same_leaf[0]}?"

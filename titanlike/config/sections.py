@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,7 +29,6 @@ from titanlike.config.base import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    matches,
     section,
     shown,
 )
@@ -97,15 +96,12 @@ class Tokenizer:
 class Data:
     """Training and validation data."""
 
-    source: Literal["python_stdlib", "text", "shards", "stream", "chat", "synthetic_chat", "synthetic"] = (
-        "python_stdlib"
-    )
+    source: Literal["python_stdlib", "text", "shards", "stream", "synthetic"] = "python_stdlib"
     """`shards`: token shards from `titanlike data prepare`, recommended for all but small runs. `text`: text files, tokenized
-    at the first start and cached. `stream`: text files, tokenized during training. `chat`: conversations or instructions, of
-    which the assistant's tokens are the labels. `python_stdlib`: the source code of Python's standard library, available on
-    every machine. `synthetic_chat`: generated conversations about sums. `synthetic`: random tokens, for benchmarks."""
+    at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source code of
+    Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
     path: FilePath = ""
-    """For `shards`: their directory. For `text`, `stream` and `chat`: a file, a directory (read recursively) or a glob pattern such
+    """For `shards`: their directory. For other files: a file, a directory (read recursively) or a glob pattern such
     as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `https://`, `hf://datasets/`. A document
     is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as `.gz` or `.zst`."""
     mixture: tuple[FilePath, ...] = ()
@@ -117,23 +113,18 @@ class Data:
     """Field of a JSON line or column of a Parquet file that contains the text."""
     prompt_field: str = ""
     """Field that contains a prompt, which precedes the text and is excluded from the loss. Default: no prompt."""
-    chat_template: FilePath = ""
-    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has none, ChatML."""
-    long_chats: Literal["truncate", "skip"] = "truncate"
-    """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it."""
     bad_records: Literal["stop", "skip"] = "stop"
     """How to handle a record that cannot be read: `stop` the run, or `skip` the record and log a warning."""
     document_masks: bool = False
-    """Mask attention between documents in a packed sequence, and restart position ids at each document. Conversations of a
-    `chat` are always documents. On GPUs, attention is FlexAttention then, unless `training.attention` is `efficient` or
-    `math`."""
+    """Mask attention between documents in a packed sequence, and restart position ids at each document. On GPUs, attention is
+    FlexAttention then, unless `training.attention` is `efficient` or `math`."""
     holdout_every: NonNegative = 50
-    """Hold out one of every `holdout_every` sequences or conversations, evenly spaced, for validation. 0 holds out none and
+    """Hold out one of every `holdout_every` sequences, evenly spaced, for validation. 0 holds out none and
     requires `validation.interval = 0`. Not used for shards that have a validation split."""
     validation_path: FilePath = ""
-    """Shards, text or, with `chat`, conversations for validation. If set, no training data is held out."""
+    """Shards or text for validation. If set, no training data is held out."""
     cache: FilePath = ""
-    """Directory that caches the tokens of `text` and `chat`. Default: `~/.cache/titanlike`."""
+    """Directory that caches the tokens of `text`. Default: `~/.cache/titanlike`."""
     prefetch: NonNegative = 2
     """Batches to prepare ahead of the training loop, in a thread. 0 prepares each batch when it is needed."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 4
@@ -142,7 +133,16 @@ class Data:
     @property
     def reads_paths(self) -> bool:
         """Whether the source reads files that the recipe names."""
-        return self.source in ("text", "shards", "stream", "chat")
+        return self.source in ("text", "shards", "stream")
+
+    @property
+    def masks_documents(self) -> str:
+        """The key that masks attention between documents, with its value; "" if none does."""
+        return "data.document_masks = true" if self.document_masks else ""
+
+    def missing_files(self) -> Iterator[str]:
+        """Yields a sentence for each file that the section names and that this machine lacks, besides the data."""
+        yield from ()
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
@@ -159,9 +159,6 @@ class Data:
         if self.weights and len(self.weights) != len(self.mixture):
             numbers = f"{len(self.weights)} numbers for the {len(self.mixture)} paths of data.mixture"
             yield f"data.weights has {numbers}; give one each"
-        if self.chat_template and "chat" not in self.source:
-            source = f"data.source = '{self.source}'"
-            yield f"data.chat_template renders conversations, but {source}; set data.source = 'chat'"
         if self.source == "shards" and self.prompt_field:
             yield "data.prompt_field applies to text; for shards, use `titanlike data prepare --prompt-field`"
 
@@ -370,28 +367,6 @@ class Float8:
 
 
 @section
-class Lora:
-    """LoRA: trains two small matrices beside each selected linear layer, and nothing else."""
-
-    rank: NonNegative = 0
-    """Inner dimension of the two matrices. 0 disables LoRA."""
-    alpha: PositiveFloat = 16.0
-    """Their product is multiplied by `alpha / rank`."""
-    layers: tuple[str, ...] = ()
-    """Linear layers of the blocks, by parts of their names: `attention`, `wq`, `layers.0`, `layers.*.feed_forward`. Default:
-    all linear layers of the blocks."""
-
-    def problems(self) -> Iterator[str]:
-        """Yields a sentence for each contradiction among the keys."""
-        if self.layers and not self.rank:
-            yield f"lora.layers = {list(self.layers)} has no effect with lora.rank = 0; set lora.rank"
-
-    def selects(self, name: str) -> bool:
-        """Whether a linear layer of a block has these matrices."""
-        return self.rank > 0 and (not self.layers or any(matches(pattern, name) for pattern in self.layers))
-
-
-@section
 class Compile:
     """torch.compile."""
 
@@ -590,7 +565,6 @@ class PretrainRecipe:
     schedule: Schedule = Schedule()
     parallelism: Parallelism = Parallelism()
     float8: Float8 = Float8()
-    lora: Lora = Lora()
     compile: Compile = Compile()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     checkpoint: Checkpoint = Checkpoint()
@@ -599,3 +573,26 @@ class PretrainRecipe:
     sample: Sample = Sample()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
+    # What another shipped program has, and its name, for errors.
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("lora", "data.chat_template", "data.long_chats", "data.source=chat", "data.source=synthetic_chat"), "finetune"
+    )
+
+    @property
+    def trains_all_weights(self) -> bool:
+        """Whether no weight is frozen."""
+        return True
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the forward and backward pass of a token."""
+        return self.model.flops_per_token(self.training.seq_len, frozen=not self.trains_all_weights)
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction between sections that only this program has. A program's own recipe type adds
+        its own."""
+        yield from ()
+
+    def summary_lines(self) -> list[str]:
+        """Returns lines for the summary of a run, about sections that only this program has."""
+        return []

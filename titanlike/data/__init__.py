@@ -1,1 +1,1 @@
-"""Tokenized data sources and deterministic, resumable batches."""
+"""Data in three layers, each of which imports only those before it: documents, tokens, batches."""

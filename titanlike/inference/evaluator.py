@@ -13,13 +13,14 @@ from torch import nn
 
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Sample, Training, metrics_name
-from titanlike.data.sources import open_validation
-from titanlike.data.text.tokenizer import Tokenizer
-from titanlike.data.token_shards import Shards
+from titanlike.data.batches.sources import open_validation
+from titanlike.data.tokens.shards import Shards
+from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.models.base_config import TransformerConfig
 from titanlike.parallelisms.mesh import Mesh
 
 if TYPE_CHECKING:
+    from titanlike.data.tokens.chat_template import ChatTemplate
     from titanlike.inference.scoring import Scorer
     from titanlike.inference.tasks import Task
 
@@ -42,6 +43,7 @@ class Evaluator:
         config: TransformerConfig,
         tokenizer: Tokenizer,
         seed: int,
+        template: "ChatTemplate | None" = None,
     ) -> None:
         """Opens the files that the section names.
 
@@ -50,9 +52,10 @@ class Evaluator:
             training: has the length of the sequences into which text is cut, and the number of them in a forward pass of a rank.
             config: that of the model. The items of tasks are cut on the left to its context length.
             seed: that of the samples.
+            template: that of the conversations. A sample is then the answer to its prompt.
         """
         self.section, self.sample, self.data, self.training = section, sample, data, training
-        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        self.config, self.tokenizer, self.seed, self.template = config, tokenizer, seed, template
         self.tasks = self._read_tasks()
         self.texts = {metrics_name(path): self._open(path) for path in section.data}
 
@@ -109,23 +112,29 @@ class Evaluator:
         return f"\nsample after {self.training.steps} steps:\n{self.sample_text(model, mesh)}\n"
 
     def sample_text(self, model: nn.Module, mesh: Mesh) -> str:
-        """Returns the prompt of the samples and what the model continues it with. All ranks call it and get the same text."""
+        """Returns the prompt of the samples and what the model continues it with, or its answer. All ranks call it and get the same
+        text."""
         from titanlike.inference.generation import generate
         from titanlike.inference.logits import recomputed_logits
         from titanlike.inference.sampling import Sampling
 
-        sample = self.sample
+        sample, prompt, stop_tokens = self.sample, self.tokenizer.opening(self.sample.prompt), frozenset[int]()
+        if self.template:
+            prompt = self.template.opening([{"role": "user", "content": sample.prompt}])
+            end = self.template.end_of_turn()
+            stop_tokens = frozenset() if end is None else frozenset({end})
         [text] = generate(
             recomputed_logits(
                 model, mesh, min(self.training.seq_len, SAMPLE_CONTEXT), torch.device(mesh.tensor.device_type)
             ),
-            [self.tokenizer.opening(sample.prompt)],
+            [prompt],
             self.tokenizer,
             Sampling(sample.temperature),
             max_new_tokens=sample.tokens,
             seed=self.seed,
+            stop_tokens=stop_tokens,
         )
-        return sample.prompt + text
+        return f"user: {sample.prompt}\nassistant: {text}" if self.template else sample.prompt + text
 
     def _read_tasks(self) -> "dict[str, Task]":
         if not self.section.tasks:

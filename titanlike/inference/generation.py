@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from titanlike.config import UserError
-from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.distributed import process_group
 from titanlike.inference.logits import NextLogits
 from titanlike.inference.sampling import Sampler, Sampling

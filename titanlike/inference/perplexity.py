@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from titanlike.data.loader import Batch
-from titanlike.data.packed_dataset import positions_in_documents, separate_documents
-from titanlike.data.text.tokenizer import Separator, Tokenizer
-from titanlike.data.token_shards import Shards
+from titanlike.data.batches.loader import Batch
+from titanlike.data.batches.packed_dataset import positions_in_documents, separate_documents
+from titanlike.data.tokens.shards import Shards
+from titanlike.data.tokens.tokenizer import Separator, Tokenizer
 from titanlike.distributed import collectives
 from titanlike.inference.logits import check_finite, round_up, sequence_multiple
 from titanlike.models.loss import IGNORE, num_valid

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.distributed import collectives
 from titanlike.inference.logits import check_finite, parallel_logits
 from titanlike.parallelisms.mesh import Mesh

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titanlike.checkpoint.format import write_tensors
 from titanlike.config import UserError
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.interop.generation_config import GENERATION_CONFIG, generation_config, trained_template
 from titanlike.interop.hf_folder import CONFIG, INDEX
 from titanlike.interop.hf_plan import stored_tensors

@@ -6,9 +6,9 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.data.text.chat_template import ChatTemplate, build_chat_template
-from titanlike.data.text.documents import BadRecord
-from titanlike.data.text.tokenizer import Tokenizer, files_of
+from titanlike.data.documents.readers import BadRecord
+from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
+from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, read_json
 from titanlike.interop.weights import CheckpointWeights, Weights

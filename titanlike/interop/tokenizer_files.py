@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from titanlike.data.text.tokenizer import Tokenizer, files_of
+from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 from titanlike.utils.regular_file import read_regular
 
 # Files beside a tokenizer.json that belong to the tokenizer.

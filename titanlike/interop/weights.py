@@ -27,7 +27,8 @@ from titanlike.checkpoint.format import (
 from titanlike.checkpoint.loader import shard_range_of
 from titanlike.config import UserError
 from titanlike.config.base import shown, validate
-from titanlike.config.sections import Lora, Tokenizer
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import Tokenizer
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
 from titanlike.interop.hf_plan import hf_plan, stored_tensors, whole

@@ -1,5 +1,6 @@
-"""Training metrics: measurement, console output, and files."""
+"""Training metrics: measurement, console output, files and traces."""
 
 from titanlike.metrics.monitor import Measured, Monitor
+from titanlike.metrics.profiler import Profiler
 
-__all__ = ["Measured", "Monitor"]
+__all__ = ["Measured", "Monitor", "Profiler"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.config.sections import Lora
+from titanlike.config.finetune import Lora
 from titanlike.utils.modules import rebuild, replace_modules
 
 A, B = "lora_A", "lora_B"

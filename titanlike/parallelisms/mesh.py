@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.distributed import process_group
+from titanlike.parallelisms.context import context_position_ids
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class Mesh:
         """Returns the groups of ranks with the same tokens and different parts of the model. A sum over these and `loss_groups` is
         one over all ranks."""
         return [self.pipeline.get_group(), self.tensor.get_group()]
+
+    def data_shard(self, seq_len: int) -> dict[str, Any]:
+        """Returns this rank's part of the global batch and of each sequence: arguments of `build_dataloaders`."""
+        return {
+            "data_rank": self.data_rank,
+            "num_data_ranks": self.num_data_ranks,
+            "position_ids": context_position_ids(seq_len, self.context),
+        }
 
     @property
     def vocab_group(self) -> dist.ProcessGroup | None:

@@ -8,12 +8,13 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import LIMIT, divisors, matches, one_of, shown
+from titanlike.config.base import LIMIT, divisors, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.schema import describe
@@ -29,11 +30,11 @@ BFLOAT16_MACOS = 14  # the first version of macOS with bfloat16 on its GPUs
 
 def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     """Raises `UserError` with one line for each thing in the recipe that cannot work on this number of processes."""
-    problems: list[str] = []
+    problems = list(recipe.problems())
     for field in fields(recipe):
         section = getattr(recipe, field.name)
         problems += section.problems() if hasattr(section, "problems") else []
-    for check in (_lengths, _data, _attention, _compiler, _optimizer, _checkpoint, _tensor, _pipeline, _float8, _lora):
+    for check in (_lengths, _data, _attention, _compiler, _optimizer, _checkpoint, _tensor, _pipeline, _float8):
         problems += check(recipe)
     if recipe.run.device == "mps":
         problems += _mps(recipe, world_size)
@@ -115,8 +116,7 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
     kernel, model, context = recipe.training.attention, recipe.model, recipe.parallelism.context
     reasons = {
         f"model.attention_soft_cap = {model.attention_soft_cap}": model.attention_soft_cap > 0,
-        "data.document_masks = true": recipe.data.document_masks,
-        f"data.source = '{recipe.data.source}'": "chat" in recipe.data.source,
+        recipe.data.masks_documents: recipe.data.masks_documents != "",
         f"model.sliding_window = {model.sliding_window}": model.num_local() > 0
         and model.sliding_window < recipe.training.seq_len,
     }
@@ -206,8 +206,6 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
     if all(group.optimizer != "muon" for group in optimizer.groups):
         return
     refused = "optimizer = 'muon' does not support "
-    if recipe.lora.rank:
-        yield f"{refused}lora.rank = {recipe.lora.rank}, whose matrices are products; set lora.rank = 0"
     if recipe.parallelism.cpu_offload:
         yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
     stacks = [optimizer.group_of(f"layers.0.{name}", is_matrix=True) for name in model.expert_parameters()]
@@ -326,35 +324,6 @@ def _float8(recipe: PretrainRecipe) -> Iterator[str]:
     yield from selection_problems(float8, model, recipe.parallelism.tensor)
 
 
-def _lora(recipe: PretrainRecipe) -> Iterator[str]:
-    lora, model = recipe.lora, recipe.model
-    if not lora.rank:
-        return
-    names = [name for name in model.matrices() if name.startswith("layers.")]
-    unmatched = [pattern for pattern in lora.layers if not any(matches(pattern, name) for name in names)]
-    for pattern in unmatched:
-        yield (
-            f"lora.layers: {pattern!r} matches no linear layer ({', '.join(model.block_matrices())} in each of layers.0 to "
-            f"layers.{model.num_layers - 1})"
-        )
-    if recipe.float8.scaling != "none":
-        yield (
-            f"lora.rank = {lora.rank} and float8.scaling = {recipe.float8.scaling!r} are not supported together; set one of them "
-            "to 0 or 'none'"
-        )
-    elif recipe.parallelism.pipeline > 1 and not unmatched:
-        # A pipeline stage without a trained layer would have no backward pass.
-        selected = {int(name.split(".")[1]) for name in names if lora.selects(name)}
-        first = 0
-        for number, size in enumerate(recipe.parallelism.split(model)):
-            if selected.isdisjoint(range(first, first + size)):
-                yield (
-                    f"lora.layers selects nothing in blocks {first} to {first + size - 1}, which are stage {number} of the "
-                    "pipeline; select layers of all blocks"
-                )
-            first += size
-
-
 def _mps(recipe: PretrainRecipe, world_size: int) -> Iterator[str]:
     """What torch does not support on an Apple GPU."""
     attention, scaling, mode = recipe.training.attention, recipe.float8.scaling, recipe.compile.mode
@@ -467,8 +436,8 @@ def _memory(recipe: PretrainRecipe, world_size: int, local_world_size: int) -> I
     if available is None or (num_gpus() and recipe.run.allows_cuda and not recipe.parallelism.cpu_offload):
         return
     parameters = recipe.model.num_parameters()
-    # With LoRA, gradients are small.
-    needed = parameters * DTYPE_BYTES[recipe.training.master_dtype] * (1 if recipe.lora.rank else 2)
+    # Where weights are frozen, gradients are small.
+    needed = parameters * DTYPE_BYTES[recipe.training.master_dtype] * (2 if recipe.trains_all_weights else 1)
     needed = needed * recipe.parallelism.replicate // world_size * local_world_size
     if needed > available:
         yield (
@@ -497,13 +466,13 @@ def _data_files(recipe: PretrainRecipe) -> list[str]:
             problems.append(
                 f"data.{key} = {path!r} does not exist; give {expected}, or set data.source = 'synthetic' to run without data"
             )
-    if data.chat_template and not Path(data.chat_template).is_file():
-        problems.append(f"data.chat_template = {data.chat_template!r} is not a file; give a Jinja template")
+    problems += data.missing_files()
     problems += _tokenizer_files(recipe.tokenizer.encoding)
     if shards and not problems:
-        from titanlike.data.sources import check_shards  # slow to import, and most recipes do not need it
+        from titanlike.data.tokens.datasets import check_shards  # slow to import, and most recipes do not need it
 
-        problems = [problem for path in keys for problem in _errors("", check_shards, path, recipe)]
+        fits = partial(check_shards, section=recipe.tokenizer, vocab_size=recipe.model.vocab_size)
+        problems = [problem for path in keys for problem in _errors("", fits, path)]
     return problems
 
 
@@ -516,7 +485,7 @@ def _tokenizer_files(encoding: str) -> Iterator[str]:
             "tiktoken encoding such as 'gpt2', or 'bytes'"
         )
         return
-    from titanlike.data.text.tokenizer import check_name  # slow to import, and most recipes do not need it
+    from titanlike.data.tokens.tokenizer import check_name  # slow to import, and most recipes do not need it
 
     yield from _errors("", check_name, encoding)
 

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import validate
 from titanlike.config.layout import BatchSizes
 from titanlike.config.sections import Schedule
+from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.optim.schedule import learning_rate
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
+from titanlike.utils.rng import seed_generators
 
 # Sections that may change: they affect placement, logging and storage, and not what is computed. All other sections, including
 # those that a copied program defines, determine the next steps.
@@ -176,6 +181,27 @@ class ResumePoint:
     def skipped(self) -> Sequence[int]:
         """Steps whose update earlier starts of the run skipped."""
         return self.checkpoint.skipped if self.checkpoint else ()
+
+
+def restore(
+    resume: ResumePoint,
+    checkpoints: CheckpointManager,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    source: BatchSource,
+    recipe: PretrainRecipe,
+) -> None:
+    """Loads the checkpoint that a run resumes from, or the initial weights of a new one. Seeds the global random generators, whose
+    state a checkpoint contains."""
+    checkpoints.register(model, optimizer)
+    seed_generators(recipe.run.seed)
+    if resume.checkpoint:
+        checkpoints.load(model, optimizer, resume.checkpoint)
+        source.load_position(resume.checkpoint.position)
+    elif recipe.checkpoint.initial:
+        from titanlike.interop.weights import load_initial
+
+        load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
 
 
 def find_resume_point(

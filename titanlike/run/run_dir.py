@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 import titanlike
-from titanlike.checkpoint import CheckpointMetadata
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.sections import Training
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
+from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
 from titanlike.models.base_config import TransformerConfig
 from titanlike.run.hooks import call_hooks
@@ -170,6 +171,56 @@ class RunDirectory:
             return f"starting from the weights of {self.recipe.checkpoint.initial}"
         return None
 
+    def checkpoint_manager(self) -> CheckpointManager:
+        """Returns the checkpoints of this run."""
+        section, timeout = self.recipe.checkpoint, self.recipe.run.shutdown_timeout
+        return CheckpointManager(self.checkpoints, section, owner=self.checkpoint_owner, shutdown_timeout=timeout)
+
+    def export(self, checkpoints: CheckpointManager) -> None:
+        """Writes the weights of the newest checkpoint as a Hugging Face folder, if `checkpoint.export` asks for it."""
+        dtype = self.recipe.checkpoint.export
+        if dtype != "none":
+            from titanlike.interop.export import export
+            from titanlike.interop.weights import open_weights
+
+            process_group.run_on_main(
+                lambda: export(open_weights(checkpoints.newest()), self.exported, dtype=dtype, replace=True)
+            )
+
+    def completion_message(self, device: torch.device, measured: Measured) -> str | None:
+        """Returns the last lines of a complete run, on rank 0: its best validation loss, its weights and what to do with them."""
+        if not process_group.is_main():
+            return None
+        lines = [_best_validation(self.metrics), *self._next_commands()]
+        lines += call_hooks("completed", recipe=self.recipe, metrics=self.metrics, device=device, measured=measured)
+        return "\n".join([f"done: {self.path}", *filter(None, lines)])
+
+    def _next_commands(self) -> list[str]:
+        """Returns the location of the weights, and the commands that use them."""
+        if not self.recipe.checkpoint.enabled:
+            return ["weights not saved: checkpoint.enabled = false"]
+        path = shlex.quote(str(self.path))
+        return [
+            f"weights {self.checkpoints}" + (f", {self.exported}" if self.exported.exists() else ""),
+            f"next    titanlike generate {path} --prompt TEXT",
+            f"        titanlike export {path} FOLDER",
+            f"        titanlike compare {path} OTHER_RUN",
+        ]
+
+
+def _best_validation(metrics: Path) -> str:
+    if not metrics.exists():
+        return f"{metrics} was deleted during training"
+    records = [json.loads(line) for line in metrics.read_text().splitlines() if '"validation_loss"' in line]
+    losses = [
+        (record["validation_loss"], record["step"]) for record in records if record["validation_loss"] is not None
+    ]
+    if not losses:
+        return ""
+    best, step = min(losses)
+    last = f"; {losses[-1][0]:.4f} at the last step" if losses[-1][0] > best else ""
+    return f"best    validation loss {best:.4f} at step {step}{last}"
+
 
 def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device, data: str) -> str:
     """Returns a summary of the model, data, batch and layout."""
@@ -187,14 +238,14 @@ def summary(recipe: PretrainRecipe, layout: dict[str, int], device: torch.device
     }
     lines = [
         f"model   {model.label()}: {model.num_parameters():,} parameters, {_experts(model)}"
-        f"{model.flops_per_token(training.seq_len, frozen=recipe.lora.rank > 0) / 1e6:,.0f} MFLOP per token",
+        f"{recipe.flops_per_token / 1e6:,.0f} MFLOP per token",
         f"data    {recipe.data.source}: {data}, {recipe.tokenizer.encoding} encoding",
         f"batch   {training.global_batch_size} sequences x {training.seq_len} tokens per step; per rank "
         f"{num_microbatches} x {microbatch_size}{_ramp(training)}",
         f"ranks   {ranks} on {device_name(device)}; compute {training.compute_dtype}, compile {recipe.compile.mode}",
         *(f"          {name:<9} {size:>4}  {dimensions[name]}" for name, size in layout.items() if size > 1),
         *_expert_lines(recipe),
-        *_lora_lines(recipe),
+        *recipe.summary_lines(),
         *_float8_lines(recipe, sharded=layout["shard"] * layout["context"] > 1),
         *(["start   compiling: the first step takes longer"] if recipe.compile.mode != "none" else []),
     ]
@@ -234,16 +285,6 @@ def _expert_lines(recipe: PretrainRecipe) -> list[str]:
     if recipe.float8.scaling != "none":
         lines.append(f"          experts compute in {recipe.training.compute_dtype}: float8 is for linear layers")
     return lines
-
-
-def _lora_lines(recipe: PretrainRecipe) -> list[str]:
-    lora = recipe.lora
-    selected = {name: size for name, size in recipe.model.matrices().items() if name != "output" and lora.selects(name)}
-    if not selected:
-        return []
-    trained = lora.rank * sum(map(sum, selected.values()))
-    names = dict.fromkeys(name.split(".", 2)[2] for name in selected)
-    return [f"lora    rank {lora.rank}, alpha {lora.alpha:g}: trains {trained:,} parameters beside {', '.join(names)}"]
 
 
 def run_metadata(

@@ -123,6 +123,9 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             print(help_text(recipe_type, USAGE, arguments.help))
             sys.exit(0)
         _refuse_unknown_options(recipe_type, arguments)
+        program = Path(sys.argv[0]).resolve()
+        if arguments.check_files and not arguments.resolved:
+            _check_program(program, arguments)  # another one may have other keys
         recipe = load(recipe_type, arguments.recipe, arguments.overrides, _sagemaker_defaults(arguments.recipe))
         if arguments.resolved:
             print(to_toml(recipe), end="")
@@ -133,9 +136,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             texts = call_hooks(
                 "checked", may_refuse=True, recipe=recipe, num_processes=arguments.check, hardware=arguments.hardware
             )
-        program = Path(sys.argv[0]).resolve()
         if arguments.check_files:
-            _check_program(program, arguments)
             check_machine(recipe, arguments.check or ranks.world_size, ranks.local_world_size)
         if ranks.started_by_launcher:
             environment.check_rank_variables()
@@ -261,12 +262,14 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
 def _check_program(program: Path, arguments: Arguments) -> None:
     """Raises `UserError` if another program than the running one is named, by the command line or the recipe."""
     override = arguments.overrides.get("recipe")
-    is_named = override is not None or (arguments.names_recipe and "recipe" in read(arguments.recipe)[0])
+    names_recipe = arguments.names_recipe or program.parent == REPOSITORY / "recipes"
+    is_named = override is not None or (names_recipe and "recipe" in read(arguments.recipe)[0])
     if program.suffix != ".py" or not is_named:
         return
     named = program_of(arguments.recipe, override).resolve()
     if named != program:
-        name = program.stem if program.parent == arguments.recipe.parent.resolve() else program
+        folders = (REPOSITORY / "recipes", arguments.recipe.parent.resolve())
+        name = program.stem if program.parent in folders else program
         raise UserError(
             f"{_from_here(program)} is running, but the program of {_from_here(arguments.recipe)} is {_from_here(named)}; set "
             f'recipe = "{name}" in the recipe, or start it with ./run_train.sh, which runs the program that it names'

@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 
 from titanlike.config import UserError
 from titanlike.config.sections import DType
-from titanlike.data.text.tokenizer import build_tokenizer
+from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.distributed import environment, process_group
 from titanlike.inference.generation import generate
 from titanlike.inference.sampling import Sampling

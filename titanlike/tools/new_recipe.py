@@ -12,7 +12,7 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import divisors, validate
 from titanlike.config.load import dump, nearest
 from titanlike.config.schema import describe
-from titanlike.data.token_shards import MANIFEST, TRAIN, read_manifest
+from titanlike.data.tokens.shards import MANIFEST, TRAIN, read_manifest
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import all_configs
 from titanlike.run.preflight import check_recipe

@@ -1,4 +1,4 @@
-"""Recipes of any program: those with sections of their own are resolved by the program. Does not import torch itself."""
+"""Recipes of any program. One that is not shipped may have sections of its own, and resolves its recipe. Imports no torch."""
 
 import json
 import subprocess
@@ -11,18 +11,22 @@ import tomli
 from pydantic import TypeAdapter
 
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.distributed import launch_config
 from titanlike.run.start import REPOSITORY, program_of
 
-PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
+SHIPPED: dict[Path, type[PretrainRecipe]] = {
+    REPOSITORY / "recipes" / "pretrain.py": PretrainRecipe,
+    REPOSITORY / "recipes" / "finetune.py": FinetuneRecipe,
+}
 
 
 def load_known(path: Path, overrides: Mapping[str, str]) -> PretrainRecipe:
     """Loads a recipe of any program, with the sections that the shipped recipes have, too."""
     values = dict(overrides)
     program = program_of(path, values.pop("recipe", None))
-    if program == PRETRAIN:
-        return load(PretrainRecipe, path, values)
+    if program in SHIPPED:
+        return load(SHIPPED[program], path, values)
     arguments = [str(path), *(f"--{key}={value}" for key, value in overrides.items())]
     return known_sections(run_program(program, *arguments, "--resolved"))
 
@@ -39,6 +43,8 @@ def run_program(program: Path, *arguments: str) -> str:
 
 def known_sections(resolved: str) -> PretrainRecipe:
     """Returns the sections of a resolved recipe that the shipped recipes have too."""
-    known = {field.name for field in fields(PretrainRecipe)}
-    values = {key: value for key, value in tomli.loads(resolved).items() if key in known}
-    return TypeAdapter(PretrainRecipe).validate_json(json.dumps(values))
+    values = tomli.loads(resolved)
+    recipe_type = FinetuneRecipe if "lora" in values else PretrainRecipe
+    known = {field.name for field in fields(recipe_type)}
+    values = {key: value for key, value in values.items() if key in known}
+    return TypeAdapter(recipe_type).validate_json(json.dumps(values))

@@ -64,6 +64,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     changes |= {
         **_changed_keys("tokenizer", Tokenizer(), values),
         **_changed_keys("data", Data(source="synthetic", document_masks=masked), values),
+        "data.chat_template": "",
         "training.steps": steps,
         "training.seq_len": min(training["seq_len"], -(-32 // pieces) * pieces),
         **fitting_batch(parallelism, processes),

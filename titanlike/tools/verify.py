@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import tomli
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, LAYOUT_KEYS
 from titanlike.config.load import nearest
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
-from titanlike.data.batch_record import Batches, first_difference, read_batches
+from titanlike.data.batches.batch_record import Batches, first_difference, read_batches
 from titanlike.distributed import environment, launch_config
 from titanlike.run.start import REPOSITORY
 from titanlike.tools.small_recipe import fitting_batch, float8_off, shrink
@@ -117,7 +118,7 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
         print(
             f"  {' and '.join(missing)}: not in this recipe; an optimizer that amplifies rounding may require --tolerance"
         )
-    own = [f"[{name}]" for name in values if name not in PretrainRecipe.__dataclass_fields__]
+    own = [f"[{name}]" for name in values if name not in FinetuneRecipe.__dataclass_fields__]
     own += [f"optimizer.{key}" for key in values.get("optimizer", {}) if key not in Optimizer.__dataclass_fields__]
     if own:
         print(f"not changed, because only this program has them: {', '.join(own)}")

@@ -18,8 +18,8 @@ from titanlike.utils.arguments import positive_int
 from titanlike.utils.live_line import LiveLine
 
 if TYPE_CHECKING:
-    from titanlike.data.text.documents import Fields
-    from titanlike.data.token_shards import Manifest
+    from titanlike.data.documents.readers import Fields
+    from titanlike.data.tokens.shards import Manifest
     from titanlike.tools.data.prepare import Progress
 
 PLAIN_INTERVAL = 10.0  # seconds between two lines of progress without a terminal
@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     if arguments.data_command == "inspect":
         data_inspect.run(arguments, overrides)
         return
-    from titanlike.data.text.documents import BadRecord, Fields
-    from titanlike.data.text.files import DiskFull
+    from titanlike.data.documents.files import DiskFull
+    from titanlike.data.documents.readers import BadRecord, Fields
 
     fields = Fields(arguments.text_field, getattr(arguments, "prompt_field", ""), "--text-field")
     try:
@@ -142,7 +142,7 @@ def _prepare(arguments: argparse.Namespace, fields: "Fields") -> None:
 
 def _print_summary(out: Path, manifest: "Manifest", progress: "Progress") -> None:
     """Prints statistics, and the lines of a recipe that reads the shards."""
-    from titanlike.data.token_shards import totals
+    from titanlike.data.tokens.shards import totals
 
     counts = {split: totals(shards) for split, shards in manifest.splits.items()}
     bytes_per_token = manifest.source["text_bytes"] / sum(tokens for tokens, _ in counts.values())

@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import UserError
 from titanlike.distributed import environment
 from titanlike.run.start import Arguments
+from titanlike.tools.programs import load_known
 from titanlike.utils.arguments import non_negative_int, positive_int
 
 DESCRIPTION = """\
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
             return
         command_line = Arguments([arguments.path, *overrides])
         inspect_recipe(
-            load(PretrainRecipe, command_line.recipe, command_line.overrides),
+            load_known(command_line.recipe, command_line.overrides),
             step=arguments.step,
             rank=arguments.rank,
             ranks=arguments.ranks,

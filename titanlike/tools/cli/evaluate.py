@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch.device") -> None:
     from titanlike.config.sections import Parallelism, Sample, Training
-    from titanlike.data.text.tokenizer import build_tokenizer
+    from titanlike.data.tokens.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
     from titanlike.inference.evaluator import Evaluator, format_metrics
     from titanlike.interop.weights import open_weights

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str], device: "torch.device") -> None:
-    from titanlike.data.text.tokenizer import build_tokenizer
+    from titanlike.data.tokens.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
     from titanlike.inference.generation import check_prompts, generate
     from titanlike.inference.sampling import Sampling

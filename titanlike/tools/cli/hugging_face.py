@@ -97,6 +97,7 @@ def import_recipe(source: Path, recipe: Path) -> None:
     is_published = bool(config.sizes.get(config.size))
     model = {"name": config.name, "size": config.size} if is_published else asdict(cast(Any, config))
     tables = {
+        "recipe": "finetune",
         "model": model,
         "tokenizer": {"encoding": folder, "special": weights.tokenizer.special},
         "data": {"source": "chat", "path": ""},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.tools.cli import (
@@ -122,9 +123,9 @@ def main() -> None:
 
 def _print_schema(*, as_markdown: bool) -> None:
     if as_markdown:
-        print(markdown(PretrainRecipe), end="")
+        print(markdown({"pretrain": PretrainRecipe, "finetune": FinetuneRecipe}), end="")
     else:
-        print(json.dumps(editor_schema(PretrainRecipe), indent=2))
+        print(json.dumps(editor_schema(FinetuneRecipe), indent=2))
 
 
 if __name__ == "__main__":

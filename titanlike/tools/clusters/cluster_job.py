@@ -10,7 +10,7 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.run.start import name_of, program_of
-from titanlike.tools.programs import PRETRAIN, known_sections, load_known, run_program
+from titanlike.tools.programs import SHIPPED, known_sections, load_known, run_program
 
 MIN_GRACE = 60  # seconds
 EXIT_MARGIN = 30  # seconds between the end of the processes and that of the job
@@ -104,8 +104,8 @@ def make_job(
         "run.name": name,
         "run.shutdown_timeout": str(grace - EXIT_MARGIN),
     }
-    if program == PRETRAIN:
-        keys["recipe"] = "pretrain"
+    if program in SHIPPED:
+        keys["recipe"] = program.stem
     arguments = [str(path), *(f"--{key}={value}" for key, value in keys.items())]
     planned = run_program(program, *arguments, f"--check={num_nodes * processes_per_node}", f"--hardware={hardware}")
     resolved = run_program(program, *arguments, "--resolved")

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import BatchSizes
-from titanlike.data.packed_dataset import SequenceBatch, separate_documents
-from titanlike.data.sources import open_sources
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.token_shards import Shards, read_manifest, totals
+from titanlike.data.batches.chats import open_sources
+from titanlike.data.batches.packed_dataset import SequenceBatch, separate_documents
+from titanlike.data.tokens.shards import Shards, read_manifest, totals
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
 DOCUMENT_COLORS = ("default", "cyan")  # alternating
 SEPARATOR_STYLE = "bold black on yellow"

@@ -17,11 +17,11 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.documents import Fields
-from titanlike.data.text.files import File, convert_write_errors, list_inputs
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.token_shards import MANIFEST, Manifest, read_manifest
-from titanlike.data.tokenization import FileSpan, Options, WorkUnit, WorkUnitResult, check_free_space, finish
+from titanlike.data.documents.files import File, convert_write_errors, list_inputs
+from titanlike.data.documents.readers import Fields
+from titanlike.data.tokens.shards import MANIFEST, Manifest, read_manifest
+from titanlike.data.tokens.tokenization import FileSpan, Options, WorkUnit, WorkUnitResult, check_free_space, finish
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.tools.data.work_units import read_result, split_work_units
 from titanlike.tools.data.workers import process_in_parallel, process_serially
 from titanlike.utils import system

@@ -9,9 +9,9 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.documents import BadRecord, Fields, read_chunks
-from titanlike.data.text.files import File, convert_write_errors, import_optional, list_inputs
-from titanlike.data.text.tokenizer import SPLIT_PATTERN, build_tokenizer
+from titanlike.data.documents.files import File, convert_write_errors, import_optional, list_inputs
+from titanlike.data.documents.readers import BadRecord, Fields, read_chunks
+from titanlike.data.tokens.tokenizer import SPLIT_PATTERN, build_tokenizer
 from titanlike.utils.atomic_io import atomic_write_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from titanlike.data.text.documents import LINES, PARQUET, open_parquet, row_groups
-from titanlike.data.text.files import File, convert_write_errors, is_address, open_file
-from titanlike.data.token_shards import Shard
-from titanlike.data.tokenization import FileSpan, WorkUnit, WorkUnitResult
+from titanlike.data.documents.files import File, convert_write_errors, is_address, open_file
+from titanlike.data.documents.readers import LINES, PARQUET, open_parquet, row_groups
+from titanlike.data.tokens.shards import Shard
+from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult
 from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
 
 MIN_SIZE, MAX_SIZE = 4 * 2**20, 256 * 2**20  # bytes of a work unit

@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.text.tokenizer import Tokenizer, build_tokenizer
-from titanlike.data.tokenization import Options, ReportProgress, WorkUnit, WorkUnitResult, tokenize
+from titanlike.data.tokens.tokenization import Options, ReportProgress, WorkUnit, WorkUnitResult, tokenize
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.tools.data.work_units import write_result
 from titanlike.utils import system
 

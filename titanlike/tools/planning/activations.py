@@ -97,7 +97,7 @@ def block_activations(job: Job) -> BlockActivations:
 def _every_second_product(job: Job) -> float:
     """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
     router and its experts have four."""
-    model, lora, tensor = job.recipe.model, job.recipe.lora, job.layout.tensor
+    model, lora, tensor = job.recipe.model, job.lora, job.layout.tensor
     matrices, rowwise = model.block_matrices(), model.rowwise_matrices
     widths: list[float] = []
     for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise)):

@@ -123,7 +123,7 @@ def balancing(job: Job, stages: Mapping[int, Stage], axes: Sequence[str], totals
     if model.balance_loss and job.layout.context > 1 and len(job.split) - 1 in stages:
         size = job.sequences * (model.num_experts + 1) * FLOAT32
         totals.add("all-reduce", "context", "expert counts", job.num_microbatches, size)
-    if model.balance_bias_rate and job.recipe.lora.rank == 0:
+    if model.balance_bias_rate and job.recipe.trains_all_weights:
         size = sum(len(stage.blocks) for stage in stages.values()) * model.num_experts * INT64
         for axis in axes:
             totals.add("all-reduce", axis, "expert counts", 1, size)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.finetune import Lora, lora_of
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
 from titanlike.config.sections import Parallelism
 
@@ -19,6 +20,11 @@ class Job:
     def layout(self) -> Parallelism:
         """The section `parallelism` with `shard` inferred from the number of GPUs."""
         return self.recipe.parallelism.resolve(self.num_gpus)
+
+    @property
+    def lora(self) -> Lora:
+        """The section `lora`; its defaults, which disable LoRA, if the program has none."""
+        return lora_of(self.recipe)
 
     @cached_property
     def split(self) -> list[int]:

@@ -127,11 +127,11 @@ class _Sizes:
         ends = (has_embedding + (has_head and not (model.tied_head and has_embedding))) * vocabulary
         num_parameters = sum(job.split[stage] for stage in stages) * (matrices + experts) + ends
         trained = 1.0
-        if recipe.lora.rank:
+        if job.lora.rank:
             selected = [
-                shape for name, shape in model.matrices().items() if recipe.lora.selects(name) and "layers" in name
+                shape for name, shape in model.matrices().items() if job.lora.selects(name) and "layers" in name
             ]
-            trained = recipe.lora.rank * sum(map(sum, selected)) / model.num_parameters()
+            trained = job.lora.rank * sum(map(sum, selected)) / model.num_parameters()
         shard = master / job.num_shards
         state = STATE_BYTES.get(recipe.optimizer.state_dtype, 2.0 * master) / master
         # Muon has one moment, in the dtype of the weights.

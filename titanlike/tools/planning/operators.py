@@ -81,10 +81,10 @@ class Counts:
             forward.append(Matmul(tokens, outputs, width, in_float8))
             inputs.append(Matmul(tokens, width, outputs, in_float8))
             in_float8 = in_float8 and recipe.float8.scaling != "rowwise_with_gw_hp"
-            if recipe.lora.rank == 0:
+            if recipe.trains_all_weights:
                 weights.append(Matmul(outputs, width, tokens, in_float8))
-            elif recipe.lora.selects(f"layers.0.{name}"):
-                rank = recipe.lora.rank
+            elif self.job.lora.selects(f"layers.0.{name}"):
+                rank = self.job.lora.rank
                 low = (Matmul(tokens, rank, width), Matmul(tokens, outputs, rank))
                 forward += low
                 inputs += low
@@ -94,7 +94,7 @@ class Counts:
         routed = routed_matmuls(self.job)
         forward[num_attention:num_attention] = routed
         inputs += [Matmul(each.m, each.k, each.n, count=each.count) for each in routed]
-        if recipe.lora.rank == 0:
+        if recipe.trains_all_weights:
             weights += [Matmul(each.n, each.k, each.m, count=each.count) for each in routed]
         attention = self._attention_flops(local)
         elementwise_forward, elementwise_backward = self._elementwise_bytes()

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from titanlike.config.finetune import Lora
 from titanlike.config.layout import blocks_of
-from titanlike.config.sections import Float8, Lora
+from titanlike.config.sections import Float8
 from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.tools.planning.job import Job
@@ -64,7 +65,7 @@ class Stage:
 def stage_of(job: Job, stage: int) -> Stage:
     """Returns the parameters of a pipeline stage. A tied LM head has none of its own, except in a pipeline."""
     recipe, num_stages, tensor, expert = job.recipe, len(job.split), job.layout.tensor, job.layout.expert
-    model, float8, lora = recipe.model, recipe.float8, recipe.lora
+    model, float8, lora = recipe.model, recipe.float8, job.lora
     return Stage(
         first=_first(model, lora, tensor) if stage == 0 else (),
         blocks={index: _block(model, float8, lora, tensor, expert, index) for index in blocks_of(stage, job.split)},

@@ -82,8 +82,7 @@ class Plan:
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward pass, without recomputation, as a run counts them for MFU."""
-        recipe = self.job.recipe
-        return recipe.model.flops_per_token(recipe.training.seq_len, frozen=recipe.lora.rank > 0)
+        return self.job.recipe.flops_per_token
 
     @property
     def flops_per_step(self) -> int:

@@ -220,7 +220,7 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                 training=training,
                 parallelism=layout,
                 float8=recipe.float8,
-                lora=recipe.lora,
+                lora=job.lora,
                 activation_checkpoint=recipe.activation_checkpoint,
                 compile=replace(recipe.compile, mode="none"),
             )

@@ -20,7 +20,6 @@ from titanlike.tools.planning.parameters import Parameter, Stage, Unit, fsdp_uni
 from titanlike.tools.planning.schedules import Action, actions
 
 ACTIVE_STAGES = 3  # of a rank, which torch's schedules with several stages per rank keep gathered
-CHATS = ("chat", "synthetic_chat")  # sources whose conversations are documents
 
 
 def traffic(job: Job, rank: int = 0) -> list[Collective]:
@@ -32,7 +31,7 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
         if job.layout.tensor > 1:
             _ends(job, number, stage, totals)
             _replicated(job, stage, totals)
-        if job.layout.context > 1 and (job.recipe.data.document_masks or job.recipe.data.source in CHATS):
+        if job.layout.context > 1 and job.recipe.data.masks_documents:
             gathered = job.tokens * job.layout.context * INT64
             totals.add("all-gather", "context", "document ids", job.num_microbatches, gathered)
         _weight_maxima(job, stage, totals)
@@ -118,7 +117,7 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
     matrices, rowwise_matrices, experts = model.block_matrices(), model.rowwise_matrices, model.expert_parameters()
     for number, stage in stages.items():
-        needs_grad = number > 0 or job.recipe.lora.rank == 0
+        needs_grad = number > 0 or job.recipe.trains_all_weights
         for parameters in stage.blocks.values():
             named = {parameter.name: parameter for parameter in parameters}
             layers = []
@@ -255,7 +254,7 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
         for kind in ("send", "receive"):
             totals.add(kind, "pipeline", "activations", calls, size)
             totals.add(kind, "pipeline", "expert counts", calls * has_balance_loss(model), counts_bytes(job))
-    if model.tied_head and job.recipe.lora.rank == 0 and len({0, last} & stages.keys()) == 1:
+    if model.tied_head and job.recipe.trains_all_weights and len({0, last} & stages.keys()) == 1:
         rows = -(-model.vocab_size // job.layout.tensor // job.num_shards)
         size = rows * model.dim * DTYPE_BYTES[training.master_dtype]
         totals.add("send", "pipeline", "tied gradients", 1, size)

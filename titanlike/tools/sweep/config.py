@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.base import FilePath, Name, NonNegative, Positive, has_control_characters, section, shown
+from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show_value
 from titanlike.config.schema import describe
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.start import name_of, program_of
-from titanlike.tools.programs import PRETRAIN, load_known, run_program
+from titanlike.tools.programs import SHIPPED, load_known, run_program
 from titanlike.utils.system import visible_gpus
 
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
@@ -167,7 +168,7 @@ def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
 def recipe_text(plan: SweepPlan, values: Mapping[str, Any]) -> str:
     """Returns the recipe and everything it extends as the text of one file, with other values of some keys."""
     program = program_of(plan.recipe)
-    merged = read(plan.recipe)[0] | {"recipe": program.stem if program == PRETRAIN else str(program.resolve())}
+    merged = read(plan.recipe)[0] | {"recipe": program.stem if program in SHIPPED else str(program.resolve())}
     for key, value in values.items():
         table, _, leaf = key.rpartition(".")
         (merged.setdefault(table, {}) if table else merged)[leaf] = value
@@ -233,7 +234,7 @@ def _dimension(file: Path, key: str, table: Any) -> Dimension:
         raise UserError(f"{where}: log = true requires low > 0, got {low}")
     if step is not None and (log or step <= 0):
         raise UserError(f"{where}: step = {step} must be positive, and excludes log = true; change one of them")
-    types = {description.name: description.type for description in describe(PretrainRecipe)}
+    types = {description.name: description.type for description in describe(FinetuneRecipe)}
     numbers = (low, high, *([] if step is None else [step]))
     is_integer = all(isinstance(number, int) for number in numbers) and not types.get(key, "").startswith("number")
     return Dimension(key, low=low, high=high, log=bool(log), step=step, is_integer=is_integer)
@@ -303,8 +304,8 @@ def _problem(plan: SweepPlan, overrides: Mapping[str, str]) -> str:
     """Returns why the recipe is refused with these values, or an empty string."""
     try:
         program, processes = program_of(plan.recipe), plan.num_processes()
-        if program == PRETRAIN:
-            recipe = load(PretrainRecipe, plan.recipe, overrides)
+        if program in SHIPPED:
+            recipe = load(SHIPPED[program], plan.recipe, overrides)
             if plan.sweep.resources.backend != "sagemaker" or plan.sweep.resources.processes_per_trial:
                 check_recipe(recipe, processes)
             if plan.sweep.resources.backend == "local":

@@ -5,8 +5,10 @@ import glob
 import gzip
 import io
 import netrc
+import os
 import re
 import stat
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -67,6 +69,17 @@ def list_files(path: str, key: str = "data.path") -> list[File]:
     if not files:
         raise UserError(f"{key} = {path!r}: no files found")
     return files
+
+
+def stdlib_files() -> list[File]:
+    """Lists the source files of Python's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]  # site-packages may have 100,000 files
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [local_file(path) for path in sorted(paths)]
 
 
 def open_file(file: File) -> io.BufferedReader:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from torchdata.nodes import Stateful
 
 from titanlike.config import UserError
-from titanlike.data.packed_dataset import Position, SequenceBatch
+from titanlike.data.batches.packed_dataset import Position, SequenceBatch
 from titanlike.utils.json_values import from_json, to_json
 
 

@@ -12,11 +12,11 @@ from typing_extensions import get_protocol_members
 
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Training
-from titanlike.data.batch_record import record_file
-from titanlike.data.loader import BatchLoader
-from titanlike.data.packed_dataset import BatchSource
-from titanlike.data.sources import Sources, open_sources
-from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.data.batches.batch_record import record_file
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.packed_dataset import BatchSource
+from titanlike.data.batches.sources import Sources, open_sources
+from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.distributed import environment, process_group
 
 

@@ -6,9 +6,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from titanlike.data.tokens.arrays import Numbers
 from titanlike.utils.counter_rng import derive_seed
-
-Numbers = npt.NDArray[np.int64]
 
 CYCLE = 1024  # least length of the blocks after which a mixture has its exact shares
 

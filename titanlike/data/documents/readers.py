@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from titanlike.config import UserError
-from titanlike.data.text.files import BLOCK, Decompressed, File, import_optional, open_file
+from titanlike.data.documents.files import BLOCK, Decompressed, File, import_optional, open_file
 
 T = TypeVar("T")
 Span = tuple[int, int]

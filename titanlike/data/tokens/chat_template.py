@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.data.packed_dataset import Flags
-from titanlike.data.text.conversations import Conversation, Message
-from titanlike.data.text.documents import BadRecord, replace_surrogates
-from titanlike.data.text.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
-from titanlike.data.text.tokenizer import TokenIDs, Tokenizer, files_of
+from titanlike.data.documents.conversations import Conversation, Message
+from titanlike.data.documents.readers import BadRecord, replace_surrogates
+from titanlike.data.tokens.arrays import Flags
+from titanlike.data.tokens.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
+from titanlike.data.tokens.tokenizer import TokenIDs, Tokenizer, files_of
 from titanlike.utils.regular_file import read_regular
 
 REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
@@ -81,6 +81,12 @@ class ChatTemplate:
         if not labels.any():
             raise BadRecord(f"{self.name} renders no token of the assistant")
         return tokens, labels
+
+    def opening(self, messages: list[Message]) -> list[int]:
+        """Returns the tokens of a conversation up to the assistant's next turn. Raises `BadRecord` if the template does not
+        render it."""
+        text = self._render(self._escape(messages), None, prompt=True)
+        return [token for tokens, _ in self._encode_parts(text) for token in tokens.tolist()]
 
     def end_of_turn(self) -> int | None:
         """Returns the special token with which the assistant's turns end; None if they end without one. Raises `BadRecord` if

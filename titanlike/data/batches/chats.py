@@ -1,97 +1,71 @@
-"""Conversations for fine-tuning: tokenized once, then packed into sequences that keep them whole. No torch."""
+"""Conversations as sequences that keep them whole, for fine-tuning. No torch."""
 
 import bisect
-import hashlib
-import sys
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from titanlike.config import UserError
-from titanlike.data.packed_dataset import Flags, Sequences
-from titanlike.data.shuffle import Numbers
-from titanlike.data.text.chat_template import ChatTemplate
-from titanlike.data.text.conversations import Conversation, conversation_of
-from titanlike.data.text.documents import BadRecord, read_records
-from titanlike.data.text.files import File
-from titanlike.data.text.tokenizer import Tokenizer
-from titanlike.utils.atomic_io import atomic_writer
-
-FORMAT = 1
-MAX_WARNINGS = 5  # bad records that are reported individually
-
-Encoded = tuple[npt.NDArray[np.uint32], Flags]
+from titanlike.config.finetune import ChatData
+from titanlike.config.layout import Ramp
+from titanlike.config.sections import Data
+from titanlike.data.batches import sources
+from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
+from titanlike.data.batches.sources import Sources, paths_and_weights
+from titanlike.data.tokens.arrays import Numbers
+from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
+from titanlike.data.tokens.chats import TokenizedChats, open_chats
+from titanlike.data.tokens.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TokenizedChats:
-    """The tokens of conversations, one after another."""
-
-    tokens: npt.NDArray[np.uint32]
-    labels: Flags  # True for the tokens of the assistant
-    ends: Numbers  # the offset after each conversation
-    skipped: int = 0  # bad records
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the conversations."""
-        digest = hashlib.sha256()
-        for array in (self.tokens, self.labels, self.ends):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()[:16]
-
-    def save(self, file: Path) -> None:
-        """Writes the arrays atomically."""
-        with atomic_writer(file) as stream:
-            np.savez(stream, tokens=self.tokens, labels=self.labels, ends=self.ends, skipped=self.skipped)
-
-    @classmethod
-    def load(cls, file: Path) -> "TokenizedChats | None":
-        """Reads what `save` wrote. Returns None if the file does not exist or is damaged."""
-        try:
-            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                found = cls(arrays["tokens"], arrays["labels"], arrays["ends"], int(arrays["skipped"]))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return None
-        return found
+def template_of(section: ChatData, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Returns the template of a section's conversations; None if its data are plain text."""
+    return build_chat_template(section.chat_template, tokenizer) if section.has_chats else None
 
 
-def tokenize_files(files: Sequence[File], template: ChatTemplate, *, skip_bad: bool) -> TokenizedChats:
-    """Tokenizes the conversations in JSON lines and Parquet files. A bad record is skipped with a warning, or raised."""
-    problems: list[BadRecord] = []
-
-    def skip(problem: BadRecord) -> None:
-        problems.append(problem)
-        if len(problems) <= MAX_WARNINGS:
-            print(f"warning: skipped {problem}", file=sys.stderr, flush=True)
-
-    def read() -> Iterator[Encoded]:
-        for file in files:
-            yield from read_records(file, lambda record: template.encode(conversation_of(record)), bad=on_bad)
-
-    on_bad: Callable[[BadRecord], None] | None = skip if skip_bad else None
-    return _concatenate(read(), problems)
-
-
-def tokenize(conversations: Iterable[Conversation], template: ChatTemplate) -> TokenizedChats:
-    """Tokenizes conversations in memory."""
-    return _concatenate(map(template.encode, conversations), [])
-
-
-def _concatenate(encoded: Iterable[Encoded], problems: Sequence[BadRecord]) -> TokenizedChats:
-    pairs = list(encoded)
-    if not pairs:
-        raise UserError("the data has no conversation" + (f"; the first bad record: {problems[0]}" if problems else ""))
-    tokens, labels = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
-    return TokenizedChats(tokens, labels, np.cumsum([len(ids) for ids, _ in pairs]), len(problems))
+def open_sources(
+    section: Data,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    validate: bool,
+    batch_ramp: Ramp = (),
+) -> Sources:
+    """Opens conversations as `sources.open_sources` opens plain text, or plain text if the section names that. Conversations of a
+    mixture are held out of each file or folder."""
+    if not isinstance(section, ChatData) or not section.has_chats:
+        return sources.open_sources(
+            section,
+            tokenizer,
+            seq_len=seq_len,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            validate=validate,
+            batch_ramp=batch_ramp,
+        )
+    mix = partial(ShuffledMixture, seed=seed, global_batch_size=global_batch_size)
+    paths, weights = paths_and_weights(section)
+    template = build_chat_template(section.chat_template, tokenizer)
+    chats = [open_chats(section, path, template) for path in paths]
+    every = 0 if section.validation_path else section.holdout_every
+    pack = partial(PackedChats, tokenizer=tokenizer, seq_len=seq_len, too_long=section.long_chats)
+    training = mix(
+        [pack(each, holdout_every=every, name=path) for each, path in zip(chats, paths, strict=True)],
+        weights,
+        batch_ramp=batch_ramp,
+    )
+    if not validate:
+        return Sources(training)
+    if section.validation_path:
+        path = section.validation_path
+        return Sources(training, mix([pack(open_chats(section, path, template), name=path)]))
+    held_out = [
+        pack(each, holdout_every=every, held_out=True, name=path) for each, path in zip(chats, paths, strict=True)
+    ]
+    return Sources(training, mix(held_out, weights))
 
 
 class PackedChats:

@@ -11,7 +11,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titanlike.data.text.documents import BadRecord
+from titanlike.data.documents.readers import BadRecord
 
 # Noncharacters of Unicode, which no text may contain: they enclose plain text, and the assistant's part.
 PLAIN, PLAIN_END, LABEL, LABEL_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"

@@ -14,10 +14,10 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.text.documents import LINES, PARQUET, BadRecord, Fields, read_chunks
-from titanlike.data.text.files import DiskFull, File, convert_write_errors, is_address
-from titanlike.data.text.tokenizer import Tokenizer, files_of
-from titanlike.data.token_shards import TRAIN, VALIDATION, Manifest, Shard, ShardWriter
+from titanlike.data.documents.files import DiskFull, File, convert_write_errors, is_address
+from titanlike.data.documents.readers import LINES, PARQUET, BadRecord, Fields, read_chunks
+from titanlike.data.tokens.shards import TRAIN, VALIDATION, Manifest, Shard, ShardWriter
+from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 from titanlike.utils.atomic_io import fsync_directory
 
 MAX_EXAMPLES = 5  # bad records whose error messages are kept

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.text.files import file_system, is_address, retry
+from titanlike.data.documents.files import file_system, is_address, retry
 from titanlike.utils.regular_file import read_regular
 
 

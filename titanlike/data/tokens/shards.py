@@ -21,8 +21,8 @@ from pydantic import Field
 
 from titanlike.config import UserError
 from titanlike.config.base import record, validate
-from titanlike.data.data_directory import DataDirectory
-from titanlike.data.shuffle import Numbers
+from titanlike.data.documents.directory import DataDirectory
+from titanlike.data.tokens.arrays import Numbers
 from titanlike.utils.atomic_io import atomic_write_text, atomic_writer, write_all
 
 MANIFEST = "manifest.json"

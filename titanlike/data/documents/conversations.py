@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from titanlike.config.base import shown
-from titanlike.data.text.documents import BadRecord, replace_surrogates
+from titanlike.data.documents.readers import BadRecord, replace_surrogates
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS, COMPLETIONS = ("prompt", "instruction"), ("completion", "output", "response")

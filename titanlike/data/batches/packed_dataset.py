@@ -1,20 +1,18 @@
 """Packed sequences, shuffled and mixed: the content of a batch is a function of the seed and the step. No torch."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
-from titanlike.data.shuffle import Mixture, Numbers, shuffled_epochs
-from titanlike.data.text.tokenizer import Separator
+from titanlike.data.batches.shuffle import Mixture, shuffled_epochs
+from titanlike.data.documents.fingerprints import hash_of
+from titanlike.data.tokens.arrays import Flags, Numbers, TokenArray
+from titanlike.data.tokens.tokenizer import Separator
 
-Flags = npt.NDArray[np.bool_]
 Position = list[Any]  # JSON: one entry per reader or rank, each of which starts with the number of that reader or rank
 
 SCHEDULED_STEPS = 16  # steps whose sequences are chosen in one vectorized call
@@ -79,45 +77,6 @@ class SequenceDataset(Protocol):
 
     def read(self, indices: Numbers) -> Sequences:
         """Returns the sequences at these indices."""
-
-
-class TokenArray(Protocol):
-    """A random-access array of tokens."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the array."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the tokens."""
-
-    def read(self, starts: Numbers, length: int) -> Numbers:
-        """Returns `length` tokens from each start (N, length)."""
-
-    def loss_mask(self, starts: Numbers, length: int) -> Flags | None:
-        """Returns which of these tokens are labels (N, length), or None if all are."""
-
-
-class InMemoryTokens:
-    """Tokens in a numpy array."""
-
-    def __init__(self, tokens: npt.NDArray[Any]) -> None:
-        self.tokens = tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(np.ascontiguousarray(self.tokens).data).hexdigest()[:16]
-
-    def read(self, starts: Numbers, length: int) -> Numbers:
-        return np.stack([self.tokens[start : start + length] for start in starts.tolist()]).astype(np.int64)
-
-    def loss_mask(self, starts: Numbers, length: int) -> Flags | None:
-        return None
 
 
 class PackedDataset:
@@ -255,11 +214,6 @@ class ShuffledMixture:
             indices[selected] = shuffled_epochs(offsets[selected], dataset.num_sequences, self.seeds[source])
         self._scheduled_for = (steps, rows)
         self._scheduled = sequence_ids, sources.reshape(sequence_ids.shape), indices.reshape(sequence_ids.shape)
-
-
-def hash_of(values: object) -> str:
-    """Returns a fingerprint of values that JSON can hold."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def separate_documents(tokens: Numbers, separator: Separator) -> Numbers:

@@ -20,11 +20,12 @@ from torchdata.nodes import BaseNode
 
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
-from titanlike.data.packed_dataset import Flags, Position, SequenceBatch
-from titanlike.data.shuffle import Mixture, Numbers, shuffled
-from titanlike.data.text.documents import BadRecord, Document, Fields, read_documents
-from titanlike.data.text.files import File
-from titanlike.data.text.tokenizer import Tokenizer
+from titanlike.data.batches.packed_dataset import Position, SequenceBatch
+from titanlike.data.batches.shuffle import Mixture, shuffled
+from titanlike.data.documents.files import File
+from titanlike.data.documents.readers import BadRecord, Document, Fields, read_documents
+from titanlike.data.tokens.arrays import Flags, Numbers
+from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.utils.counter_rng import derive_seed
 
 BLOCK = 256  # records that are shuffled together: the most that a resumed reader reads again

@@ -14,15 +14,15 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
-from titanlike.data.batch_record import record_batch
-from titanlike.data.packed_dataset import (
+from titanlike.data.batches.batch_record import record_batch
+from titanlike.data.batches.packed_dataset import (
     BatchSource,
     Position,
     SequenceBatch,
     positions_in_documents,
     separate_documents,
 )
-from titanlike.data.text.tokenizer import Separator
+from titanlike.data.tokens.tokenizer import Separator
 from titanlike.distributed import process_group
 from titanlike.models.loss import IGNORE
 from titanlike.utils.counter_rng import derive_seed

@@ -1,0 +1,148 @@
+"""The recipe of `recipes/finetune.py`: that of pre-training with chats and LoRA. Does not import torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from titanlike.config.base import FilePath, NonNegative, PositiveFloat, matches, section
+from titanlike.config.sections import Data, PretrainRecipe
+
+
+@section
+class ChatData(Data):
+    """Training and validation data."""
+
+    source: Literal["chat", "synthetic_chat", "python_stdlib", "text", "shards", "stream", "synthetic"] = "chat"  # type: ignore[assignment]
+    """`chat`: conversations or instructions, of which the assistant's tokens are the labels. `synthetic_chat`: generated
+    conversations about sums. The others are plain text: `shards`: token shards from `titanlike data prepare`. `text`: text
+    files, tokenized at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source
+    code of Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
+    holdout_every: NonNegative = 50
+    """Hold out one of every `holdout_every` conversations or sequences, evenly spaced, for validation. 0 holds out none and
+    requires `validation.interval = 0`. Not used for shards that have a validation split."""
+    validation_path: FilePath = ""
+    """Conversations for validation, or, if `source` is plain text, shards or text. If set, no training data is held out."""
+    cache: FilePath = ""
+    """Directory that caches the tokens of `chat` and `text`. Default: `~/.cache/titanlike`."""
+    chat_template: FilePath = ""
+    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has none, ChatML."""
+    long_chats: Literal["truncate", "skip"] = "truncate"
+    """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it."""
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the data are conversations."""
+        return self.source in ("chat", "synthetic_chat")
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether the source reads files that the recipe names."""
+        return self.source == "chat" or super().reads_paths
+
+    @property
+    def masks_documents(self) -> str:
+        """The key that masks attention between documents, with its value; "" if none does."""
+        return f"data.source = '{self.source}'" if self.has_chats else super().masks_documents
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        yield from super().problems()
+        if self.chat_template and not self.has_chats:
+            yield (
+                f"data.chat_template renders conversations, but data.source = '{self.source}'; set data.source = 'chat'"
+            )
+
+    def missing_files(self) -> Iterator[str]:
+        """Yields a sentence for each file that the section names and that this machine lacks, besides the data."""
+        if self.chat_template and not Path(self.chat_template).is_file():
+            yield f"data.chat_template = {self.chat_template!r} is not a file; give a Jinja template"
+
+
+@section
+class Lora:
+    """LoRA: trains two small matrices beside each selected linear layer, and nothing else."""
+
+    rank: NonNegative = 0
+    """Inner dimension of the two matrices. 0 disables LoRA."""
+    alpha: PositiveFloat = 16.0
+    """Their product is multiplied by `alpha / rank`."""
+    layers: tuple[str, ...] = ()
+    """Linear layers of the blocks, by parts of their names: `attention`, `wq`, `layers.0`, `layers.*.feed_forward`. Default:
+    all linear layers of the blocks."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if self.layers and not self.rank:
+            yield f"lora.layers = {list(self.layers)} has no effect with lora.rank = 0; set lora.rank"
+
+    def selects(self, name: str) -> bool:
+        """Whether a linear layer of a block has these matrices."""
+        return self.rank > 0 and (not self.layers or any(matches(pattern, name) for pattern in self.layers))
+
+
+@section
+class FinetuneRecipe(PretrainRecipe):
+    """The recipe of `recipes/finetune.py`."""
+
+    recipe: FilePath = "finetune"
+    """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
+    command line to the working directory."""
+    data: ChatData = ChatData()
+    lora: Lora = Lora()
+    elsewhere: ClassVar[dict[str, str]] = {}
+
+    @property
+    def trains_all_weights(self) -> bool:
+        """Whether no weight is frozen."""
+        return self.lora.rank == 0
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction between LoRA and another section."""
+        lora, model = self.lora, self.model
+        if not lora.rank:
+            return
+        names = [name for name in model.matrices() if name.startswith("layers.")]
+        unmatched = [pattern for pattern in lora.layers if not any(matches(pattern, name) for name in names)]
+        for pattern in unmatched:
+            yield (
+                f"lora.layers: {pattern!r} matches no linear layer ({', '.join(model.block_matrices())} in each of layers.0 to "
+                f"layers.{model.num_layers - 1})"
+            )
+        if any(group.optimizer == "muon" for group in getattr(self.optimizer, "groups", ())):
+            yield (
+                f"optimizer = 'muon' does not support lora.rank = {lora.rank}, whose matrices are products; set lora.rank = 0"
+            )
+        if self.float8.scaling != "none":
+            yield (
+                f"lora.rank = {lora.rank} and float8.scaling = {self.float8.scaling!r} are not supported together; set one of them "
+                "to 0 or 'none'"
+            )
+        elif self.parallelism.pipeline > 1 and not unmatched:
+            # A pipeline stage without a trained layer would have no backward pass.
+            selected = {int(name.split(".")[1]) for name in names if lora.selects(name)}
+            first = 0
+            for number, size in enumerate(self.parallelism.split(model)):
+                if selected.isdisjoint(range(first, first + size)):
+                    yield (
+                        f"lora.layers selects nothing in blocks {first} to {first + size - 1}, which are stage {number} of the "
+                        "pipeline; select layers of all blocks"
+                    )
+                first += size
+
+    def summary_lines(self) -> list[str]:
+        """Returns a line about the layers that LoRA adapts."""
+        lora, matrices = self.lora, self.model.matrices()
+        selected = {name: size for name, size in matrices.items() if name != "output" and lora.selects(name)}
+        if not selected:
+            return []
+        trained = lora.rank * sum(map(sum, selected.values()))
+        names = dict.fromkeys(name.split(".", 2)[2] for name in selected)
+        return [
+            f"lora    rank {lora.rank}, alpha {lora.alpha:g}: trains {trained:,} parameters beside {', '.join(names)}"
+        ]
+
+
+def lora_of(recipe: PretrainRecipe) -> Lora:
+    """Returns the section of a recipe whose program may have none, for tools that work with any program."""
+    lora: Any = getattr(recipe, "lora", None)
+    return lora if isinstance(lora, Lora) else Lora()

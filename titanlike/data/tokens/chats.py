@@ -1,0 +1,104 @@
+"""Conversations as tokens, of which those of the assistant are labels. No torch."""
+
+import hashlib
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlike.config import UserError
+from titanlike.config.finetune import ChatData
+from titanlike.data.documents.conversations import conversation_of, synthetic_conversations
+from titanlike.data.documents.files import File, list_files
+from titanlike.data.documents.fingerprints import hash_of, versions_of
+from titanlike.data.documents.readers import BadRecord, read_records
+from titanlike.data.tokens.arrays import Flags, Numbers
+from titanlike.data.tokens.cache import cached
+from titanlike.data.tokens.chat_template import ChatTemplate
+from titanlike.utils.atomic_io import atomic_writer
+from titanlike.utils.system import cache_folder
+
+FORMAT = 1
+MAX_WARNINGS = 5  # bad records that are reported individually
+
+Encoded = tuple[npt.NDArray[np.uint32], Flags]
+
+
+@dataclass(frozen=True)
+class TokenizedChats:
+    """The tokens of conversations, one after another."""
+
+    tokens: npt.NDArray[np.uint32]
+    labels: Flags  # True for the tokens of the assistant
+    ends: Numbers  # the offset after each conversation
+    skipped: int = 0  # bad records
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the conversations."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.labels, self.ends):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()[:16]
+
+    def save(self, file: Path) -> None:
+        """Writes the arrays atomically."""
+        with atomic_writer(file) as stream:
+            np.savez(stream, tokens=self.tokens, labels=self.labels, ends=self.ends, skipped=self.skipped)
+
+    @classmethod
+    def load(cls, file: Path) -> "TokenizedChats | None":
+        """Reads what `save` wrote. Returns None if the file does not exist or is damaged."""
+        try:
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+                found = cls(arrays["tokens"], arrays["labels"], arrays["ends"], int(arrays["skipped"]))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+        return found
+
+
+def tokenize_files(files: Sequence[File], template: ChatTemplate, *, skip_bad: bool) -> TokenizedChats:
+    """Tokenizes the conversations in JSON lines and Parquet files. A bad record is skipped with a warning, or raised."""
+    problems: list[BadRecord] = []
+
+    def skip(problem: BadRecord) -> None:
+        problems.append(problem)
+        if len(problems) <= MAX_WARNINGS:
+            print(f"warning: skipped {problem}", file=sys.stderr, flush=True)
+
+    def read() -> Iterator[Encoded]:
+        for file in files:
+            yield from read_records(file, lambda record: template.encode(conversation_of(record)), bad=on_bad)
+
+    on_bad: Callable[[BadRecord], None] | None = skip if skip_bad else None
+    return _concatenate(read(), problems)
+
+
+def _concatenate(encoded: Iterable[Encoded], problems: Sequence[BadRecord]) -> TokenizedChats:
+    pairs = list(encoded)
+    if not pairs:
+        raise UserError("the data has no conversation" + (f"; the first bad record: {problems[0]}" if problems else ""))
+    tokens, labels = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
+    return TokenizedChats(tokens, labels, np.cumsum([len(ids) for ids, _ in pairs]), len(problems))
+
+
+def open_chats(section: ChatData, path: str, template: ChatTemplate) -> TokenizedChats:
+    """Returns the tokens of the conversations at one of the paths of a section. They are tokenized unless the cache has them."""
+    if path == "synthetic_chat":
+        return _concatenate(map(template.encode, synthetic_conversations()), [])
+    files = list_files(path)
+    key = hash_of([FORMAT, versions_of(files), template.identity, section.bad_records, template.tokenizer.fingerprint])
+    file = cache_folder(section.cache) / "chats" / f"{key}.npz"
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tokenize_files(files, template, skip_bad=section.bad_records == "skip").save(file)
+
+    return cached(file, path, write, lambda: TokenizedChats.load(file))

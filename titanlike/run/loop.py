@@ -1,0 +1,119 @@
+"""What the training loops of the programs share: the loss and its gradients, and what is measured at intervals."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.config import PretrainRecipe
+from titanlike.config.sections import Training
+from titanlike.data.batches.loader import Batch, BatchLoader
+from titanlike.distributed import collectives
+from titanlike.distributed.watchdog import Watchdog
+from titanlike.inference.evaluator import Evaluator
+from titanlike.metrics import Monitor
+from titanlike.models.layers import attention_backend
+from titanlike.models.loss import num_valid
+from titanlike.parallelisms.fsdp import accumulate_gradients
+from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelisms.pipeline import Pipeline
+from titanlike.run.run_dir import RunDirectory
+from titanlike.utils.garbage_collector import GarbageCollector
+
+
+@contextmanager
+def loop_settings(training: Training) -> Iterator[GarbageCollector]:
+    """The settings of a process during the loop: precision of matmuls, kernel of attention, and garbage collection at the same
+    steps on all ranks, with the `step` of what it yields."""
+    torch.set_float32_matmul_precision(training.matmul_precision)
+    with attention_backend(training.attention), GarbageCollector() as garbage_collector:
+        yield garbage_collector
+
+
+def num_labels(microbatches: Sequence[Batch]) -> Tensor:
+    """Returns the number of tokens of this rank's micro-batches that have a loss."""
+    return torch.stack([num_valid(batch.labels) for batch in microbatches]).sum()
+
+
+def forward_backward(
+    model: nn.Module, microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, sync: str
+) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of the mean loss over the `num_tokens` of the global batch. Returns that loss, and this rank's share
+    of it.
+
+    All tokens have the same weight, whatever their rank and micro-batch: each sum of losses is divided by the global count.
+    """
+    if isinstance(model, Pipeline):
+        local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
+    else:
+        local_loss = torch.zeros((), device=num_tokens.device)
+        for batch in accumulate_gradients(model, microbatches, sync):
+            loss = model(**batch.inputs, labels=batch.labels) / num_tokens
+            loss.backward()
+            local_loss += loss.detach()
+    return collectives.all_reduce_sum(local_loss.clone(), [*mesh.loss_groups, mesh.pipeline.get_group()]), local_loss
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> float:
+    """Returns the mean loss per token of the same held-out batches each time. It is equal on all ranks."""
+    total, num_tokens = torch.zeros(2, device=batches.device, dtype=collectives.sum_dtype(batches.device))
+    for microbatches in batches.first_batches(num_batches):
+        if isinstance(model, Pipeline):
+            total += model.evaluate(microbatches)
+        else:
+            total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
+        num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
+    collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
+    return (total / collectives.all_reduce_sum(num_tokens, mesh.loss_groups)).item()
+
+
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Whether an action with this interval is due at this step. The last step is always due."""
+    return step == last or (interval > 0 and step % interval == 0)
+
+
+class Measurements:
+    """The validation loss, the scores of tasks and the samples of a run, recorded after the steps at which they are due."""
+
+    def __init__(
+        self,
+        recipe: PretrainRecipe,
+        model: nn.Module,
+        mesh: Mesh,
+        validation: BatchLoader | None,
+        evaluator: Evaluator,
+        monitor: Monitor,
+        watchdog: Watchdog,
+    ) -> None:
+        self.section, self.last_step = recipe.validation, recipe.training.steps
+        self.model, self.mesh = model, mesh
+        self.validation, self.evaluator, self.monitor, self.watchdog = validation, evaluator, monitor, watchdog
+
+    def after(self, step: int) -> None:
+        """Measures what is due after a step."""
+        self._validate(step)
+        self._evaluate(step)
+
+    def missing(self, run: RunDirectory, step: int) -> None:
+        """Measures what an earlier start of the run has not: a signal may have ended it after this step."""
+        lacks_loss, lacks_scores = (
+            run.lacks_record(step, "validation_loss"),
+            run.lacks_record(step, "evaluation/", "sample"),
+        )
+        if lacks_loss:
+            self._validate(step)
+        if lacks_scores:
+            self._evaluate(step)
+
+    def _validate(self, step: int) -> None:
+        if self.validation and is_due(step, self.section.interval, self.last_step):
+            with self.monitor.exclude_from_throughput("validating"), self.watchdog.pause():
+                loss = validate(self.model, self.validation, self.section.batches, self.mesh)
+                self.monitor.validation(step, loss)
+
+    def _evaluate(self, step: int) -> None:
+        if self.evaluator.is_due(step):
+            with self.monitor.exclude_from_throughput("evaluating"), self.watchdog.pause():
+                self.monitor.evaluation(step, self.evaluator(step, self.model, self.mesh))
