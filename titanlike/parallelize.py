@@ -7,14 +7,13 @@ A transform is imported where the recipe asks for it: a run imports no other.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
-from titanlike.config.finetune import Lora
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
@@ -25,6 +24,9 @@ from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_compute_dtype
 
+if TYPE_CHECKING:
+    from titanlike.config.finetune import Lora
+
 
 def parallelize(
     model: nn.Module,
@@ -34,7 +36,7 @@ def parallelize(
     training: Training,
     parallelism: Parallelism,
     float8: Float8,
-    lora: Lora | None = None,
+    lora: "Lora | None" = None,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     loss: TokenLoss | None = None,

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.config.layout import DIMENSIONS
 from titanlike.distributed import process_group
-from titanlike.parallelisms.context import context_position_ids
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Mesh:
         return {
             "data_rank": self.data_rank,
             "num_data_ranks": self.num_data_ranks,
-            "position_ids": context_position_ids(seq_len, self.context),
+            "position_ids": self.position_ids(seq_len),
         }
 
     @property

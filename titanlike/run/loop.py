@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from titanlike.models.layers import attention_backend
 from titanlike.models.loss import num_valid
 from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.run.run_dir import RunDirectory
 from titanlike.utils.garbage_collector import GarbageCollector
 
@@ -44,8 +44,8 @@ def forward_backward(
 
     All tokens have the same weight, whatever their rank and micro-batch: each sum of losses is divided by the global count.
     """
-    if isinstance(model, Pipeline):
-        local_loss = model.forward_backward(microbatches, lambda loss: loss / num_tokens)
+    if mesh.pipeline.size() > 1:
+        local_loss = cast(Any, model).forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:
         local_loss = torch.zeros((), device=num_tokens.device)
         for batch in accumulate_gradients(model, microbatches, sync):
@@ -60,8 +60,8 @@ def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mes
     """Returns the mean loss per token of the same held-out batches each time. It is equal on all ranks."""
     total, num_tokens = torch.zeros(2, device=batches.device, dtype=collectives.sum_dtype(batches.device))
     for microbatches in batches.first_batches(num_batches):
-        if isinstance(model, Pipeline):
-            total += model.evaluate(microbatches)
+        if mesh.pipeline.size() > 1:
+            total += cast(Any, model).evaluate(microbatches)
         else:
             total += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
         num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
