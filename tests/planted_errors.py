@@ -60,7 +60,7 @@ ERRORS = {
         "titanlike/parallelisms/tensor.py",
         '"qk_norm": Style(),',
         '"qk_norm": Style(partial_gradient=False),',
-        "tests/distributed/test_qwen3.py",
+        "tests/distributed/test_families.py",
     ),
     "router gradient": Planted(
         "titanlike/parallelisms/tensor.py",

@@ -102,8 +102,8 @@ def test_figures_exclude_starts_killed_before_their_first_step() -> None:
 @pytest.mark.slow
 @pytest.mark.minutes
 @pytest.mark.skipif(sys.platform != "linux", reason="lists processes in /proc")
-def test_a_run_killed_three_times_equals_the_undisturbed_run(tmp_path: Path) -> None:
-    arguments = f"--kills 3 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"
+def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:
+    arguments = f"--kills 1 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", *arguments.split()],
         cwd=ROOT,
@@ -113,9 +113,9 @@ def test_a_run_killed_three_times_equals_the_undisturbed_run(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["kills"]) == 3
+    assert len(found["kills"]) == 1
     assert found["differences"] == [] == found["leftovers"]
-    assert found["records_compared"] >= 100 and found["tensors_compared"] > 100
+    assert found["records_compared"] >= 20 and found["tensors_compared"] > 100
     assert soak.table(found) in done.stdout
 
 

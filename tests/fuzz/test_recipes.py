@@ -21,7 +21,6 @@ from options import build_parser as sagemaker_options
 
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import run, run_argparse, train
-from tests.fuzz.job_arguments import launch_case, sweep_case
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.schema import Key, describe
 from titanlike.distributed.environment import fail, launch_config, rank_info, rank_variables_from_slurm
@@ -473,7 +472,7 @@ def start_environment_case(rng: random.Random, folder: Path) -> None:
 Case = Callable[[random.Random, Path], None]
 CASES: dict[Case, int] = {
     values_case: 400, text_case: 200, structure_case: 150, file_name_case: 100, override_case: 250, words_case: 200,
-    titanlike_case: 50, sagemaker_case: 50, launch_case: 100, sweep_case: 150, environment_case: 350, start_environment_case: 50,
+    titanlike_case: 50, sagemaker_case: 50, environment_case: 350, start_environment_case: 50,
 }  # fmt: skip
 
 

@@ -91,10 +91,9 @@ def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "real"])
-def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path, real: bool) -> None:
+def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
     overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "8"}
-    done = run(tmp_path, variables={"NPROC": "2"}, real=real, **overrides)
+    done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert "ranks   2 on cpu;" in done.stdout

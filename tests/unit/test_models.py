@@ -1,4 +1,4 @@
-"""The models: positions, masks, parameter and FLOP counts, initial values. Their logits are compared with transformers in `tests/interop`."""
+"""The models: positions, masks, parameter and FLOP counts, initial values. `tests/interop` compares logits with transformers."""
 
 import dataclasses
 import math
