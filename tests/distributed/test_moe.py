@@ -81,20 +81,10 @@ CASES: dict[str, Case] = {
 # Those of the default and of the slow tests; the others run with `-m every`.
 QUICK = ("TP x FSDP", "EP x FSDP", "EP x TP")
 SLOW = (
-    "FSDP, fewer experts than ranks",
-    "CP",
-    "PP zbv",
-    "FSDP, compiled",
-    "EP x HSDP",
-    "EP x CP x FSDP",
-    "EP x PP 1f1b x TP",
-    "EP x PP zbv",
-    "EP, selective checkpointing",
-    "EP x TP, shared experts, selective",
-    "EP x FSDP, compiled, selective",
-    "EP x FSDP, Muon",
+    "FSDP, fewer experts than ranks", "CP", "PP zbv", "FSDP, compiled", "EP x HSDP", "EP x CP x FSDP", "EP x PP 1f1b x TP",
+    "EP, selective checkpointing", "EP x TP, shared experts, selective", "EP x FSDP, compiled, selective", "EP x FSDP, Muon",
     "EP x TP, LoRA",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

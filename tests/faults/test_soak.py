@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import save_stall, soak
+from benchmarks import soak
 from benchmarks.comparison import RunCorrupt, differences, incomplete_directories, recorded_steps, verify_run
 from tests.launching import ROOT
 from titanlike.checkpoint.format import ShardRange, ShardSpec, write
@@ -117,23 +117,3 @@ def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:
     assert found["differences"] == [] == found["leftovers"]
     assert found["records_compared"] >= 20 and found["tensors_compared"] > 100
     assert soak.table(found) in done.stdout
-
-
-@pytest.mark.every  # takes as long as the benchmark
-def test_save_stall_measures_all_methods(tmp_path: Path) -> None:
-    arguments = f"--model cpu_6m --rounds 1 --ranks 2 --folder {tmp_path} --out {tmp_path / 'found.json'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.save_stall", *arguments.split()], cwd=ROOT, capture_output=True, text=True, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    rows = found["ranks"]["2"]
-    assert list(rows) == list(save_stall.ROWS)
-    sizes = [row[0]["bytes"] for row in rows.values()]
-    assert min(sizes) > 12 * found["parameters"] and max(sizes) < 1.02 * min(sizes)
-    for name, (one,) in rows.items():
-        assert 0 < one["stall"] <= one["seconds"] * 1.05 + 0.1, name
-        assert one["steps_during_save"] >= 1 or not name.count("async"), name
-    assert found["figures"]["2"]["dcp async"]["stall_ratio"]["median"] == 1.0
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-    assert save_stall.table(found) in done.stdout

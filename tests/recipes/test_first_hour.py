@@ -87,10 +87,6 @@ def test_a_part_past_its_limit_is_stopped_with_its_processes(tmp_path: Path, mon
         time.sleep(0.05)
 
 
-def test_every_part_of_the_first_hour_has_a_command() -> None:
-    assert set(gpu.FIRST_HOUR) <= set(gpu.PARTS)
-
-
 def test_a_rehearsal_without_a_folder_leaves_the_working_tree_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

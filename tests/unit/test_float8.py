@@ -26,7 +26,6 @@ from titanlike.run.run_dir import recipe_as_json
 
 LARGE = LlamaConfig(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")
-STUDY = Path(__file__).parents[2] / "train_configs" / "study"
 
 
 def recipe(float8: dict[str, Any], **sections: Any) -> PretrainRecipe:

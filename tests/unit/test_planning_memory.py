@@ -1,23 +1,14 @@
 """Memory from formulas against that of simulated steps."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.load import load
-from titanlike.models.llama import rotary_angles
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.registry import blocks, build_model
-from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from titanlike.parallelisms.compile import apply_compile
-from titanlike.tools.planning.activations import block_activations
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.simulate import can_simulate, simulate
@@ -149,59 +140,3 @@ def test_states_are_sharded_over_all_gpus() -> None:
     per_gpu = 16 * job("llama3_8b", 8).recipe.model.num_parameters() / 8
     assert few.parameters + few.gradients + few.optimizer == pytest.approx(per_gpu, rel=0.01)
     assert many.parameters == pytest.approx(few.parameters / 16, rel=0.01)
-
-
-@pytest.fixture
-def compiler() -> Iterator[None]:
-    """Resets the compiler, with the memory budget, which applies to all models."""
-    torch._dynamo.reset()
-    yield
-    torch._functorch.config.activation_memory_budget = 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("llama3_8b", "none"),
-        ("llama3_8b", "selective"),
-        ("llama3_8b", "full"),
-        ("llama3_8b", "memory_budget"),
-        ("qwen2_5_7b", "none"),
-        ("qwen2_5_7b", "selective"),
-        ("qwen3_8b", "none"),
-        ("qwen3_8b", "selective"),
-        ("gemma3_1b", "none"),
-        ("gemma3_1b", "selective"),
-        ("gpt2_124m", "none"),
-        ("gpt2_124m", "full"),
-    ],
-)
-def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str, compiler: None) -> None:
-    sizes: dict[str, Any] = dict(num_layers=1, dim=64, num_heads=8, vocab_size=640)
-    if name != "gpt2_124m":
-        sizes |= dict(num_kv_heads=2, ffn_dim=200)
-    if name in ("qwen3_8b", "gemma3_1b"):
-        sizes |= dict(head_dim=8)
-    one = dict(seq_len=256, local_batch_size=1, global_batch_size=1, compute_dtype="float32")
-    planned = job(name, 1, model=sizes, training=one, activation_checkpoint=dict(mode=mode), compile=COMPILED)
-    model = build_model(planned.recipe.model)
-    apply_activation_checkpoint(blocks(model), mode=mode, preserve_rng_state=False)
-    apply_compile(blocks(model), backend="aot_eager_decomp_partition")  # inductor's partitioner
-    block = blocks(model)["0"]
-    x = torch.randn(1, 256, 64, requires_grad=True)
-    inputs = rotary_angles(planned.recipe.model, torch.arange(256)[None]) if name != "gpt2_124m" else ()
-    # Parameters and rotary angles are shared by all blocks.
-    shared = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *inputs)}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in shared:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = block(x, *([inputs] if inputs else []))
-    assert out.shape == x.shape
-    assert sum(kept.values()) / 256 == pytest.approx(block_activations(planned).saved, rel=0.1)
