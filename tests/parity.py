@@ -48,8 +48,8 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     tier: str = "both"
-    """`both`: both models in the default tests. `one`: one model in the default tests, the other in the slow tests.
-    `slow`: one model in the slow tests. `every`: with `-m every` only."""
+    """`both`: both models in the default tests. `one`, `slow`: one model in the default or the slow tests. The others run with
+    `-m every`."""
 
     @property
     def processes(self) -> int:

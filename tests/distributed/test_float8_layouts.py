@@ -110,18 +110,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "FSDP-gw": (dict(shard=2), FLOAT8 | dict(scaling="rowwise_with_gw_hp"), COMPILED),
     "TP-head": (dict(tensor=2), FLOAT8 | dict(head=True), {}),
 }
-# Cases of the default run. The slow run has the others, and some with other models.
+# Cases of the default and the slow tests, in which other models have some, too.
 QUICK = {("llama", name) for name in ("one-gathered", "FSDP-gathered", "TP", "CP")}
+SLOW = (
+    "FSDP-uneven", "FSDP-rows", "TP-head", "TP-mx", "TP-FSDP-gathered", "TP-FSDP-compiled", "TP-FSDP-full", "CP-TP-gathered",
+)  # fmt: skip
 OTHERS = {
     "gpt": ("FSDP-gathered", "CP-TP-gathered", "TP-FSDP-compiled"), "qwen2": ("TP-FSDP-gathered",), "qwen3": ("CP-TP-gathered",),
     "gemma2": ("TP-FSDP-gathered",), "gemma3": ("CP-TP-gathered",),
 }  # fmt: skip
 
 
+def tier(model: str, case: str) -> list[pytest.MarkDecorator]:
+    return [] if (model, case) in QUICK else [slow if case in SLOW or model != "llama" else pytest.mark.every]
+
+
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        pytest.param(model, case, id=f"{model}-{case}", marks=[] if (model, case) in QUICK else [slow])
+        pytest.param(model, case, id=f"{model}-{case}", marks=tier(model, case))
         for model, cases in ({"llama": CASES} | OTHERS).items()
         for case in cases
     ],

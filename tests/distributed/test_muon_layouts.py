@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.checkpoints import assert_identical, drop_last
 from tests.distributed.test_traffic import count, planned
-from tests.parity import CASES, MUON, Case
+from tests.parity import CASES, MUON, Case, tiers
 from tests.pool import Pool
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.loader import shard_range_of
@@ -105,9 +105,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("HSDP", "TP x FSDP") else pytest.mark.slow) for name in TRAFFIC]
-)
+@pytest.mark.parametrize("name", tiers(TRAFFIC, ["HSDP", "TP x FSDP"], ["DDP", "PP zbv x FSDP"]))
 def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name: str) -> None:
     recipe = recipe_of(tmp_path, TRAFFIC[name], run=dict(device="cpu"))
     job = Job(recipe, world_size(recipe))
@@ -125,10 +123,10 @@ def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name
 
 
 def parity_tier(case: Case) -> list[pytest.MarkDecorator]:
-    """The default tests have two layouts, the slow ones every sixth, and `-m every` all."""
+    """The default tests have two layouts, the slow ones every twelfth, and `-m every` all."""
     if case.name in ("TP x FSDP", "PP zbv x FSDP"):
         return []
-    return [pytest.mark.slow if CASES.index(case) % 6 == 0 else pytest.mark.every]
+    return [pytest.mark.slow if CASES.index(case) % 12 == 0 else pytest.mark.every]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=parity_tier(case)) for case in CASES])

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 QUICK = ("one process", "TP", "PP 1f1b, tied head")
-SLOW = ("CP x TP, soft cap", "TP x FSDP, tied head, compiled", "PP zbv x TP, tied head")
+SLOW = ("CP x TP, soft cap", "PP zbv x TP, tied head")
 
 
 @pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))

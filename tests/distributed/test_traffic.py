@@ -92,12 +92,12 @@ QUICK = ("FSDP", "DDP", "HSDP", "TP x FSDP", "PP zbv x FSDP", "PP 1f1b x CP")
 
 
 def tier(case: ParityCase, model: str) -> list[pytest.MarkDecorator]:
-    """Returns the marks of a case of the parity table: a third of them are slow tests, and the models alternate."""
+    """Returns the marks of a case of the parity table: a sixth of them are slow tests, and the models alternate."""
     index = CASES.index(case)
     is_turn = index % 2 == list(MODELS).index(model)
     if is_turn and case.name in QUICK:
         return []
-    return [pytest.mark.slow if is_turn and index % 3 == 0 and "compile" not in case.sections else pytest.mark.every]
+    return [pytest.mark.slow if is_turn and index % 6 == 0 and "compile" not in case.sections else pytest.mark.every]
 
 
 @pytest.mark.parametrize(
@@ -142,24 +142,24 @@ MASKS = {"data": dict(document_masks=True)}
 
 # Name: layout, model, other sections. Those whose name starts with * run with `-m every` only.
 OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
-    "FSDP, always resharded": (FSDP | ALWAYS, LLAMA, {}),
+    "*FSDP, always resharded": (FSDP | ALWAYS, LLAMA, {}),
     "*FSDP, never resharded": (FSDP | dict(reshard_after_forward="never"), LLAMA, {}),
     "FSDP, last micro-batch": (FSDP | LAST, LLAMA, {}),
     "*HSDP, last micro-batch": (FSDP | LAST | dict(replicate=2), LLAMA, {}),
     "*FSDP, reduction in bfloat16": (FSDP, LLAMA, training(reduce_dtype="bfloat16")),
     "*FSDP, tied": (FSDP, TIED, {}),
     "PP 1f1b x FSDP, tied": (FSDP | PP, TIED, TWO),
-    "PP 1f1b x FSDP, always resharded": (FSDP | PP | ALWAYS, LLAMA, training(local_batch_size=1)),
+    "*PP 1f1b x FSDP, always resharded": (FSDP | PP | ALWAYS, LLAMA, training(local_batch_size=1)),
     "PP interleaved x FSDP, 4 stages per rank": (
         FSDP | PP | dict(pipeline_schedule="interleaved_1f1b", pipeline_stages=4),
         replace(LLAMA, num_layers=8),
         TWO,
     ),
-    "TP, full checkpointing": (TP, LLAMA, FULL),
+    "*TP, full checkpointing": (TP, LLAMA, FULL),
     "TP, chunked loss": (TP, LLAMA, training(loss_chunk=20)),
     "*CP, document masks": (CP, LLAMA, MASKS),
     "FSDP, uneven": (dict(shard=3), ODD, training(global_batch_size=12)),
-    "FSDP, float8 all-gather": (FSDP, LLAMA, GATHER),
+    "*FSDP, float8 all-gather": (FSDP, LLAMA, GATHER),
     "*TP, float8": (TP, LLAMA, float8()),
     "*TP, float8, gpt": (TP, GPT, float8()),
     "*TP, float8 rowwise": (TP, LLAMA, float8("rowwise")),
@@ -169,23 +169,23 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "*TP x FSDP, float8": (TP | FSDP, LLAMA, float8()),
     "TP x FSDP, float8 all-gather": (TP | FSDP, LLAMA, GATHER),
     "*CP, float8": (CP, LLAMA, float8()),
-    "TP x FSDP, Qwen2": (TP | FSDP, QWEN2, {}),
-    "TP x FSDP, Qwen3": (TP | FSDP, QWEN3, {}),
+    "*TP x FSDP, Qwen2": (TP | FSDP, QWEN2, {}),
+    "*TP x FSDP, Qwen3": (TP | FSDP, QWEN3, {}),
     "TP x FSDP, Gemma 2": (TP | FSDP, GEMMA2, {}),
-    "CP x TP, Gemma 2, full checkpointing": (CP | TP, GEMMA2, FULL),
+    "*CP x TP, Gemma 2, full checkpointing": (CP | TP, GEMMA2, FULL),
     "*FSDP, LoRA": (FSDP, LLAMA, lora()),
     "*TP x FSDP, LoRA": (TP | FSDP, LLAMA, lora()),
-    "TP, LoRA, gpt": (TP, GPT, lora("wq", "w2")),
+    "*TP, LoRA, gpt": (TP, GPT, lora("wq", "w2")),
     "*CP, LoRA": (CP, LLAMA, lora("wq", "layers.1.attention.wk")),
 }
 EP, FSDP4 = dict(expert=2), dict(shard=4)
 COMPILED = {"compile": dict(mode="block", backend="aot_eager")}
 OTHERS |= {
-    "MoE, FSDP": (FSDP, QWEN3_MOE, {}),
-    "MoE, TP": (TP, QWEN3_MOE, {}),
+    "*MoE, FSDP": (FSDP, QWEN3_MOE, {}),
+    "*MoE, TP": (TP, QWEN3_MOE, {}),
     "MoE, CP x TP, full checkpointing": (CP | TP, MIXTRAL, FULL),
     "MoE, EP": (FSDP | EP, QWEN3_MOE, {}),
-    "MoE, EP, full checkpointing": (FSDP | EP, QWEN3_MOE, FULL),
+    "*MoE, EP, full checkpointing": (FSDP | EP, QWEN3_MOE, FULL),
     "MoE, EP x FSDP": (FSDP4 | EP, MIXTRAL, {}),
     "MoE, EP x TP": (FSDP | TP | EP, MIXTRAL, {}),
     "*MoE, FSDP, fewer experts than ranks": (FSDP4, replace(QWEN3_MOE, num_experts=3), {}),
