@@ -9,17 +9,33 @@ Record the differences, then print the table and the summary for README.md:
 import json
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from titanlike.config.layout import DIMENSIONS
+from titanlike.config.optimizer import OptimizerGroup
 
 # Captures and partitions the graph as inductor does, without the half minute of code generation.
 FAST = "aot_eager_decomp_partition"
 COMPILED: dict[str, Any] = {"compile": dict(mode="block", backend=FAST)}
 SELECTIVE: dict[str, Any] = {"activation_checkpoint": dict(mode="selective")}
 FULL: dict[str, Any] = {"activation_checkpoint": dict(mode="full")}
+LORA: dict[str, Any] = {"lora": dict(rank=4)}
+# Sections.
+MUON: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
+FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
+ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
+
+
+def tiers(cases: Collection[str], quick: Collection[str], slow: Collection[str] = ()) -> list[Any]:
+    """Returns parameters of a test: cases of the default tests, those of the slow tests, and the others, for `-m every`."""
+    assert {*quick, *slow} <= {*cases}
+    marks = {case: [] if case in quick else [pytest.mark.slow if case in slow else pytest.mark.every] for case in cases}
+    return [pytest.param(case, marks=marks[case]) for case in cases]
 
 
 @dataclass(frozen=True)
@@ -33,8 +49,8 @@ class Case:
     dropout: float = 0.0
     """Of the GPT: Llama has none, and does not run such a case."""
     tier: str = "both"
-    """`both`: both models in the default tests. `one`: one model in the default tests, the other in the slow tests.
-    `slow`: one model in the slow tests. `every`: with `-m every` only."""
+    """`both`: both models in the default tests. `one`, `slow`: one model in the default or the slow tests. The others run with
+    `-m every`."""
 
     @property
     def models(self) -> tuple[str, ...]:

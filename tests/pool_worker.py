@@ -1,6 +1,5 @@
 """A rank of a pool. Runs the functions that tests send."""
 
-import ctypes
 import os
 import pickle
 import sys
@@ -17,8 +16,6 @@ def serve(rank: int, world_size: int, port: int) -> None:
     """Runs the functions received on standard input, a socket, until the test closes it."""
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
-    if "quarantine" in os.environ.get("LD_PRELOAD", ""):
-        ctypes.CDLL(None).quarantine_watch()  # a thread, which a fork would have lost
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("127.0.0.1", port),

@@ -1,13 +1,9 @@
 """Monitoring a job: status changes, connection failures and Ctrl-C."""
 
 import io
-import os
 import re
-import select
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +15,6 @@ import pytest
 from monitor import wait
 
 from tests.cloud.aws import START, Aws, error_response, in_sequence, network_down, no_change
-from tests.launching import environment
 from titanlike.config import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -215,48 +210,3 @@ def test_two_interrupts_leave_a_call(
     aws.before("DescribeTrainingJob", in_sequence(no_change, twice))
     assert wait(aws.clients, job, interval=INTERVAL) == 130
     assert capsys.readouterr().out.splitlines()[-1].startswith("detached, the job keeps running; ")
-
-
-def test_terminal(aws: Aws, job: str) -> None:
-    """Checks colors, the status line and the question of Ctrl-C in a real terminal."""
-    aws.log(job, "algo-1", "one")
-    aws.log(job, "algo-2", "two")
-    aws.log(job, "algo-1", "three", ago=10)
-    code = "import sys, service, monitor; sys.exit(monitor.wait(service.make_clients(), sys.argv[1], interval=0.1))"
-    variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'sagemaker'}", TERM="xterm-256color", COLUMNS="100", LINES="30")
-    controller, terminal = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, job],
-        env=variables,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    shown = ""
-
-    def until(text: str) -> None:
-        nonlocal shown
-        deadline = time.monotonic() + 30
-        while text not in shown:
-            assert select.select([controller], [], [], deadline - time.monotonic())[0], shown
-            shown += os.read(controller, 10_000).decode()
-
-    try:
-        until("so far  Ctrl-C detaches or stops")
-        assert "Training for 0:00:" in shown
-        assert all(f"{color}[algo-{n}] " in shown for n, color in ((1, "\x1b[36m"), (2, "\x1b[32m")))
-        assert shown.count("\x1b[36m[algo-1]") == 2
-        process.send_signal(signal.SIGINT)
-        until(monitor.QUESTION)
-        os.write(controller, b"s\n")
-        until(f"stopping {job}")
-        aws.set_status(job, "Stopped")
-        until("to resume from the newest checkpoint")
-        assert process.wait(timeout=30) == 143
-        assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is visible again
-    finally:
-        process.kill()
-        process.wait()
-        os.close(controller)

@@ -21,7 +21,6 @@ PAGE = (ROOT / "docs/sagemaker.md").read_text()
 POLICIES: list[dict[str, Any]] = [
     json.loads(text) for text in re.findall(r"^```json\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 ]
-IMPLIED = {"HeadBucket": "s3:ListBucket"}
 
 
 def statements(policy: dict[str, Any], action: str) -> list[str]:

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from bundle import make_bundle
 from instances import INSTANCE_TYPES
 from request import Job, request_for
 from simulate import Simulation
 
+from tests.checkpoints import assert_equal_state
 from tests.forkserver import ROOT, Forked
 from titanlike.checkpoint import read_whole
 
@@ -100,10 +100,7 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
     found, expected = (
         read_whole(folder / f"s3/example/titanlike/checkpoints/tiny/step-{STEPS:08}") for folder in (parts, full)
     )
-    for kind, tensors in expected.items():
-        assert tensors.keys() == found[kind].keys()
-        for name, value in tensors.items():
-            assert torch.equal(value, found[kind][name]), name
+    assert_equal_state(found, expected)
 
 
 @pytest.mark.slow

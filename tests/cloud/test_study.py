@@ -10,7 +10,6 @@ import pytest
 import study
 
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, exit_code
-from tests.cloud.test_simulated_jobs import TINY
 from titanlike.config import PretrainRecipe, load
 
 SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_gather": 8400.0}
@@ -93,28 +92,3 @@ def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyP
         f"titanlike-study-{name}" for name in ("compile", "float8", "float8-all-gather")
     ]
     assert set(json.loads((tmp_path / "study.json").read_text())["variants"]) == {"baseline", "compile"}
-
-
-@pytest.mark.slow
-def test_two_simulated_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    keys = TINY | {
-        "training.steps": 4, "compile.backend": "aot_eager", "tokenizer.encoding": "bytes",
-        "model.vocab_size": 320, "training.compute_dtype": "float32", "model.max_seq_len": 64,
-        "activation_checkpoint.mode": "none",
-    }  # fmt: skip
-    arguments = [
-        "--only",
-        "baseline",
-        "compile",  # float8 on a CPU requires keys that the other variants refuse
-        f"--out={tmp_path}/out",
-        "--simulate",
-        f"--folder={tmp_path}/sim",
-        *(f"--{k}={v}" for k, v in keys.items()),
-    ]
-    assert exit_code(monkeypatch, study.main, *arguments) == 0
-    results = json.loads((tmp_path / "out/study.json").read_text())["variants"]
-    assert results["baseline"]["losses"] == pytest.approx(results["compile"]["losses"], rel=1e-5)
-    assert [one["steps"] for one in results.values()] == [[1, 2, 3, 4]] * 2
-    jobs = len(list((tmp_path / "sim/jobs").iterdir()))
-    assert exit_code(monkeypatch, study.main, *arguments) == 0
-    assert len(list((tmp_path / "sim/jobs").iterdir())) == jobs == 2

@@ -180,16 +180,3 @@ def test_submit_uses_the_chosen_sender(
     assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--sender=estimator") == 0
     assert "submitted with estimator: titanlike-debug-" in capsys.readouterr().out
     assert senders == [f"{BUCKET}/titanlike"] and REQUESTS == []
-
-
-def test_a_missing_sdk_is_refused_before_the_upload(
-    aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(submit, "_is_installed", lambda module: False)
-    assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--sender=modeltrainer") == 2
-    error = capsys.readouterr().err
-    assert (
-        error
-        == f"error: --sender modeltrainer: the module sagemaker.train is not installed; run: {INSTALL['modeltrainer']}\n"
-    )
-    assert files(aws, "") == {}

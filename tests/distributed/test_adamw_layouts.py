@@ -1,6 +1,7 @@
 """AdamW on sharded weights: updates that do not depend on the sharding, bitwise resume, checkpoints across layouts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.distributed.test_checkpoint import drop_last, reshard
+from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
 from tests.pool import Pool
 from tests.training import LLAMA, mesh_of, tiny, train
-from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.models.llama_config import LlamaConfig
@@ -106,11 +106,7 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str) -> N
     assert found.state["model"]["layers.0.attention.wq.weight"].dtype == torch.bfloat16
     for _ in range(2):
         drop_last(tmp_path / "run")
-        again = train(ranks(processes(layout)), recipe)
-        assert (again.losses, again.gradient_norms) == (found.losses, found.gradient_norms)
-        for kind, tensors in found.state.items():
-            for name, value in tensors.items():
-                assert torch.equal(value, again.state[kind][name]), name
+        assert_identical(train(ranks(processes(layout)), recipe), found)
 
 
 @pytest.mark.slow
@@ -119,20 +115,8 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path) -> N
         recipe = recipe_for(tmp_path, f"by {saver}".replace(" ", "-"), saver)
         saved = train(ranks(processes(saver)), recipe).state
         for loader in LAYOUTS:
-            target = tmp_path / f"{saver}-{loader}" / "checkpoints"
-            target.mkdir(parents=True)
-            ranks(processes(loader)).run(reshard, _with_layout(recipe, loader), target)
-            moved = read_whole(target / "step-00000004")
-            for kind, tensors in saved.items():
-                assert moved[kind].keys() == tensors.keys()
-                for name, value in tensors.items():
-                    assert torch.equal(value, moved[kind][name]), f"{saver} to {loader}: {name}"
-
-
-def _with_layout(recipe: PretrainRecipe, layout: str) -> PretrainRecipe:
-    from dataclasses import replace
-
-    return replace(recipe, parallelism=Parallelism(**LAYOUTS[layout]))
+            other = replace(recipe, parallelism=Parallelism(**LAYOUTS[loader]))
+            assert_equal_state(reshard(ranks(processes(loader)), recipe, other, tmp_path / f"{saver}-{loader}"), saved)
 
 
 def test_model_widths_are_multiples_of_the_block_size() -> None:

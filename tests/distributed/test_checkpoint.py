@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import MACHINE, assert_equal_state, assert_identical, drop_last, reshard, saved_by, saved_steps
 from tests.pool import Pool
-from tests.training import GPT_, assert_same, build, result, resume, tiny, train
+from tests.training import GPT_, assert_same, result, resume, tiny, train
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
@@ -19,15 +19,6 @@ from titanlike.run.run_dir import RunDirectory, machine_metadata
 
 Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
-
-
-def saved_steps(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoints").glob("step-*"))
-
-
-def drop_last(folder: Path) -> None:
-    """Deletes the last checkpoint, as if the run had been killed before it."""
-    shutil.rmtree(saved_steps(folder)[-1])
 
 
 @pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -39,13 +30,7 @@ def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, processes: int
     expected = train(ranks(processes), recipe)
     for _ in range(2):  # a second resume, from a checkpoint of a resumed run
         drop_last(tmp_path / "run")
-        again = train(ranks(processes), recipe)
-        assert again.losses == expected.losses
-        assert again.gradient_norms == expected.gradient_norms
-        assert again.validation == expected.validation
-        for kind, tensors in expected.state.items():
-            for name, value in tensors.items():
-                assert torch.equal(value, again.state[kind][name]), name
+        assert_identical(train(ranks(processes), recipe), expected)
 
 
 @pytest.mark.parametrize(("saver", "loader"), [(1, 2), (4, 1)])
@@ -57,31 +42,9 @@ def test_a_run_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, saver:
     before = result(recipe)
     # Loading and saving without a step in between preserves every weight and every moment.
     moved = tiny(tmp_path, "run", parallelism=LAYOUTS[loader], **options)
-    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
-    ranks(loader).run(reshard, moved, tmp_path / "moved" / "checkpoints")
-    after = result(tiny(tmp_path, "moved"))
-    for kind, tensors in before.state.items():
-        for name, value in tensors.items():
-            assert torch.equal(value, after.state[kind][name]), name
+    assert_equal_state(reshard(ranks(loader), recipe, moved, tmp_path / "moved"), before.state)
     # Further training sees the same data, and agrees up to rounding.
     assert_same(train(ranks(loader), moved), expected)
-
-
-def reshard(recipe: Any, folder: Path) -> None:
-    from titanlike.distributed import process_group
-    from titanlike.optim.optimizer import build_optimizer
-
-    other = dataclasses.replace(recipe.run, seed=99)  # initial values that differ from the saved ones
-    model, _ = build(dataclasses.replace(recipe, run=other))
-    optimizer = build_optimizer(model, recipe.optimizer)
-    checkpoints = CheckpointManager(RunDirectory(recipe).checkpoints, recipe.checkpoint)
-    saved = checkpoints.find()
-    assert saved is not None
-    checkpoints.load(model, optimizer, saved)
-    with CheckpointManager(str(folder), recipe.checkpoint) as others:
-        others.save(model, optimizer, saved, wait=True)
-    if process_group.is_main():
-        (folder.parent / "metrics.jsonl").write_text("")
 
 
 def test_only_the_newest_checkpoints_are_kept_and_leftovers_are_deleted(ranks: Ranks, tmp_path: Path) -> None:
@@ -110,17 +73,6 @@ def test_an_interrupted_save_is_ignored(ranks: Ranks, tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if "save_seconds" not in record]
     assert steps == [1, 2, 3, 4, 5, 5]  # the last step with its validation; no step twice
-
-
-MACHINE = {"device": "cpu", "torch": "2.13.0"}
-
-
-def saved_by(recipe: Any) -> CheckpointMetadata:
-    from titanlike.run.run_dir import recipe_as_json
-
-    return CheckpointMetadata(
-        step=3, recipe=recipe_as_json(recipe), data="abc", layout={"replicate": 1, "shard": 2}, machine=MACHINE
-    )
 
 
 @pytest.mark.parametrize(

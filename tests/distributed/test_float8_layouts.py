@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_checkpoint import drop_last, reshard
-from tests.parity import FAST
+from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
+from tests.parity import ALL_GATHER, COMPILED, FLOAT8, FULL, SELECTIVE
 from tests.pool import Pool
-from tests.training import GEMMA2, GEMMA3, assert_same, build, full_tensor, tiny, train
-from titanlike.checkpoint import read_whole
+from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, assert_same, build, full_tensor, tiny, train
 from titanlike.config import PretrainRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.sections import Parallelism
@@ -28,8 +27,6 @@ from titanlike.float8.linear import matmul_of
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.loss import cross_entropy_sum
-from titanlike.models.qwen2_config import Qwen2Config
-from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.utils.dtensor import local_tensor
@@ -40,18 +37,18 @@ MODELS: dict[str, Any] = {
     "llama": LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320),
     "gpt": GPTConfig(dim=64, num_layers=2, num_heads=4, vocab_size=320),
 }
-QWEN2 = Qwen2Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=320)
-QWEN3 = Qwen3Config(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=128, vocab_size=320)
-FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
-ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
+FAMILIES = {
+    "qwen2": dataclasses.replace(QWEN2, num_layers=2, ffn_dim=128),
+    "qwen3": dataclasses.replace(QWEN3, num_layers=2, ffn_dim=128),
+    "gemma2": dataclasses.replace(GEMMA2, num_layers=2),
+    "gemma3": dataclasses.replace(GEMMA3, num_layers=2),
+}
 
 
 def recipe_for(
     folder: Path, name: str, layout: dict[str, Any], float8: dict[str, Any], **sections: Any
 ) -> PretrainRecipe:
-    model = {**MODELS, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2, "gemma3": GEMMA3}[
-        sections.pop("model", "llama")
-    ]
+    model = (MODELS | FAMILIES)[sections.pop("model", "llama")]
     model = dataclasses.replace(model, num_layers=sections.pop("layers", model.num_layers))
     # Small updates: large ones would amplify a value that rounds to the other side.
     optimizer = dict(lr=1e-3, eps=1e-4) | sections.pop("optimizer", {})
@@ -63,9 +60,6 @@ def recipe_for(
     )  # fmt: skip
 
 
-COMPILED: dict[str, Any] = {"compile": dict(mode="block", backend=FAST)}
-FULL: dict[str, Any] = {"activation_checkpoint": dict(mode="full")}
-SELECTIVE: dict[str, Any] = {"activation_checkpoint": dict(mode="selective")}
 slow = pytest.mark.slow
 
 
@@ -116,16 +110,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "FSDP-gw": (dict(shard=2), FLOAT8 | dict(scaling="rowwise_with_gw_hp"), COMPILED),
     "TP-head": (dict(tensor=2), FLOAT8 | dict(head=True), {}),
 }
-# Cases of the default run. The slow run has the others, and some with GPT, whose modules are the same.
+# Cases of the default and the slow tests, in which other models have some, too.
 QUICK = {("llama", name) for name in ("one-gathered", "FSDP-gathered", "TP", "CP")}
-GPT_CASES = ("FSDP-gathered", "TP", "CP-TP-gathered", "TP-FSDP-compiled")
+SLOW = (
+    "FSDP-uneven", "FSDP-rows", "TP-head", "TP-mx", "TP-FSDP-gathered", "TP-FSDP-compiled", "TP-FSDP-full", "CP-TP-gathered",
+)  # fmt: skip
+OTHERS = {
+    "gpt": ("FSDP-gathered", "CP-TP-gathered", "TP-FSDP-compiled"), "qwen2": ("TP-FSDP-gathered",), "qwen3": ("CP-TP-gathered",),
+    "gemma2": ("TP-FSDP-gathered",), "gemma3": ("CP-TP-gathered",),
+}  # fmt: skip
+
+
+def tier(model: str, case: str) -> list[pytest.MarkDecorator]:
+    return [] if (model, case) in QUICK else [slow if case in SLOW or model != "llama" else pytest.mark.every]
 
 
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        pytest.param(model, case, id=f"{model}-{case}", marks=[] if (model, case) in QUICK else [slow])
-        for model, cases in (("llama", CASES), ("gpt", GPT_CASES))
+        pytest.param(model, case, id=f"{model}-{case}", marks=tier(model, case))
+        for model, cases in ({"llama": CASES} | OTHERS).items()
         for case in cases
     ],
 )
@@ -135,14 +139,17 @@ def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, model: str, ca
         recipe_for(tmp_path, name, dimensions, keys, model=model, **others)
         for name, dimensions, keys, others in (("a", {}, float8 | {"all_gather": False}, {}), ("b", *CASES[case]))
     )
-    expected = ranks(1).run(_gradients, baseline, 3)[0]
+    num_batches = 5 if model.startswith("gemma") else 3
+    expected = ranks(1).run(_gradients, baseline, num_batches)[0]
     found = [
         relative_error(gradients, reference)
-        for rank in ranks(math.prod(layout.get(name, 1) for name in DIMENSIONS)).run(_gradients, sharded, 3)
+        for rank in ranks(math.prod(layout.get(name, 1) for name in DIMENSIONS)).run(_gradients, sharded, num_batches)
         for gradients, reference in zip(rank, expected, strict=True)
     ]
-    # Sums that differ in their last bit may round to different float8 values: rarely, and with a small effect.
-    assert sorted(found)[len(found) // 2] < 1e-4 and max(found) < 0.05, found
+    # Sums that differ in their last bit may round to different float8 values: rarely, and with a small effect. Gemma's post-norms
+    # scale small outputs up, so that all that follows rounds otherwise then, by as much as float8 differs from float32: 0.35.
+    median, largest = (1e-3, 0.35) if model.startswith("gemma") else (1e-3 if model == "qwen3" else 1e-4, 0.05)
+    assert sorted(found)[len(found) // 2] < median and min(found) < 1e-5 and max(found) < largest, found
 
 
 @slow
@@ -192,13 +199,7 @@ def test_run_matches_one_process_and_resumes_bitwise(
     assert found.state["optimizer"].keys() == baseline.state["optimizer"].keys()
     for _ in range(2):
         drop_last(tmp_path / "run")
-        again = train(ranks(4), recipe)
-        assert (again.losses, again.gradient_norms, again.validation) == (
-            found.losses, found.gradient_norms, found.validation,
-        )  # fmt: skip
-        for kind, tensors in found.state.items():
-            for name, value in tensors.items():
-                assert torch.equal(value, again.state[kind][name]), name
+        assert_identical(train(ranks(4), recipe), found)
 
 
 @slow
@@ -209,14 +210,8 @@ def test_float8_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Pat
     for name, processes, layout, float8 in (
         ("plain", 1, {}, {}), ("sharded", 2, dict(shard=2), {}), ("piped", 2, dict(pipeline=2), ALL_GATHER),
     ):  # fmt: skip
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
-        loader = dataclasses.replace(recipe_for(tmp_path, name, layout, float8, **options), run=saver.run)
-        ranks(processes).run(reshard, loader, tmp_path / name / "checkpoints")
-        moved = read_whole(tmp_path / name / "checkpoints" / "step-00000002")
-        for kind, tensors in saved.items():
-            assert moved[kind].keys() == tensors.keys()
-            for key, value in tensors.items():
-                assert type(value) is Tensor and torch.equal(value, moved[kind][key]), key
+        loader = recipe_for(tmp_path, name, layout, float8, **options)
+        assert_equal_state(reshard(ranks(processes), saver, loader, tmp_path / name), saved)
 
 
 class AllGatherBytes(TorchDispatchMode):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from recipes import pretrain
-from tests.distributed.test_checkpoint import drop_last, reshard
+from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
 from tests.distributed.test_parity import model_of
+from tests.parity import FLOAT8
 from tests.pool import Pool
 from tests.training import MODELS, assert_same, build, full_tensor, result, tiny, train, train_on_rank
-from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
@@ -151,16 +151,8 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, mode
         }
         # Two other layouts and one process load each checkpoint.
         for loader in {"one", *(order[(index + step) % len(order)] for step in (1, 3))} - {saver}:
-            target = tmp_path / f"{saver} to {loader}" / "checkpoints"
-            target.mkdir(parents=True)
-            as_saved = dataclasses.replace(recipes[loader], run=recipe.run)
-            pools[loader].run(reshard, as_saved, target)
-            moved = read_whole(target / "step-00000002")
-            assert moved.keys() == saved.keys()
-            for kind, tensors in saved.items():
-                assert moved[kind].keys() == tensors.keys()
-                for name, value in tensors.items():
-                    assert torch.equal(value, moved[kind][name]), f"{saver} to {loader}: {name}"
+            moved = reshard(pools[loader], recipe, recipes[loader], tmp_path / f"{saver} to {loader}")
+            assert_equal_state(moved, saved)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +167,6 @@ def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, sav
     expected = train(ranks(4), recipe_for(tmp_path, "run", "gpt", saver, **options))
     drop_last(tmp_path / "run")
     assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", loader, **options)), expected)
-
-
-FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 
 
 @pytest.mark.parametrize(
@@ -201,12 +190,7 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, floa
     expected = train(ranks(4), recipe)
     for _ in range(2):  # a second resume, too
         drop_last(tmp_path / "run")
-        again = train(ranks(4), recipe)
-        assert again.losses == expected.losses
-        assert again.gradient_norms == expected.gradient_norms
-        for kind, tensors in expected.state.items():
-            for name, value in tensors.items():
-                assert torch.equal(value, again.state[kind][name]), name
+        assert_identical(train(ranks(4), recipe), expected)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
     assert result(recipe).losses == expected.losses
 

@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.test_checkpoint import drop_last, reshard
-from tests.distributed.test_float8_layouts import FLOAT8
-from tests.distributed.test_muon_layouts import MUON
-from tests.distributed.test_qwen3 import LORA
-from tests.parity import COMPILED, FULL, SELECTIVE
+from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
+from tests.parity import COMPILED, FLOAT8, FULL, LORA, MUON, SELECTIVE, tiers
 from tests.pool import Pool
 from tests.training import (
     LLAMA,
@@ -30,7 +27,6 @@ from tests.training import (
     train,
     world_size,
 )
-from titanlike.checkpoint import read_whole
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Parallelism
 from titanlike.models.experts import MixtureOfExperts, Router, routers
@@ -86,24 +82,10 @@ CASES: dict[str, Case] = {
 # Those of the default and of the slow tests; the others run with `-m every`.
 QUICK = ("TP x FSDP", "EP x FSDP", "EP x TP")
 SLOW = (
-    "FSDP, fewer experts than ranks",
-    "CP",
-    "PP zbv",
-    "FSDP, compiled",
-    "EP x HSDP",
-    "EP x CP x FSDP",
-    "EP x PP 1f1b x TP",
-    "EP x PP zbv",
-    "EP, selective checkpointing",
-    "EP x TP, shared experts, selective",
-    "EP x FSDP, compiled, selective",
-    "EP x FSDP, Muon",
+    "FSDP, fewer experts than ranks", "CP", "PP zbv", "FSDP, compiled", "EP x HSDP", "EP x CP x FSDP", "EP x PP 1f1b x TP",
+    "EP, selective checkpointing", "EP x TP, shared experts, selective", "EP x FSDP, compiled, selective", "EP x FSDP, Muon",
     "EP x TP, LoRA",
-)
-
-
-def mark(case: str) -> list[pytest.MarkDecorator]:
-    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.every]
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +102,7 @@ def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return baselines(ranks(1), tmp_path_factory.mktemp("one"), MODELS)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case)) for case in CASES])
+@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
 def test_layout_matches_one_process(
     ranks: Ranks,
     baseline: Callable[[str, dict[str, Any]], Result],
@@ -190,13 +172,7 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, sect
     for index, recipe in enumerate(recipes):
         saved = train(ranks(4), recipe).state
         assert {"layers.0.feed_forward.experts.w1", "layers.0.feed_forward.router.expert_bias"} <= saved["model"].keys()
-        target = tmp_path / f"moved {index}" / "checkpoints"
-        target.mkdir(parents=True)
-        ranks(4).run(reshard, replace(recipes[index - 1], run=recipe.run), target)
-        moved = read_whole(target / "step-00000002")
-        for kind, tensors in saved.items():
-            assert moved[kind].keys() == tensors.keys()
-            assert not [name for name, value in tensors.items() if not torch.equal(value, moved[kind][name])]
+        assert_equal_state(reshard(ranks(4), recipe, recipes[index - 1], tmp_path / f"moved {index}"), saved)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("EP x FSDP", marks=pytest.mark.slow), "EP x TP"])
@@ -205,10 +181,7 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str) -> N
     recipe = recipe_of(tmp_path, "shared experts", LAYOUTS[layout], **options)
     expected = train(ranks(4), recipe)
     drop_last(tmp_path / "run")
-    again = train(ranks(4), recipe)
-    assert (again.losses, again.gradient_norms) == (expected.losses, expected.gradient_norms)
-    for kind, tensors in expected.state.items():
-        assert not [name for name, value in tensors.items() if not torch.equal(value, again.state[kind][name])]
+    assert_identical(train(ranks(4), recipe), expected)
 
 
 @pytest.mark.slow

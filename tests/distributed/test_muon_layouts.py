@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_checkpoint import drop_last
+from tests.checkpoints import assert_identical, drop_last
 from tests.distributed.test_traffic import count, planned
-from tests.parity import CASES, Case
+from tests.parity import CASES, MUON, Case, tiers
 from tests.pool import Pool
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.loader import shard_range_of
 from titanlike.config import PretrainRecipe
-from titanlike.config.optimizer import OptimizerGroup
 from titanlike.config.sections import Parallelism
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import set_learning_rate
@@ -25,7 +24,6 @@ from titanlike.tools.planning.job import Job
 from titanlike.utils.dtensor import local_tensor
 
 Ranks = Callable[[int], Pool]
-MUON: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
 # Matrices that the ranks do not divide: the last shards are shorter, or empty.
 ODD = dataclasses.replace(MODELS["llama"], num_layers=4, dim=60, num_heads=2, num_kv_heads=2, ffn_dim=92)
 MODEL = dataclasses.replace(MODELS["llama"], num_layers=4)
@@ -107,9 +105,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("HSDP", "TP x FSDP") else pytest.mark.slow) for name in TRAFFIC]
-)
+@pytest.mark.parametrize("name", tiers(TRAFFIC, ["HSDP", "TP x FSDP"], ["DDP", "PP zbv x FSDP"]))
 def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name: str) -> None:
     recipe = recipe_of(tmp_path, TRAFFIC[name], run=dict(device="cpu"))
     job = Job(recipe, world_size(recipe))
@@ -127,10 +123,10 @@ def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name
 
 
 def parity_tier(case: Case) -> list[pytest.MarkDecorator]:
-    """The default tests have two layouts, the slow ones every sixth, and `-m every` all."""
+    """The default tests have two layouts, the slow ones every twelfth, and `-m every` all."""
     if case.name in ("TP x FSDP", "PP zbv x FSDP"):
         return []
-    return [pytest.mark.slow if CASES.index(case) % 6 == 0 else pytest.mark.every]
+    return [pytest.mark.slow if CASES.index(case) % 12 == 0 else pytest.mark.every]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +151,7 @@ def test_a_resumed_run_is_bit_identical_and_changes_its_layout(ranks: Ranks, tmp
     momentum = [key for key in expected.state["optimizer"] if key.endswith(".momentum_buffer")]
     assert len(momentum) == 28 and not [key for key in expected.state["optimizer"] if "wq.weight.exp_avg" in key]
     drop_last(tmp_path / "run")
-    again = train(ranks(4), recipe)
-    assert again.losses == expected.losses
-    for kind, tensors in expected.state.items():
-        assert not [key for key, value in tensors.items() if not torch.equal(value, again.state[kind][key])]
+    assert_identical(train(ranks(4), recipe), expected)
     drop_last(tmp_path / "run")
     other = dataclasses.replace(recipe, parallelism=Parallelism(pipeline=2, shard=2))
     assert_same(train(ranks(4), other), expected, weights=1e-3)

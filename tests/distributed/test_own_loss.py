@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes import pretrain
-from tests.distributed.test_float8_layouts import FLOAT8
 from tests.distributed.test_plain_loop import plain_loop
-from tests.parity import COMPILED
+from tests.parity import COMPILED, tiers
 from tests.pool import Pool
-from tests.training import GEMMA2, GPT_, LLAMA, assert_same, mesh_of, result, tiny, train, train_on_rank, world_size
+from tests.training import GEMMA2, GPT_, LLAMA, mesh_of, result, tiny, train, train_on_rank, world_size
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.loss import IGNORE
@@ -73,9 +72,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 QUICK = ("one process", "TP", "PP 1f1b, tied head")
+SLOW = ("CP x TP, soft cap", "PP zbv x TP, tied head")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
+@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
 def test_label_smoothing_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, case: str) -> None:
     layout, sections = CASES[case]
     recipe = recipe_of(tmp_path, "run", layout, **sections)
@@ -83,18 +83,6 @@ def test_label_smoothing_matches_a_plain_loop(ranks: Ranks, tmp_path: Path, case
     found = trained(ranks, recipe)
     assert found.losses == pytest.approx(losses, rel=1e-5)
     assert found.gradient_norms == pytest.approx(norms, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [dict(tensor=2), dict(pipeline=2, pipeline_schedule="zbv"), dict(context=2, shard=2)], ids=str
-)
-def test_a_float8_head_matches_one_process(ranks: Ranks, tmp_path: Path, layout: dict[str, Any]) -> None:
-    others: dict[str, Any] = dict(model=FOUR, float8=FLOAT8 | dict(head=True), optimizer=dict(lr=1e-3, eps=1e-4))
-    one, several = (recipe_of(tmp_path, name, dims, **others) for name, dims in (("one", {}), ("several", layout)))
-    expected = trained(ranks, one, smoothed_at_once)
-    assert expected.losses[0] == pytest.approx(plain_loop(one, SMOOTHING)[0][0], rel=1e-3)
-    assert_same(trained(ranks, several, smoothed_at_once), expected, loss=1e-4, norm=2e-3, weights=0.1)
 
 
 def test_validation_reports_the_cross_entropy(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from recipes import pretrain
+from tests.checkpoints import assert_identical, drop_last, saved_steps
 from tests.pool import Pool
 from tests.training import result, tiny, train_on_rank
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
@@ -87,10 +87,6 @@ def saved_values(folder: Path) -> dict[str, Any]:
     return values
 
 
-def steps_of(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoints").glob("step-*"))
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -107,16 +103,12 @@ def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, layout: Parall
     )  # fmt: skip
     pool = ranks(math.prod(layout.dimensions().values()))
     pool.run(train_adaptive, recipe)
-    expected, values = result(recipe), saved_values(steps_of(tmp_path / "run")[-1])
-    shutil.rmtree(steps_of(tmp_path / "run")[-1])  # as if the run had been killed before
+    expected, values = result(recipe), saved_values(saved_steps(tmp_path / "run")[-1])
+    drop_last(tmp_path / "run")
     pool.run(train_adaptive, recipe)
     again = result(recipe)
-    assert again.losses == expected.losses
-    for kind, tensors in expected.state.items():
-        assert tensors.keys() == again.state[kind].keys()
-        for name, value in tensors.items():
-            assert torch.equal(value, again.state[kind][name]), name
-    found = saved_values(steps_of(tmp_path / "run")[-1])
+    assert_identical(again, expected)
+    found = saved_values(saved_steps(tmp_path / "run")[-1])
     assert json.dumps(found) == json.dumps(values)
     assert found[WEIGHT]["state"] == {
         "first": False, "log": {"dict": [["steps", [1, 2, 3, 4]], ["note", None]]}, "scale": pytest.approx(0.95 * 14 / 15 * 0.925),
@@ -133,10 +125,10 @@ def test_values_follow_the_parameters_to_another_layout(ranks: Ranks, tmp_path: 
     options: dict[str, Any] = dict(training=dict(steps=4), checkpoint=dict(interval=2), validation=dict(interval=0))
     recipe = tiny(tmp_path, "run", parallelism=Parallelism(shard=1, pipeline=2), **options)
     ranks(2).run(train_adaptive, recipe)
-    expected, values = result(recipe), saved_values(steps_of(tmp_path / "run")[-1])
-    shutil.rmtree(steps_of(tmp_path / "run")[-1])
+    expected, values = result(recipe), saved_values(saved_steps(tmp_path / "run")[-1])
+    drop_last(tmp_path / "run")
     ranks(1).run(train_adaptive, tiny(tmp_path, "run", **options))
-    assert saved_values(steps_of(tmp_path / "run")[-1]) == values
+    assert saved_values(saved_steps(tmp_path / "run")[-1]) == values
     assert result(recipe).losses == pytest.approx(expected.losses, rel=1e-5)
 
 

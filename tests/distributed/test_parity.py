@@ -63,7 +63,7 @@ def tier(case: Case, model: str) -> list[pytest.MarkDecorator]:
     is_turn = len(case.models) == 1 or same_tier.index(case) % 2 == list(MODELS).index(model)
     if case.tier == "both" or (case.tier == "one" and is_turn):
         return []
-    return [pytest.mark.slow if case.tier == "one" or (case.tier == "slow" and is_turn) else pytest.mark.every]
+    return [pytest.mark.slow if case.tier == "slow" and is_turn else pytest.mark.every]
 
 
 @pytest.mark.parametrize(

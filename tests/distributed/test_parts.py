@@ -2,31 +2,24 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
-from tests.parity import FAST
 from tests.pool import Pool
-from tests.training import LLAMA, build, mesh_of, tiny
+from tests.training import LLAMA, mesh_of
 from titanlike.config import UserError
-from titanlike.config.sections import ActivationCheckpoint, Compile, Parallelism
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention, Dropout
-from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy, cross_entropy_sum
+from titanlike.models.loss import chunked_linear_cross_entropy, cross_entropy_sum
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
     ContextParallelMask,
     context_parallel_attention,
     context_position_ids,
     gather_sequence,
-    prefix_attention,
 )
 from titanlike.parallelisms.tensor import apply_tensor
 
@@ -103,18 +96,6 @@ def test_context_parallel_attention_matches_attention(ranks: Ranks, size: int, k
         assert result < 1e-5 and gradients < 1e-4
 
 
-def test_attention_is_masked_across_documents() -> None:
-    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mask = DocumentMask()(documents)
-    found = CausalAttention()(q, k, v, mask)
-    for part in (slice(0, 3), slice(3, 6)):
-        expected = CausalAttention()(q[:, :, part], k[:, :, part], v[:, :, part])
-        torch.testing.assert_close(found[:, :, part], expected)
-    last = prefix_attention(q[:, :, 4:], k, v, mask[:, :, 4:])
-    torch.testing.assert_close(last, found[:, :, 4:])
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_context_parallel_load_is_balanced(rank: int) -> None:
     class Mesh:
@@ -127,35 +108,6 @@ def test_context_parallel_load_is_balanced(rank: int) -> None:
     position_ids = context_position_ids(64, Mesh())  # type: ignore[arg-type]
     assert (position_ids + 1).sum() == (torch.arange(64) + 1).sum() / 4
     assert len(position_ids.unique()) == 16
-
-
-def _vocab_parallel_loss(scale: float, z_loss: float | None) -> tuple[float, float, float, float]:
-    group = mesh_of("cpu", tensor=2).tensor.get_group()
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(2, 8, 64, generator=generator) * scale).requires_grad_()
-    labels = torch.randint(0, 64, (2, 8), generator=generator)
-    labels[0, 3] = IGNORE
-    expected = cross_entropy_sum(logits, labels, z_loss=z_loss)
-    expected.backward()
-    shard = slice(32 * group.rank(), 32 * (group.rank() + 1))
-    local = logits.detach()[..., shard].clone().requires_grad_()
-    found = cross_entropy_sum(local, labels, group, z_loss=z_loss)
-    found.backward()
-    assert local.grad is not None and logits.grad is not None
-    return (
-        found.item(),
-        expected.item(),
-        (local.grad - logits.grad[..., shard]).abs().max().item(),
-        local.grad[0, 3].norm().item(),
-    )
-
-
-@pytest.mark.parametrize(("scale", "z_loss"), [(1.0, None), (1000.0, None), (1.0, 0.1)])
-def test_vocab_parallel_loss_matches_the_loss(ranks: Ranks, scale: float, z_loss: float | None) -> None:
-    for found, expected, gradient, ignored in ranks(2).run(_vocab_parallel_loss, scale, z_loss):
-        assert found == pytest.approx(expected, rel=1e-6)
-        assert gradient < 1e-6
-        assert ignored == 0.0
 
 
 def _vocab_parallel_weight_gradient() -> list[float]:
@@ -221,41 +173,3 @@ def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, na
             "rowwise, all_gather_input, sequence_parallel, qk_norm, router, experts, vocab_parallel, position_embedding, lm_head, "
             "colwise_gather_output"
         )
-
-
-def _graphs(layout: dict[str, int], mode: Any) -> tuple[int, int]:
-    torch._dynamo.reset()
-    counters.clear()
-    model, mesh = build(
-        tiny(
-            Path(), "", parallelism=Parallelism(**layout), compile=Compile(backend=FAST),
-            activation_checkpoint=ActivationCheckpoint(mode=mode),
-        )
-    )  # fmt: skip
-    position_ids = context_position_ids(32, mesh.context)
-    for _ in range(2):
-        logits: Tensor = model(
-            tokens=torch.zeros(1, len(position_ids), dtype=torch.long), position_ids=position_ids[None]
-        )
-        logits.float().sum().backward()
-    return counters["stats"]["unique_graphs"], len(counters["graph_break"])
-
-
-@pytest.mark.parametrize(
-    ("layout", "mode"),
-    [
-        (dict(tensor=2), "none"),
-        (dict(context=2), "full"),
-        pytest.param(dict(tensor=2), "full", marks=pytest.mark.slow),
-        pytest.param(dict(context=2), "none", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_all_blocks_share_one_compiled_graph(ranks: Ranks, layout: dict[str, int], mode: str) -> None:
-    assert ranks(2).run(_graphs, layout, mode) == [(1, 0)] * 2
-
-
-def test_loss_matches_torch_cross_entropy() -> None:
-    logits, labels = torch.randn(2, 4, 8), torch.randint(0, 8, (2, 4))
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(cross_entropy_sum(logits, labels), expected)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+from tests.checkpoints import assert_equal_state
 from tests.pool import Pool
 from tests.training import build, tiny
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
@@ -141,9 +142,7 @@ def test_a_rank_reads_its_shards_and_its_share_of_the_verification(
             assert rank["read"] <= share + rank["needed"]
         assert rank["left"] == 0
     before, after = (read_whole(tmp_path / name / "step-00000003") for name in ("saved", "loaded"))
-    for module, tensors in before.items():
-        for name, value in tensors.items():
-            assert torch.equal(value, after[module][name]), name
+    assert_equal_state(after, before)
 
 
 @pytest.mark.slow

@@ -17,9 +17,8 @@ from tests.parity import FAST
 from tests.pool import Pool
 from tests.training import full_tensor, mesh_of
 from titanlike.config import UserError
-from titanlike.config.sections import Float8, Optimizer
+from titanlike.config.sections import Float8
 from titanlike.float8.linear import apply_float8
-from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.blocks import find_blocks
 from titanlike.parallelisms.compile import apply_compile
@@ -306,19 +305,6 @@ def test_sizes_that_ranks_do_not_divide_are_reported(ranks: Ranks) -> None:
         assert embedding.endswith("of 0 does not apply to Embedding; use vocab_parallel or position_embedding")
 
 
-def test_recomputed_dropout_draws_the_same_mask() -> None:
-    def gradient(mode: Any) -> Tensor:
-        block = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))
-        apply_activation_checkpoint([block], mode=mode)
-        torch.manual_seed(1)
-        block(torch.ones(4, 8)).sum().backward()
-        gradient = block.get_parameter("0.weight").grad
-        assert gradient is not None
-        return gradient
-
-    assert torch.equal(gradient("none"), gradient("full"))
-
-
 def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:
     model, x = seeded(Encoder), torch.randn(2, 16, 32)
     model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
@@ -435,21 +421,6 @@ def test_a_model_that_cannot_be_split_is_reported(ranks: Ranks) -> None:
             "context parallelism replaces the submodule attention.attend, which Linear does not have",
             "context parallelism over 2 ranks splits a sequence into 4 chunks, which do not divide its 30 tokens",
         ]
-
-
-@pytest.mark.parametrize("state_dtype", ["full", "bfloat16"])
-def test_optimizers_call_a_closure(state_dtype: Any) -> None:
-    model = seeded(lambda: nn.Linear(4, 4))
-    optimizer = build_optimizer(model, Optimizer(state_dtype=state_dtype))
-
-    def closure() -> float:
-        loss = model(torch.ones(1, 4)).square().sum()
-        loss.backward()
-        return loss.item()
-
-    before = model.get_parameter("weight").clone()
-    assert optimizer.step(closure) == pytest.approx(model.forward(torch.ones(1, 4)).square().sum().item(), abs=0.1)
-    assert not torch.equal(model.get_parameter("weight"), before)
 
 
 def _compiled(sequence_parallel: bool) -> tuple[float, int, int]:

@@ -65,22 +65,6 @@ def test_activation_checkpointing_does_not_change_results(
 
 
 @pytest.mark.parametrize(
-    ("processes", "model"),
-    [
-        (1, "llama"),
-        (2, "gpt"),
-        pytest.param(1, "gpt", marks=pytest.mark.slow),
-        pytest.param(2, "llama", marks=pytest.mark.slow),
-    ],
-)
-def test_compilation_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, processes: int, model: str
-) -> None:
-    recipe = two_steps(tmp_path, model=MODELS[model], compile=Compile(backend=FAST))
-    assert_same(train(ranks(processes), recipe), plain[model])
-
-
-@pytest.mark.parametrize(
     "options",
     [
         dict(mode="selective"),

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_float8_layouts import FLOAT8
-from tests.distributed.test_qwen3 import tiers
-from tests.parity import COMPILED
+from tests.parity import COMPILED, FLOAT8, tiers
 from tests.pool import Pool
 from tests.training import LLAMA, assert_same, tiny, train, world_size
 from titanlike.config.sections import Parallelism
@@ -31,7 +29,7 @@ def recipe_of(folder: Path, name: str, *, z_loss: float = Z_LOSS, size: int = 2,
     return tiny(folder, name, training=training, **sections)
 
 
-@pytest.mark.parametrize("case", tiers("TP", CASES))
+@pytest.mark.parametrize("case", tiers(CASES, ["TP"], ["PP zbv x TP"]))
 def test_layout_matches_one_process(ranks: Ranks, tmp_path: Path, case: str) -> None:
     layout, sections = CASES[case]
     expected = train(ranks(1), recipe_of(tmp_path, "one", size=8, model=sections.get("model", LLAMA)))

@@ -74,31 +74,12 @@ def test_transient_server_errors_do_not_change_the_losses(starter: Starter, tmp_
     assert losses(tmp_path / "runs/run") == losses(tmp_path / "runs/local")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("cut", r"tokens/train-00000.tokens is truncated: it has 100 bytes, but the manifest says "),
-        pytest.param("gone", r"tokens/train-00000.documents is missing; copy it again", marks=pytest.mark.slow),
-        pytest.param("manifest", r"tokens/manifest.json is not JSON: ", marks=pytest.mark.slow),
-        pytest.param(
-            "vocabulary", r"error: model.vocab_size = 200 is smaller than the tokenizer's", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_damaged_shards_are_refused_by_all_ranks(starter: Starter, tmp_path: Path, damage: str, message: str) -> None:
+def test_damaged_shards_are_refused_by_all_ranks(starter: Starter, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     prepare([str(corpus(tmp_path / "corpus"))], tokens, Tokenizer(), workers=0)
-    options = {"data.source": "shards", "data.path": str(tokens)}
-    if damage == "cut":
-        with (tokens / "train-00000.tokens").open("r+b") as file:
-            file.truncate(100)
-    elif damage == "gone":
-        (tokens / "train-00000.documents").unlink()
-    elif damage == "manifest":
-        (tokens / "manifest.json").write_text("{")
-    else:
-        options["model.vocab_size"] = "200"
-    job = starter.start(tmp_path, **options)
+    with (tokens / "train-00000.tokens").open("r+b") as file:
+        file.truncate(100)
+    job = starter.start(tmp_path, **{"data.source": "shards", "data.path": str(tokens)})
     assert job.wait(30) == [2, 2]
-    assert message in job.output
+    assert "tokens/train-00000.tokens is truncated: it has 100 bytes, but the manifest says " in job.output
     assert not (tmp_path / "runs").exists()

@@ -24,24 +24,16 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def zero(path: Path) -> None:
     """As a file system may leave a file after a power failure."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def flip(path: Path, position: float = 0.9) -> None:
+def flip(path: Path) -> None:
     """Flips one bit."""
     content = bytearray(path.read_bytes())
-    content[int(len(content) * position)] ^= 1
+    content[int(len(content) * 0.9)] ^= 1
     path.write_bytes(content)
-
-
-def flip_in_header(path: Path) -> None:
-    flip(path, 0.01)
 
 
 def delete(path: Path) -> None:
@@ -61,20 +53,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("file", "damage", "problem"),
     [
         (SHARD, flip, " is corrupt: SHA-256 mismatch"),
-        pytest.param(SHARD, flip_in_header, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
-        pytest.param(SHARD, truncate, " is corrupt: ", marks=pytest.mark.slow),
-        pytest.param(SHARD, empty, " is corrupt: 0 bytes, expected ", marks=pytest.mark.slow),
-        pytest.param(SHARD, zero, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
         pytest.param(SHARD, swap, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
         pytest.param(SHARD, delete, " cannot be read: No such file or directory", marks=pytest.mark.slow),
         (MANIFEST, flip, " is corrupt: "),
-        pytest.param(MANIFEST, truncate, " is corrupt: ", marks=pytest.mark.slow),
-        pytest.param(MANIFEST, empty, " is corrupt: ", marks=pytest.mark.slow),
-        pytest.param(MANIFEST, zero, " is corrupt: ", marks=pytest.mark.slow),
         pytest.param(MANIFEST, swap, " is corrupt: it belongs to step 4", marks=pytest.mark.slow),
         pytest.param(MANIFEST, delete, " has no manifest.json", marks=pytest.mark.slow),
-        pytest.param(STATE, flip, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
-        pytest.param(STATE, zero, " is corrupt: SHA-256 mismatch", marks=pytest.mark.slow),
         pytest.param(STATE, delete, " cannot be read: No such file or directory", marks=pytest.mark.slow),
     ],
 )
@@ -116,7 +99,7 @@ def test_several_corrupt_checkpoints_and_unrelated_files(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [flip, zero, empty, delete])
+@pytest.mark.parametrize("damage", [zero, delete])
 def test_the_file_latest_is_not_read(starter: Starter, undisturbed: Trained, tmp_path: Path, damage: Damage) -> None:
     damage(copied(undisturbed, tmp_path) / "latest")
     job = resume(starter, tmp_path)

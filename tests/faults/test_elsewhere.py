@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.faulty import WRITING, Fault
+from tests.faults.faulty import Fault
 from tests.faults.starting import Starter
 from tests.faults.test_damage import contents, flip
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps, warnings_of
@@ -25,7 +25,6 @@ def steps_with_a_manifest(checkpoints: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        pytest.param(Fault(WRITING, "inside", 1, 4), [2], marks=pytest.mark.slow),
         pytest.param(Fault(f"{REMOTE}.create", step=4, argument="manifest.json"), [2], marks=pytest.mark.slow),
         pytest.param(
             Fault("titanlike.checkpoint.store.manifest_hash", "after", step=4), [2], id="while the manifest is written"
@@ -62,26 +61,10 @@ def test_remote_checkpoints_are_pruned_and_archived(starter: Starter, undisturbe
     assert_as_undisturbed(tmp_path, undisturbed, remote)
 
 
-@pytest.mark.slow
-def test_killed_while_a_remote_checkpoint_is_deleted(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    options = remote_options(tmp_path, **{"checkpoint.keep": "1"})
-    job = starter.start(tmp_path, Fault("os.remove", "after", step=4), **options)
-    assert job.wait_for_a_death()[0] == -9, job.output
-    assert steps_with_a_manifest(tmp_path / "remote/run") == [4]
-    resume(starter, tmp_path, **options)
-    assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "remote/run")
-    assert sorted(path.name for path in (tmp_path / "remote/run").iterdir()) == [
-        "latest",
-        "owner.json",
-        "step-00000006",
-    ]
-
-
 @pytest.mark.parametrize(
     ("location", "message"),
     [
         ("{0}/file", "error: checkpoint.dir: {0}/file/run cannot be used: [Errno 20] Not a directory: "),
-        pytest.param("/proc/titanlike", "error: checkpoint.dir = '/proc/titanlike': ", marks=pytest.mark.slow),
         pytest.param("nowhere://bucket", "error: checkpoint.dir = 'nowhere://bucket/run': ", marks=pytest.mark.slow),
     ],
 )

@@ -54,18 +54,6 @@ def test_the_run_stops_after_max_failures(starter: Starter, undisturbed: Trained
 
 
 @pytest.mark.slow
-def test_the_last_save_fails(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    job = starter.start(tmp_path, limited(0, 6))
-    assert job.wait() == [2, 2], job.output
-    assert (
-        "error: the save failed: rank 0: [Errno 27] File too large; the last valid checkpoint is that of step 4\n"
-        in job.output
-    )
-    assert "resumed at step 4\n" in resume(starter, tmp_path).output
-    assert_as_undisturbed(tmp_path, undisturbed)
-
-
-@pytest.mark.slow
 def test_free_space_is_checked_before_writing(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(tmp_path, Fault(COPY, rank=0, step=4, do="full"), **{"checkpoint.max_failures": "1"})
     assert job.wait() == [2, 2], job.output
@@ -153,19 +141,6 @@ def test_a_disk_fills_up_and_is_freed(starter: Starter, undisturbed: Trained, tm
     (tmp_path / "emptied.mark").touch()
     assert job.wait() == [0, 0], job.output
     assert_as_undisturbed(tmp_path, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_start_on_a_full_disk_changes_no_files(
-    starter: Starter, undisturbed: Trained, tmp_path: Path, small_disk: Path
-) -> None:
-    resume(starter, tmp_path, **{"checkpoint.keep": "1", "training.steps": "4"})
-    fill(small_disk)
-    before = lasting_files(tmp_path)
-    job = starter.start(tmp_path)
-    assert job.wait_for_a_death()[0] == 2, job.output
-    assert "No space left on device; choose another run.dir\n" in job.output
-    assert lasting_files(tmp_path) == before
 
 
 @pytest.mark.slow

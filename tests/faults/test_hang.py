@@ -1,7 +1,6 @@
 """The watchdog in real jobs: a missing rank is named, and the job ends."""
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -27,13 +26,6 @@ def is_gone(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
-
-
-def wait_until_gone(process: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not is_gone(process):
-        assert time.monotonic() < end, f"process {process} is still alive"
-        time.sleep(0.1)
 
 
 def wait_for_steps(run_dir: Path, count: int = 5) -> None:
@@ -135,27 +127,6 @@ def test_rank_stopped_while_the_others_are_paused_is_found(
         check_stopped_rank_is_found(job, MOMENTS[moment].rank)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=pytest.mark.every if n else pytest.mark.slow) for n in range(5)]
-)
-def test_rank_stopped_at_a_random_moment_is_found(starter: Starter, tmp_path: Path, seed: int) -> None:
-    """Four jobs at a time. The moments are spread over start-up, the first steps, saves and validations."""
-    chosen = random.Random(seed)
-    jobs: list[tuple[Job, int]] = []
-    for index in range(4):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        options = {"training.steps": "1000000", "checkpoint.keep": "1", "run.hang_timeout": "4"}
-        jobs.append((starter.start(folder, **options), chosen.randrange(2)))
-    for job, _ in jobs:
-        job.wait_for(job.folder / "runs/run/lock")  # the ranks have joined the process group
-    for job, rank in chosen.sample(jobs, 4):
-        time.sleep(chosen.uniform(0, 2))
-        os.kill(job.pids[rank], signal.SIGSTOP)
-    for job, rank in jobs:
-        check_stopped_rank_is_found(job, rank)
-
-
 def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path) -> None:
     write_copy(
         tmp_path,
@@ -175,15 +146,6 @@ def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path
     (line,) = [n for n, text in enumerate((tmp_path / "own.py").read_text().splitlines(), 1) if "sleep(1000)" in text]
     assert f'own.py", line {line} in main' in (tmp_path / "runs/r/hang/rank-00001.txt").read_text()
     assert "in all_reduce_sum" in (tmp_path / "runs/r/hang/rank-00000.txt").read_text()
-
-
-@pytest.mark.slow
-def test_ranks_at_the_same_step_differ_by_location(tmp_path: Path) -> None:
-    line = "            optimizer.zero_grad()\n"
-    write_copy(tmp_path, line, "            if step == 4 and mesh.data_rank == 1:\n                time.sleep(1000)\n")
-    done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **ENDLESS)
-    assert done.returncode == 3, done.stderr
-    assert re.search(r"^error: rank 1 waits in main \(\S+/own.py:\d+\)$", done.stderr, re.MULTILINE), done.stderr
 
 
 @pytest.mark.slow

@@ -57,13 +57,6 @@ def test_killed_job_leaves_no_lock(tmp_path: Path) -> None:
     assert again.stderr == ""
 
 
-def test_refused_start_leaves_no_directory(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    done = run(tmp_path, **SMALL | {"data.source": "text", "data.path": "empty.txt"})
-    assert done.returncode == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
-
-
 def test_lock_can_be_acquired_again_after_release(tmp_path: Path) -> None:
     for _ in range(2):
         lock = FileLock(tmp_path / "runs/r/lock")

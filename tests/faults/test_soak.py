@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import save_stall, soak
+from benchmarks import soak
 from benchmarks.comparison import RunCorrupt, differences, incomplete_directories, recorded_steps, verify_run
 from tests.launching import ROOT
 from titanlike.checkpoint.format import ShardRange, ShardSpec, write
@@ -102,8 +102,8 @@ def test_figures_exclude_starts_killed_before_their_first_step() -> None:
 @pytest.mark.slow
 @pytest.mark.minutes
 @pytest.mark.skipif(sys.platform != "linux", reason="lists processes in /proc")
-def test_a_run_killed_three_times_equals_the_undisturbed_run(tmp_path: Path) -> None:
-    arguments = f"--kills 3 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"
+def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:
+    arguments = f"--kills 1 --folder {tmp_path / 'runs'} --out {tmp_path / 'found.json'}"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", *arguments.split()],
         cwd=ROOT,
@@ -113,27 +113,7 @@ def test_a_run_killed_three_times_equals_the_undisturbed_run(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["kills"]) == 3
+    assert len(found["kills"]) == 1
     assert found["differences"] == [] == found["leftovers"]
-    assert found["records_compared"] >= 100 and found["tensors_compared"] > 100
+    assert found["records_compared"] >= 20 and found["tensors_compared"] > 100
     assert soak.table(found) in done.stdout
-
-
-@pytest.mark.every  # takes as long as the benchmark
-def test_save_stall_measures_all_methods(tmp_path: Path) -> None:
-    arguments = f"--model cpu_6m --rounds 1 --ranks 2 --folder {tmp_path} --out {tmp_path / 'found.json'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.save_stall", *arguments.split()], cwd=ROOT, capture_output=True, text=True, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    rows = found["ranks"]["2"]
-    assert list(rows) == list(save_stall.ROWS)
-    sizes = [row[0]["bytes"] for row in rows.values()]
-    assert min(sizes) > 12 * found["parameters"] and max(sizes) < 1.02 * min(sizes)
-    for name, (one,) in rows.items():
-        assert 0 < one["stall"] <= one["seconds"] * 1.05 + 0.1, name
-        assert one["steps_during_save"] >= 1 or not name.count("async"), name
-    assert found["figures"]["2"]["dcp async"]["stall_ratio"]["median"] == 1.0
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-    assert save_stall.table(found) in done.stdout

@@ -17,8 +17,6 @@ from tests.launching import ROOT, records
     [
         # Before the all-reduce of requests in step 3; and after it, so that step 4 is the last.
         ("SIGUSR1", 1, "titanlike.optim.schedule.set_learning_rate", 3),
-        pytest.param("SIGUSR1", 1, "torch.Tensor.backward", 4, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", 1, "titanlike.optim.optimizer.AdamW.step", 4, marks=pytest.mark.slow),
         pytest.param("SIGINT", 0, "titanlike.optim.schedule.set_learning_rate", 3, marks=pytest.mark.slow),
         pytest.param("SIGTERM", 0, "titanlike.metrics.Monitor.step", 4, marks=pytest.mark.slow),
     ],

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.interop.models import LLAMA, export_model, model_of
-from tests.launching import python
 from tests.pool import Pool
 from tests.training import tiny, train
 from titanlike.config import PretrainRecipe, load
@@ -149,23 +148,6 @@ def test_several_processes_on_one_machine(folder: Path, monkeypatch: pytest.Monk
         config, words, _ = started.pop()
         assert config.world_size == 2
         assert words == ["-m", "titanlike.tools.cli.main", *arguments]
-
-
-@pytest.mark.slow
-def test_processes_print_once(folder: Path) -> None:
-    generate = ["generate", str(folder / "hf"), "--prompt", "zero", "--tokens", "12", "--seed", "5"]
-    evaluate = ["evaluate", str(folder / "hf"), "--data", str(folder / "text.txt"), "--seq-len", "32", "--json"]
-    for words in (generate, evaluate):
-        outputs = []
-        for processes in ("1", "2"):
-            done = python(folder, "-m", "titanlike.tools.cli.main", *words, variables={"NPROC": processes})
-            assert done.returncode == 0, done.stderr
-            outputs.append(done.stdout)
-        if words is generate:
-            assert outputs[0] == outputs[1]
-        else:
-            one, two = (json.loads(output)["results"]["text"] for output in outputs)
-            assert two == pytest.approx(one, rel=1e-5)
 
 
 def test_mistakes_are_reported_in_a_sentence(

@@ -20,19 +20,12 @@ from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.models.registry import build_model
 
-LLAMA = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=112, vocab_size=301, max_seq_len=256)
-QWEN3_MOE = Qwen3MoeConfig(
-    dim=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=24,
-    ffn_dim=40,
-    vocab_size=301,
-    max_seq_len=256,
-    num_experts=6,
-    experts_per_token=3,
-)
+SIZES: dict[str, Any] = dict(dim=64, num_layers=3, vocab_size=301, max_seq_len=256)
+GROUPED: dict[str, Any] = SIZES | dict(num_heads=4, num_kv_heads=2, ffn_dim=112)
+# The window is shorter than the sequences, and the caps bound the scores and the logits.
+GEMMA: dict[str, Any] = GROUPED | dict(head_dim=24, query_scalar=20.0, sliding_window=40)
+LLAMA = LlamaConfig(**GROUPED | dict(num_heads=8))
+QWEN3_MOE = Qwen3MoeConfig(**GROUPED | dict(head_dim=24, ffn_dim=40, num_experts=6, experts_per_token=3))
 CONFIGS: dict[str, TransformerConfig] = {
     "grouped-query": LLAMA,
     "tied": dataclasses.replace(LLAMA, tied_head=True, norm_eps=1e-3),
@@ -40,47 +33,14 @@ CONFIGS: dict[str, TransformerConfig] = {
     # The lengths are scaled down with the model: all three branches of the scaling take part.
     "Llama 3.1": dataclasses.replace(LLAMA, rope_scaling=8.0, rope_original_seq_len=64),
     "Llama 3.2": dataclasses.replace(LLAMA, rope_scaling=32.0, rope_original_seq_len=32, tied_head=True),
-    "Qwen2": Qwen2Config(
-        dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=112, vocab_size=301, max_seq_len=256
-    ),
-    "Qwen3": Qwen3Config(
-        dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=24, ffn_dim=112, vocab_size=301, max_seq_len=256
-    ),
-    # The window is shorter than the sequences, and the caps bound the scores and the logits.
-    "Gemma 2": Gemma2Config(
-        dim=64,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=24,
-        query_scalar=20.0,
-        ffn_dim=112,
-        vocab_size=301,
-        max_seq_len=256,
-        sliding_window=40,
-        attention_soft_cap=5.0,
-        logit_soft_cap=4.0,
-    ),
-    "Gemma 3": Gemma3Config(
-        dim=64,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=24,
-        query_scalar=20.0,
-        ffn_dim=112,
-        vocab_size=301,
-        max_seq_len=256,
-        sliding_window=40,
-        sliding_window_pattern=3,
-        rope_scaling=8.0,
-    ),
+    "Qwen2": Qwen2Config(**GROUPED),
+    "Qwen3": Qwen3Config(**GROUPED, head_dim=24),
+    "Gemma 2": Gemma2Config(**GEMMA, attention_soft_cap=5.0, logit_soft_cap=4.0),
+    "Gemma 3": Gemma3Config(**GEMMA | dict(num_layers=4, sliding_window_pattern=3, rope_scaling=8.0)),
     "Qwen3-MoE": QWEN3_MOE,
     "Qwen3-MoE, router not normalized": dataclasses.replace(QWEN3_MOE, normalize_router=False),
-    "Mixtral": MixtralConfig(
-        dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=301, max_seq_len=256, num_experts=5
-    ),
-    "GPT-2": GPTConfig(dim=64, num_layers=3, num_heads=4, vocab_size=301, max_seq_len=256),
+    "Mixtral": MixtralConfig(**GROUPED | dict(ffn_dim=40, num_experts=5)),
+    "GPT-2": GPTConfig(**SIZES, num_heads=4),
 }
 
 

@@ -48,7 +48,7 @@ LAYOUTS = {
     params=[
         "grouped-query",
         "GPT-2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen2", "Qwen3", "Qwen3-MoE")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3", "Qwen3-MoE")),
     ],
 )
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:

@@ -45,15 +45,10 @@ def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("TP-FSDP", "GPT-2"),
-                ("TP-FSDP", "Qwen2"),
                 ("TP-FSDP", "Qwen3"),
-                ("TP-FSDP", "Mixtral"),
                 ("EP-FSDP", "Qwen3-MoE"),
                 ("PP", "Qwen3-MoE"),
-                ("PP", "Llama 3.2"),
                 ("FSDP", "Llama 3.2"),
-                ("FSDP", "GPT-2"),
-                ("FSDP", "Mixtral"),
             )
         ),
     ],

@@ -39,9 +39,6 @@ def commands(parser: argparse.ArgumentParser, *words: str) -> Iterator[tuple[str
 
 
 COMMANDS = dict(commands(build_parser()))
-EACH_COMMAND = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in COMMANDS]
-)
 
 
 def invocations(folder: Path) -> dict[str, list[str]]:

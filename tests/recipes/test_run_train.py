@@ -76,10 +76,9 @@ def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "real"])
-def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path, real: bool) -> None:
+def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
     overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "8"}
-    done = run(tmp_path, variables={"NPROC": "2"}, real=real, **overrides)
+    done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert "ranks   2 on cpu;" in done.stdout
@@ -142,35 +141,6 @@ def test_ctrl_c_during_startup_prints_no_traceback(tmp_path: Path, seconds: floa
     assert "Traceback" not in errors
 
 
-MUON = '[{pattern = "layers", optimizer = "muon"}]'
-
-
-@pytest.mark.parametrize(
-    ("processes", "groups"),
-    [(1, "[]"), *(pytest.param(2, groups, marks=pytest.mark.slow) for groups in ("[]", MUON))],
-    ids=["1", "2", "2, Muon"],
-)
-def test_run_killed_after_step_25_ends_like_an_undisturbed_one(tmp_path: Path, processes: int, groups: str) -> None:
-    variables = {"NPROC": str(processes)}
-    # The steps are long enough to kill the run between the save at step 25 and the end.
-    options = SMALL | {"training.steps": "40", "checkpoint.interval": "25", "training.seq_len": "128"}
-    options |= {"optimizer.groups": groups}
-    undisturbed = run(tmp_path, variables=variables, **options | {"run.name": "undisturbed"})
-    assert undisturbed.returncode == 0, undisturbed.stderr
-
-    killed = start(tmp_path, variables, **options | {"run.name": "killed"})
-    wait_for(tmp_path / "runs/killed/checkpoints/step-00000025")
-    for process in descendants(killed.pid):  # torchrun starts each worker in its own session
-        os.kill(process, signal.SIGKILL)
-    killed.communicate()
-    assert not (tmp_path / "runs/killed/checkpoints/step-00000040").exists(), "the run ended before the kill"
-
-    resumed = run(tmp_path, variables=variables, **options | {"run.name": "killed"})
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resumed at step 25\n" in resumed.stdout
-    assert losses(tmp_path / "runs/killed") == losses(tmp_path / "runs/undisturbed")
-
-
 def test_two_nodes_with_one_launcher_each(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -183,23 +153,6 @@ def test_two_nodes_with_one_launcher_each(tmp_path: Path) -> None:
         _, errors = node.communicate(timeout=120)
         assert node.returncode == 0, errors
     assert losses(tmp_path / "runs/both") == pytest.approx(losses(tmp_path / "runs/single"), rel=1e-5)
-
-
-def test_slurm_tasks_are_ranks(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    slurm = {
-        "SLURM_STEP_ID": "0", "SLURM_NNODES": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost",
-        "MASTER_PORT": port,
-    }  # fmt: skip
-    tasks = [
-        start(tmp_path, slurm | {"SLURM_PROCID": r, "SLURM_LOCALID": r}, **SMALL | {"run.name": "s"}) for r in "01"
-    ]
-    for task in tasks:
-        _, errors = task.communicate(timeout=120)
-        assert task.returncode == 0, errors
-    assert json.loads((tmp_path / "runs/s/environment.json").read_text())["processes"] == 2
 
 
 def test_user_error_on_one_rank_is_printed(tmp_path: Path) -> None:

@@ -91,68 +91,6 @@ def test_a_recipe_with_lora_and_initial_weights_is_equal_under_a_layout(tmp_path
     assert done.stdout.endswith("\nequal within tolerance\n")
 
 
-OWN_OPTIMIZER = """\
-from titanlike.config import section
-
-
-@section
-class Momentum:
-    '''SGD with momentum.'''
-
-    peak: float = 0.1
-    '''Peak learning rate.'''
-
-
-@section
-class OwnRecipe(PretrainRecipe):
-    '''The recipe of this program.'''
-
-    optimizer: Momentum = Momentum()
-
-
-if __name__ == "__main__":
-    recipe = start(OwnRecipe)"""
-
-
-COUNTING = """\
-import torch
-
-
-class Counting(torch.optim.SGD):
-    def step(self):
-        super().step()
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            for parameter in group["params"]:
-                self.state[parameter]["step"] = group["k"]
-
-"""
-
-
-@pytest.mark.slow
-def test_an_optimizer_of_ones_own_without_lr_and_eps(tmp_path: Path) -> None:
-    program = edited(
-        (ROOT / "recipes/pretrain.py").read_text(),
-        ('if __name__ == "__main__":\n    recipe = start(PretrainRecipe)', OWN_OPTIMIZER),
-        ("import torch\n", COUNTING),
-        ("build_optimizer(model, recipe.optimizer, seed)", "Counting(model.parameters(), momentum=0.9)"),
-        ("recipe.optimizer.lr, recipe.schedule", "recipe.optimizer.peak, recipe.schedule"),
-        ("validate=recipe.validation.interval > 0", "validate=False"),
-    )
-    (tmp_path / "own.py").write_text(program)
-    before, _, rest = (ROOT / "train_configs/debug.toml").read_text().partition("[optimizer]")
-    after = rest[rest.index("[schedule]") :]
-    (tmp_path / "own.toml").write_text(before.replace('"pretrain"', '"own"') + "[optimizer]\npeak = 1.5e-3\n\n" + after)
-    done = verify(tmp_path, "own.toml", "--layout", "shard=2", "--steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "optimizer.lr and optimizer.eps: not in this recipe; an optimizer that amplifies rounding may require"
-        in done.stdout
-    )
-    assert "\nnot changed, because only this program has them: optimizer.peak\n" in done.stdout
-    assert "validation  " not in done.stdout  # the program does not validate
-
-
 @pytest.mark.slow
 def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     recipe = copied(
@@ -178,20 +116,6 @@ def test_a_module_missing_from_the_plan_is_detected(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "NOT equal: tensor 2 ended with exit code " in done.stdout
     assert "the tensor-parallel plan of Llama does not name layers.0.ffn_norm; add it" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_gradient_that_is_not_summed_is_detected(tmp_path: Path) -> None:
-    recipe = copied(
-        tmp_path,
-        "            norms = gradient_norms(model, mesh.pipeline)",
-        "            if mesh.sizes['tensor'] > 1:\n"
-        "                model.get_parameter('norm.weight').grad *= 0.5\n"
-        "            norms = gradient_norms(model, mesh.pipeline)",
-    )
-    done = verify(tmp_path, recipe, "--layout", "tensor=2", "--steps=2")
-    assert done.returncode == 1
-    assert re.search(r"\nNOT equal: .*weights\n$", done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ from titanlike.data.documents.readers import BadRecord, Document, Fields, read_c
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.tools.data.train_tokenizer import train
 
-Span = tuple[int, int]
-
 
 def file(path: Path, content: bytes | None = None) -> File:
     if content is not None:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.training import resume
 from titanlike.checkpoint import CheckpointMetadata
-from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.sections import Float8
 from titanlike.float8.all_gather import wrap_weights
 from titanlike.float8.linear import Float8Linear, apply_float8, check_hardware
@@ -27,7 +26,6 @@ from titanlike.run.run_dir import recipe_as_json
 
 LARGE = LlamaConfig(dim=4096, num_heads=32, num_kv_heads=8, ffn_dim=14336, num_layers=2)
 TENSORWISE = Float8(scaling="tensorwise")
-STUDY = Path(__file__).parents[2] / "train_configs" / "study"
 
 
 def recipe(float8: dict[str, Any], **sections: Any) -> PretrainRecipe:
@@ -180,25 +178,6 @@ def test_a_machine_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.
     check_machine(recipe({}, **options))
     with pytest.raises(UserError, match="but the CPU has no float8; set"):
         check_hardware("cpu", TENSORWISE)
-
-
-def test_study_recipes_each_change_one_section() -> None:
-    recipes = [
-        load(PretrainRecipe, STUDY / f"{n}.toml") for n in ("baseline", "compile", "float8", "float8_all_gather")
-    ]
-    changes = [
-        {name for name in PretrainRecipe.__dataclass_fields__ if getattr(one, name) != getattr(other, name)}
-        for one, other in pairwise(recipes)
-    ]
-    assert changes == [{"compile"}, {"float8"}, {"float8"}]
-    assert recipes[-1].float8 == Float8(scaling="tensorwise", all_gather=True)
-    for each in recipes:
-        check_recipe(each, 8)
-        # The published study: 32 GPUs with one sequence each, 2,000 steps.
-        check_recipe(each, 32)
-        assert (each.training.steps, each.training.global_batch_size, each.training.seq_len) == (2000, 32, 8192)
-        assert (each.training.num_microbatches(32), each.training.local_batch_size) == (1, 1)
-        assert each.activation_checkpoint.mode == "selective"
 
 
 def test_resume_may_change_all_gather_and_not_the_rounding() -> None:

@@ -1,4 +1,4 @@
-"""The models against slow reference implementations of their formulas, and their parameter and FLOP counts."""
+"""The models: positions, masks, parameter and FLOP counts, initial values. `tests/interop` compares logits with transformers."""
 
 import dataclasses
 import math
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from tests.unit.test_experts import experts_reference
 from titanlike.config import UserError
 from titanlike.models import layers
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
@@ -21,7 +20,7 @@ from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
 from titanlike.models.llama import rotary_angles, scale_rope_frequencies
-from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig, LlamaFamilyConfig
+from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.models.moe_config import MIXTRAL_SIZES, QWEN3_MOE_SIZES, MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import QWEN2_SIZES, Qwen2Config
 from titanlike.models.qwen3_config import QWEN3_SIZES, Qwen3Config
@@ -69,156 +68,8 @@ def with_large_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def rotate(x: Tensor, theta: float, scaling: float = 1.0) -> Tensor:
-    """RoPE of (T, E) with complex numbers: position t rotates pair i by t / scaling * theta ** (-2i / E)."""
-    half = x.shape[-1] // 2
-    pairs = torch.complex(x[:, :half], x[:, half:])
-    angles = torch.tensor([[t / scaling * theta ** (-2 * i / x.shape[-1]) for i in range(half)] for t in range(len(x))])
-    rotated = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
-    return torch.cat((rotated.real, rotated.imag), -1)
-
-
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap) if cap else x
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, cap: float = 0.0, scalar: float = 0.0) -> Tensor:
-    """One head of causal attention on (T, E), one position at a time."""
-    rows = []
-    for t in range(len(q)):
-        keys = slice(max(0, t + 1 - window) if window else 0, t + 1)
-        rows.append(soft_cap(k[keys] @ q[t] / math.sqrt(scalar or q.shape[-1]), cap).softmax(0) @ v[keys])
-    return torch.stack(rows)
-
-
-def gemma_reference(config: GemmaConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    def norm(x: Tensor, name: str) -> Tensor:
-        return rms(x, 1.0 + w[f"{name}.weight"], config.norm_eps)
-
-    # With the default layout of the blocks, but for the number of blocks in a period.
-    x = w["tok_embeddings.weight"][tokens] * math.sqrt(config.dim)
-    group = config.num_heads // config.num_kv_heads
-    for i in range(config.num_layers):
-        is_local = (i + 1) % 2 == 1
-        h = norm(x, f"layers.{i}.attention_norm")
-        q, k, v = ((h @ w[f"layers.{i}.attention.w{p}.weight"].T).split(config.head_dim, -1) for p in "qkv")
-        theta, scaling = config.rope_theta, 1.0
-        if isinstance(config, Gemma3Config):
-            q, k = ([norm(head, f"layers.{i}.attention.{p}_norm") for head in x] for p, x in (("q", q), ("k", k)))
-            theta, scaling = (config.rope_local_theta, 1.0) if is_local else (config.rope_theta, config.rope_scaling)
-        heads = [
-            attend(
-                rotate(q[j], theta, scaling), rotate(k[j // group], theta, scaling), v[j // group],
-                window=5 if is_local else 0, cap=config.attention_soft_cap, scalar=config.query_scalar,
-            )
-            for j in range(config.num_heads)
-        ]  # fmt: skip
-        out = torch.cat(heads, -1) @ w[f"layers.{i}.attention.wo.weight"].T
-        x = x + norm(out, f"layers.{i}.post_attention_norm")
-        h = norm(x, f"layers.{i}.ffn_norm")
-        gate = h @ w[f"layers.{i}.feed_forward.w1.weight"].T
-        gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-        out = (gate * (h @ w[f"layers.{i}.feed_forward.w3.weight"].T)) @ w[f"layers.{i}.feed_forward.w2.weight"].T
-        x = x + norm(out, f"layers.{i}.post_ffn_norm")
-    head = w["tok_embeddings.weight" if config.tied_head else "output.weight"]
-    return soft_cap(norm(x, "norm") @ head.T, config.logit_soft_cap)
-
-
-def llama_reference(config: LlamaFamilyConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    x = w["tok_embeddings.weight"][tokens]
-    group = config.num_heads // config.num_kv_heads
-    for i in range(config.num_layers):
-        b = {name.removeprefix(f"layers.{i}."): value for name, value in w.items()}
-        h = rms(x, b["attention_norm.weight"], config.norm_eps)
-        q, k, v = (h @ b[f"attention.w{p}.weight"].T for p in "qkv")
-        if config.qkv_bias:
-            q, k, v = (part + b[f"attention.w{p}.bias"] for p, part in zip("qkv", (q, k, v), strict=True))
-        q, k, v = (part.split(config.head_dim, -1) for part in (q, k, v))
-        if config.qk_norm:
-            q = [rms(head, b["attention.q_norm.weight"], config.norm_eps) for head in q]
-            k = [rms(head, b["attention.k_norm.weight"], config.norm_eps) for head in k]
-        heads = [
-            attend(rotate(q[j], config.rope_theta), rotate(k[j // group], config.rope_theta), v[j // group])
-            for j in range(config.num_heads)
-        ]
-        x = x + torch.cat(heads, -1) @ b["attention.wo.weight"].T
-        h = rms(x, b["ffn_norm.weight"], config.norm_eps)
-        if isinstance(config, MoeConfig):
-            x = x + experts_reference(config, {n.removeprefix("feed_forward."): v for n, v in b.items()}, h)[0]
-            continue
-        gate = h @ b["feed_forward.w1.weight"].T
-        x = x + (gate * gate.sigmoid() * (h @ b["feed_forward.w3.weight"].T)) @ b["feed_forward.w2.weight"].T
-    head = w["tok_embeddings.weight" if config.tied_head else "output.weight"]
-    return rms(x, w["norm.weight"], config.norm_eps) @ head.T
-
-
-def gpt_reference(config: GPTConfig, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return rms(centred, w[f"{name}.weight"], config.norm_eps) + w[f"{name}.bias"]
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    x = w["tok_embeddings.weight"][tokens] + w["pos_embeddings.weight"][: len(tokens)]
-    for i in range(config.num_layers):
-        h = norm(x, f"layers.{i}.attention_norm")
-        q, k, v = (linear(h, f"layers.{i}.attention.w{p}").split(config.head_dim, -1) for p in "qkv")
-        heads = [attend(q[j], k[j], v[j]) for j in range(config.num_heads)]
-        x = x + linear(torch.cat(heads, -1), f"layers.{i}.attention.wo")
-        h = linear(norm(x, f"layers.{i}.ffn_norm"), f"layers.{i}.feed_forward.w1")
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        x = x + linear(h, f"layers.{i}.feed_forward.w2")
-    return norm(x, "norm") @ w["tok_embeddings.weight"].T
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_llama_matches_the_reference(num_kv_heads: int, tied: bool) -> None:
-    config = LlamaConfig(
-        dim=32, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads, ffn_dim=48, vocab_size=37, max_seq_len=64,
-        rope_theta=100.0, tied_head=tied,
-    )  # fmt: skip
-    model = with_large_weights(build(config))
-    tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
-    for row, logits in zip(tokens, model(tokens), strict=True):
-        expected = llama_reference(config, dict(model.named_parameters()), row)
-        # RoPE is computed in float32, whatever the dtype of the weights
-        torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
-
-
-BUILT_LIKE_LLAMA = [
-    *(TINY_QWEN2, TINY_QWEN3, TINY_QWEN3_MOE, TINY_MIXTRAL),
-    *(dataclasses.replace(config, tied_head=True) for config in (TINY_QWEN2, TINY_QWEN3)),
-]
-
-
-@pytest.mark.parametrize("config", BUILT_LIKE_LLAMA, ids=lambda config: f"{config.name}-{config.tied_head}")
-def test_models_built_like_llama_match_the_reference(config: LlamaFamilyConfig) -> None:
-    model = with_large_weights(build(config))
-    tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
-    for row, logits in zip(tokens, model(tokens), strict=True):
-        expected = llama_reference(config, dict(model.named_parameters()), row)
-        torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("config", [TINY_GEMMA2, TINY_GEMMA3], ids=["gemma2", "gemma3"])
-def test_gemma_matches_the_reference(config: GemmaConfig) -> None:
-    model = with_large_weights(build(config))
-    tokens, labels = torch.randint(37, (2, 2, 19), generator=torch.Generator().manual_seed(0)).unbind()
-    logits = torch.stack([gemma_reference(config, dict(model.named_parameters()), row) for row in tokens])
-    torch.testing.assert_close(model(tokens), logits, rtol=2e-4, atol=2e-4)
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    found = model(tokens, labels=labels)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=0)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters)
-    for name, one, other in zip(names, *gradients, strict=True):
-        assert (one - other).norm() < 1e-3 * other.norm(), name
 
 
 @pytest.mark.parametrize(
@@ -238,13 +89,6 @@ def test_an_option_of_gemma_can_be_off(option: str, value: Any) -> None:
         torch.testing.assert_close(plain, long)
     if option == "logit_soft_cap":
         torch.testing.assert_close(other, soft_cap(plain, value), check_dtype=False, rtol=1e-5, atol=1e-5)
-
-
-def test_gpt_matches_the_reference() -> None:
-    model = with_large_weights(build(TINY_GPT))
-    tokens = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
-    for row, logits in zip(tokens, model(tokens), strict=True):
-        torch.testing.assert_close(logits, gpt_reference(TINY_GPT, dict(model.named_parameters()), row))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

@@ -103,22 +103,6 @@ def test_mistakes_are_one_sentence(
     assert captured.err.startswith("error: ") and message in captured.err
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("bf16_tflops = -1.0", "bf16_tflops = -1.0"), ("", "bf16_tflops is missing")],
-)
-def test_hardware_files_with_a_wrong_peak(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, message: str
-) -> None:
-    shipped = (ROOT / "titanlike/tools/planning/hardware_files/h100.toml").read_text().splitlines()
-    lines = [line if text.startswith("bf16_tflops") else text for text in shipped]
-    file = tmp_path / "mine.toml"
-    file.write_text("\n".join(lines))
-    assert plan(monkeypatch, RECIPE, "--gpus=8", f"--hardware={file}") == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
-
-
 def rendered(width: int, printer: object, *arguments: object) -> list[str]:
     console = Console(width=width, highlight=False, markup=False, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     printer(*arguments, console)  # type: ignore[operator]

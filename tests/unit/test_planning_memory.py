@@ -1,24 +1,15 @@
 """Memory from formulas against that of simulated steps."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import load
-from titanlike.models.llama import rotary_angles
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
-from titanlike.models.registry import blocks, build_model
-from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from titanlike.parallelisms.compile import apply_compile
-from titanlike.tools.planning.activations import block_activations
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.simulate import can_simulate, simulate
@@ -34,125 +25,53 @@ def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
     return Job(replace(recipe, **changes), num_gpus)
 
 
-COMPILED = dict(mode="block")
-ONE = dict(local_batch_size=1, global_batch_size=64)
-PIPELINE = dict(pipeline=4, shard=2)
-CASES: dict[str, tuple[Job, int]] = {
-    "one GPU": (job("gpt2_124m", 1), 0),
-    "FSDP": (job("llama3_8b", 8, activation_checkpoint=dict(mode="none")), 0),
-    "FSDP, full": (job("llama3_8b", 8, activation_checkpoint=dict(mode="full")), 0),
-    "FSDP, tied head": (job("llama3_1b", 8), 0),
-    "FSDP, one micro-batch": (job("llama3_8b", 8, training=dict(local_batch_size=1, global_batch_size=8)), 0),
-    "TP x FSDP, selective": (job("llama3_8b", 8, parallelism=dict(tensor=2)), 0),
-    "CP x FSDP, full": (job("llama3_8b", 8, parallelism=dict(context=2), activation_checkpoint=dict(mode="full")), 0),
-    "PP x FSDP, first rank": (job("llama3_8b", 8, parallelism=PIPELINE, training=ONE), 0),
-    "PP x FSDP, second rank": (job("llama3_8b", 8, parallelism=PIPELINE, training=ONE), 1),
-    "PP interleaved": (
-        job("llama3_8b", 4, parallelism=dict(pipeline=4, pipeline_schedule="interleaved_1f1b"), training=ONE),
-        1,
-    ),
-}
-FOUR = dict(num_layers=4)
-CASES |= {
-    "float8": (job("llama3_8b_float8", 8, model=FOUR), 0),
-    "FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, activation_checkpoint=dict(mode="none")), 0),
-    "FSDP, selective, compiled": (job("llama3_8b", 8, compile=COMPILED), 0),
-    "PP x FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, parallelism=PIPELINE, training=ONE), 0),
-}
-QWEN3 = {"training": dict(local_batch_size=1), "activation_checkpoint": dict(mode="none")}
-CASES |= {
-    "Qwen2, FSDP": (job("qwen2_5_7b", 8, model=FOUR, **QWEN3), 0),
-    "Qwen2, TP x FSDP, selective": (job("qwen2_5_7b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
-    "Qwen3, FSDP": (job("qwen3_8b", 8, model=FOUR, **QWEN3), 0),
-    "Qwen3, TP x FSDP, full": (job("qwen3_14b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
-    "Qwen3, FSDP, selective, compiled": (job("qwen3_8b", 8, model=FOUR, compile=COMPILED), 0),
-    "Qwen3, tied head": (job("qwen3_0_6b", 8), 0),
-    "Gemma 2, FSDP": (job("gemma2_9b", 8, model=FOUR), 0),
-    "Gemma 3, TP x FSDP, selective": (
-        job("gemma3_4b", 8, model=FOUR, parallelism=dict(tensor=2), activation_checkpoint=dict(mode="selective")),
-        0,
-    ),
-}
-
-
-def mixture(cls: Any, size: str, num_gpus: int = 8, **sections: dict[str, Any]) -> Job:
+def mixture(published: Any, num_gpus: int = 8, **sections: dict[str, Any]) -> Job:
     """Returns a published size with four blocks."""
     base = job("llama3_8b", num_gpus, **{"training": dict(seq_len=4096, local_batch_size=1)} | sections)
+    cls, size = published
     model = cls(**{"size": size, **cls.sizes[size], "num_layers": 4})
     return Job(replace(base.recipe, model=model), num_gpus)
 
 
+COMPILED = dict(mode="block")
+ONE = dict(local_batch_size=1, global_batch_size=64)
+PIPELINE = dict(pipeline=4, shard=2)
+FOUR = dict(num_layers=4)
 QWEN3_MOE, MIXTRAL = (Qwen3MoeConfig, "30B-A3B"), (MixtralConfig, "8x7B")
-MODES = {mode: dict(activation_checkpoint=dict(mode=mode)) for mode in ("none", "selective", "full")}
-FOUR_SEQUENCES = dict(training=dict(seq_len=4096, local_batch_size=4))
-CASES |= {
-    "MoE, FSDP": (mixture(*QWEN3_MOE, **MODES["none"]), 0),
-    "MoE, FSDP, full": (mixture(*MIXTRAL, **MODES["full"]), 0),
-    "MoE, EP": (mixture(*QWEN3_MOE, parallelism=dict(expert=8), **MODES["none"]), 0),
-    "MoE, EP, full": (mixture(*MIXTRAL, parallelism=dict(expert=8), **MODES["full"]), 0),
-    "MoE, EP x FSDP, selective": (
-        mixture(*QWEN3_MOE, 16, parallelism=dict(expert=4), **MODES["selective"], **FOUR_SEQUENCES),
-        0,
-    ),
-    "MoE, EP x HSDP": (mixture(*QWEN3_MOE, 16, parallelism=dict(expert=4, replicate=2), **MODES["none"]), 0),
-    "MoE, EP x TP": (mixture(*MIXTRAL, 16, parallelism=dict(expert=4, tensor=2), **MODES["none"]), 0),
-}
+NONE, SELECTIVE, FULL = (dict(activation_checkpoint=dict(mode=mode)) for mode in ("none", "selective", "full"))
 LAST = dict(parallelism=dict(gradient_sync="last_microbatch"), training=dict(local_batch_size=1, global_batch_size=32))
-CASES |= {
-    "FSDP, last micro-batch": (job("llama3_8b", 8, model=FOUR, **LAST), 0),
-    "HSDP, last micro-batch": (
-        job("llama3_8b", 8, model=FOUR, **{**LAST, "parallelism": LAST["parallelism"] | dict(shard=2, replicate=4)}),
-        0,
-    ),
-    "TP x FSDP, last micro-batch, never resharded": (
-        job(
-            "llama3_8b",
-            8,
-            model=FOUR,
-            **{**LAST, "parallelism": LAST["parallelism"] | dict(tensor=2, reshard_after_forward="never")},
-        ),
-        0,
-    ),
-    "LoRA, FSDP, last micro-batch": (
-        job("llama3_8b", 8, model=FOUR, lora=dict(rank=16), activation_checkpoint=dict(mode="full"), **LAST),
-        0,
-    ),
-    "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
-    "one GPU, full": (job("llama3_8b", 1, model=FOUR, activation_checkpoint=dict(mode="full"), training=ONE), 0),
-}
 LONG = dict(model=FOUR, training=dict(global_batch_size=8), parallelism=dict(context=4))
-CASES |= {
-    f"CP x FSDP, 128k, {mode}": (job("llama3_8b_128k", 32, activation_checkpoint=dict(mode=mode), **LONG), 0)
-    for mode in ("none", "selective")
+CASES: dict[str, tuple[Job, int]] = {
+    "one GPU": (job("gpt2_124m", 1), 0),
+    "TP x FSDP, selective": (job("llama3_8b", 8, parallelism=dict(tensor=2)), 0),
+    "PP x FSDP, second rank": (job("llama3_8b", 8, parallelism=PIPELINE, training=ONE), 1),
+    "MoE, EP x FSDP, selective": (
+        mixture(QWEN3_MOE, 16, parallelism=dict(expert=4), training=dict(seq_len=4096, local_batch_size=4)), 0,
+    ),
+    "FSDP, last micro-batch": (job("llama3_8b", 8, model=FOUR, **LAST), 0),
+    "LoRA, FSDP, last micro-batch": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16), **FULL, **LAST), 0),
+    "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
+    "CP x FSDP, 128k": (job("llama3_8b_128k", 32, **NONE, **LONG), 0),
+}  # fmt: skip
+SLOW_CASES: dict[str, tuple[Job, int]] = {
+    "FSDP": (job("llama3_8b", 8, **NONE), 0),
+    "FSDP, full": (job("llama3_8b", 8, **FULL), 0),
+    "float8": (job("llama3_8b_float8", 8, model=FOUR), 0),
+    "FSDP, selective, compiled": (job("llama3_8b", 8, compile=COMPILED), 0),
+    "PP x FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, parallelism=PIPELINE, training=ONE), 0),
+    "Qwen2, TP x FSDP, selective": (job("qwen2_5_7b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
+    "Gemma 3, TP x FSDP, selective": (job("gemma3_4b", 8, model=FOUR, parallelism=dict(tensor=2), **SELECTIVE), 0),
+    "MoE, FSDP": (mixture(QWEN3_MOE, **NONE), 0),
+    "MoE, EP, full": (mixture(MIXTRAL, parallelism=dict(expert=8), **FULL), 0),
 }
-QUICK = (
-    "one GPU",
-    "CP x FSDP, 128k, none",
-    "FSDP, last micro-batch",
-    "LoRA, FSDP, last micro-batch",
-    "LoRA, FSDP, selective",
-    "TP x FSDP, selective",
-    "PP x FSDP, second rank",
-    "MoE, EP x FSDP, selective",
-)
-SLOW = (
-    "MoE, FSDP",
-    "MoE, EP, full",
-    "FSDP",
-    "FSDP, full",
-    "float8",
-    "FSDP, selective, compiled",
-    "PP x FSDP, compiled",
-)
 
 
-def tier(case: str) -> list[pytest.MarkDecorator]:
-    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.every]
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=tier(case)) for case in CASES])
-def test_formulas_give_the_memory_of_a_simulated_step(case: str) -> None:
-    planned, rank = CASES[case]
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES.values())],
+    ids=[*CASES, *SLOW_CASES],
+)  # fmt: skip
+def test_formulas_give_the_memory_of_a_simulated_step(case: tuple[Job, int]) -> None:
+    planned, rank = case
     formula, simulated = memory(planned, rank), simulate(planned, rank)
     assert formula.allocated == pytest.approx(simulated.allocated, rel=0.05)
     assert formula.reserved == pytest.approx(simulated.reserved, rel=0.05)
@@ -222,59 +141,3 @@ def test_states_are_sharded_over_all_gpus() -> None:
     per_gpu = 16 * job("llama3_8b", 8).recipe.model.num_parameters() / 8
     assert few.parameters + few.gradients + few.optimizer == pytest.approx(per_gpu, rel=0.01)
     assert many.parameters == pytest.approx(few.parameters / 16, rel=0.01)
-
-
-@pytest.fixture
-def compiler() -> Iterator[None]:
-    """Resets the compiler, with the memory budget, which applies to all models."""
-    torch._dynamo.reset()
-    yield
-    torch._functorch.config.activation_memory_budget = 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("llama3_8b", "none"),
-        ("llama3_8b", "selective"),
-        ("llama3_8b", "full"),
-        ("llama3_8b", "memory_budget"),
-        ("qwen2_5_7b", "none"),
-        ("qwen2_5_7b", "selective"),
-        ("qwen3_8b", "none"),
-        ("qwen3_8b", "selective"),
-        ("gemma3_1b", "none"),
-        ("gemma3_1b", "selective"),
-        ("gpt2_124m", "none"),
-        ("gpt2_124m", "full"),
-    ],
-)
-def test_a_compiled_block_keeps_what_the_formula_says(name: str, mode: str, compiler: None) -> None:
-    sizes: dict[str, Any] = dict(num_layers=1, dim=64, num_heads=8, vocab_size=640)
-    if name != "gpt2_124m":
-        sizes |= dict(num_kv_heads=2, ffn_dim=200)
-    if name in ("qwen3_8b", "gemma3_1b"):
-        sizes |= dict(head_dim=8)
-    one = dict(seq_len=256, local_batch_size=1, global_batch_size=1, compute_dtype="float32")
-    planned = job(name, 1, model=sizes, training=one, activation_checkpoint=dict(mode=mode), compile=COMPILED)
-    model = build_model(planned.recipe.model)
-    apply_activation_checkpoint(blocks(model), mode=mode, preserve_rng_state=False)
-    apply_compile(blocks(model), backend="aot_eager_decomp_partition")  # inductor's partitioner
-    block = blocks(model)["0"]
-    x = torch.randn(1, 256, 64, requires_grad=True)
-    inputs = rotary_angles(planned.recipe.model, torch.arange(256)[None]) if name != "gpt2_124m" else ()
-    # Parameters and rotary angles are shared by all blocks.
-    shared = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *inputs)}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in shared:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = block(x, *([inputs] if inputs else []))
-    assert out.shape == x.shape
-    assert sum(kept.values()) / 256 == pytest.approx(block_activations(planned).saved, rel=0.1)

@@ -15,7 +15,7 @@ from titanlike.tools.planning.hardware import Hardware, hardware_of_device, load
 from titanlike.tools.planning.hooks import compare, comparison_line
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, Moment, Usage, memory
-from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, make_plan, ranks_to_simulate, with_simulated_memory
+from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, make_plan, ranks_to_simulate
 from titanlike.tools.planning.report import as_json, brief
 from titanlike.tools.planning.scaling import scaling
 
@@ -220,15 +220,3 @@ def test_a_finished_run_is_compared_with_its_plan() -> None:
 def test_a_layout_that_does_not_divide_is_refused() -> None:
     with pytest.raises(UserError, match="does not divide the 12 processes"):
         plan_of("llama3_70b", 12)
-
-
-@pytest.mark.slow
-def test_ranks_that_are_simulated_in_parallel_have_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("llama3_8b", 8, model__num_layers="4", parallelism__pipeline="2")
-    assert len(ranks_to_simulate(plan)) == 2
-    one_by_one = with_simulated_memory(plan, lambda *_: None)
-    monkeypatch.setattr("titanlike.tools.planning.plan.LARGE", 0)
-    in_parallel = with_simulated_memory(plan, lambda *_: None)
-    assert in_parallel.simulated == one_by_one.simulated == {0, 1}
-    for found, expected in zip(in_parallel.memory, one_by_one.memory, strict=True):
-        assert found.allocated == pytest.approx(expected.allocated, rel=1e-6)

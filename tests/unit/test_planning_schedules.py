@@ -1,58 +1,12 @@
 """The order of computations of each pipeline rank against torch's own schedules, and the simulated time against closed formulas."""
 
-from typing import Any
-
 import pytest
-import torch
-from torch.distributed import pipelining
 
 from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES, stages_of
-from titanlike.tools.planning.schedules import Action, Kind, Order, order, peak_in_flight, simulate_time
+from titanlike.tools.planning.schedules import Kind, Order, order, peak_in_flight, simulate_time
 
 SEVERAL_STAGES = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank > 1]
-
-
-class RecordingStage:
-    """A stage without neighbours that records what a schedule asks it to compute."""
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.stage_index, self.num_stages = rank, num_ranks
-        self.is_first, self.is_last, self.has_backward, self.submod = False, False, True, None
-        self.recorded: list[Action] = []
-
-    def get_fwd_recv_ops(self, index: int) -> list[Any]:
-        return []
-
-    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
-
-    def forward_one_chunk(self, index: int, *args: object, **kwargs: object) -> torch.Tensor:
-        self.recorded.append(Action(self.stage_index, "forward", index))
-        return torch.zeros(())
-
-    def backward_one_chunk(self, index: int, **kwargs: object) -> None:
-        self.recorded.append(Action(self.stage_index, "backward", index))
-
-    def __getattr__(self, name: str) -> Any:
-        """What a version of torch also calls, such as the release of buffers, has no effect here."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: None
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 4), (4, 9)])
-def test_one_stage_per_rank_computes_in_the_order_of_torch(
-    schedule: str, num_ranks: int, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rank, of_rank in enumerate(order(schedule, num_ranks, num_ranks, num_microbatches)):
-        stage: Any = RecordingStage(rank, num_ranks)
-        torch_class: Any = getattr(pipelining, SCHEDULES[schedule].torch_class)
-        monkeypatch.setattr(torch_class, "_get_pipeline_order", lambda self: None)  # which only some versions have
-        monkeypatch.setattr(torch_class, "_initialize_stage", lambda *args, **kwargs: None)
-        inputs = [(torch.zeros(1),)] * num_microbatches
-        torch_class(stage, num_microbatches, loss_fn=torch.sum)._step_microbatches(inputs, [{}] * num_microbatches)
-        assert list(of_rank) == stage.recorded
 
 
 @pytest.mark.parametrize("schedule", SEVERAL_STAGES)

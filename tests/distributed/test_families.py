@@ -1,0 +1,95 @@
+"""Families with parts of their own under every kind of layout: parity with one process.
+
+Qwen2 has biases of queries, keys and values. Qwen3 has norms of queries and keys, which are replicated over tensor-parallel ranks.
+Gemma has post-norms, soft caps of scores and logits, and sliding windows, which are shorter than the sequences here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity import COMPILED, FULL, LORA, MUON, SELECTIVE, tiers
+from tests.pool import Pool
+from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, assert_same, baselines, tiny, train, world_size
+from titanlike.config.sections import Parallelism
+from titanlike.tools.verify import Result
+
+Ranks = Callable[[int], Pool]
+DOCUMENTS: dict[str, Any] = {"data": dict(source="synthetic", document_masks=True)}
+# Each option by itself.
+PLAIN = replace(GEMMA2, logit_soft_cap=0.0, attention_soft_cap=0.0, sliding_window=0)
+OPTIONS: dict[str, Any] = {
+    name: replace(PLAIN, **{name: value})
+    for name, value in {"logit_soft_cap": 0.1, "attention_soft_cap": 0.02, "sliding_window": 11}.items()
+}
+MODELS = {"Qwen2": QWEN2, "Qwen3": QWEN3, "Gemma 2": GEMMA2, "Gemma 3": GEMMA3, **OPTIONS}
+# The parameters of each block that only these families have. They are constants before the first step.
+OWN = {
+    "qwen2": ("wq.bias", "wk.bias", "wv.bias"),
+    "qwen3": ("q_norm.weight", "k_norm.weight"),
+    "gemma": ("post_attention_norm.weight", "post_ffn_norm.weight"),
+}
+
+# The layout, the number of sequences in a micro-batch, and other sections of a recipe.
+LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "TP": (dict(tensor=2), 4, {}),
+    "FSDP": (dict(shard=2), 2, {}),
+    "CP": (dict(context=2), 4, {}),
+    "CP, documents": (dict(context=2), 4, DOCUMENTS),
+    "CP x TP": (dict(context=2, tensor=2), 4, {}),
+    "PP 1f1b": (dict(pipeline=2), 2, {}),
+    "PP 1f1b x FSDP": (dict(pipeline=2, shard=2), 1, {}),
+    "PP 1f1b x TP x FSDP": (dict(pipeline=2, tensor=2, shard=2), 1, {}),
+    "PP zbv x TP": (dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, {}),
+    "TP x FSDP": (dict(tensor=2, shard=2), 2, {}),
+    "TP x FSDP, documents, full checkpointing": (dict(tensor=2, shard=2), 2, DOCUMENTS | FULL),
+    "TP x FSDP, compiled, selective": (dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "CP x FSDP, compiled": (dict(context=2, shard=2), 2, COMPILED),
+    "TP x FSDP, Muon": (dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
+    "TP x FSDP, LoRA": (dict(tensor=2, shard=2), 2, LORA),
+}
+QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP x TP")
+SLOW = (
+    "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents",
+    "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP", "Gemma 3, TP",
+)  # fmt: skip
+CASES = [f"{model}, {layout}" for model in MODELS if model not in OPTIONS for layout in LAYOUTS]
+CASES += [f"{option}, {layout}" for option in OPTIONS for layout in ("CP x TP", "PP 1f1b x FSDP")]
+
+
+@pytest.fixture(scope="module")
+def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
+    return baselines(ranks(1), tmp_path_factory.mktemp("one"), MODELS)
+
+
+@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
+def test_layout_matches_one_process(
+    ranks: Ranks, baseline: Callable[[str, dict[str, Any]], Result], tmp_path: Path, case: str
+) -> None:
+    family, _, layout = case.partition(", ")
+    dimensions, size, sections = LAYOUTS[layout]
+    model: Any = MODELS[family]
+    parallelism = Parallelism(**({"shard": 1} | dimensions))
+    training = dict(steps=2, local_batch_size=size)
+    recipe = tiny(tmp_path, "run", model=model, parallelism=parallelism, training=training, **sections)
+    found, expected = train(ranks(world_size(recipe)), recipe), baseline(family, sections)
+    assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
+    names = next(names for prefix, names in OWN.items() if model.name.startswith(prefix))
+    own = [value for name, value in found.state["model"].items() if name.endswith(names)]
+    assert len(own) == len(names) * model.num_layers
+    assert {bool(value.std() > 0) for value in own} == {"lora" not in sections}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_gemma_changes_the_loss(ranks: Ranks, tmp_path: Path, option: str) -> None:
+    """Otherwise the parity above would hold for an option that does nothing."""
+    training = dict(steps=1, local_batch_size=8)
+    plain, found = (
+        train(ranks(1), tiny(tmp_path, name, model=model, training=training))
+        for name, model in (("plain", PLAIN), (option, MODELS[option]))
+    )
+    assert abs(found.losses[0] - plain.losses[0]) > 1e-6 * plain.losses[0]
