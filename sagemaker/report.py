@@ -17,7 +17,7 @@ from validation import request_errors
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.tools.planning.hardware import hardware_of_device
 from titanlike.tools.planning.plan import Plan, plan_or_none
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 GIB = 2**30
 

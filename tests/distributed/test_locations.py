@@ -12,7 +12,7 @@ import pytest
 
 from tests.training import tiny, train_on_rank
 from titanlike.config import PretrainRecipe, UserError
-from titanlike.utils import atomic_io
+from titanlike.utils import files
 
 pytestmark = pytest.mark.usefixtures("alone")
 LOCAL_FILES: Any = fsspec.get_filesystem_class("file")
@@ -78,7 +78,7 @@ def test_a_location_that_is_full_or_read_only(tmp_path: Path, monkeypatch: pytes
             raise OSError(number, os.strerror(number), str(path))
         return opened(path, mode, *arguments, **options)
 
-    monkeypatch.setattr(atomic_io.Path, "open", refuse)
+    monkeypatch.setattr(files.Path, "open", refuse)
     with pytest.raises(UserError, match=rf"checkpoint.dir: .*shared/run cannot be used: .*{os.strerror(number)}"):
         train_on_rank(recipe(tmp_path, dir=str(tmp_path / "shared")))
 

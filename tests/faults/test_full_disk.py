@@ -90,7 +90,7 @@ def test_checkpoints_records_and_output_do_not_fit(
 @pytest.mark.slow
 def test_records_that_cannot_be_written_until_the_end(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """The records are lost, and recreated by a resume from an earlier step; the checkpoints are kept."""
-    faults = [Fault("titanlike.metrics.trackers.JSONLWriter._flush", step=step, do="refuse") for step in (5, 6)]
+    faults = [Fault("titanlike.metrics.records.JSONLWriter._flush", step=step, do="refuse") for step in (5, 6)]
     job = starter.start(tmp_path, *faults)
     assert job.wait() == [0, 0], job.output
     assert (
@@ -150,7 +150,7 @@ def test_a_start_that_cannot_write_its_first_file_changes_no_files(
     constant = {"schedule.decay": "none"}  # so that a resume may raise the number of steps
     resume(starter, tmp_path, **constant | {"checkpoint.keep": "1", "training.steps": "4"})
     before = lasting_files(tmp_path)
-    job = starter.start(tmp_path, Fault("titanlike.utils.atomic_io.write_all", do="refuse"), **constant)
+    job = starter.start(tmp_path, Fault("titanlike.utils.files.write_all", do="refuse"), **constant)
     assert job.wait_for_a_death()[0] == 2, job.output
     message = (
         "error: cannot write to runs/run: [Errno 28] No space left on device; fix this, or choose another run.dir\n"

@@ -9,7 +9,7 @@ import torch
 from tests.training import tiny
 from titanlike.config import UserError
 from titanlike.run.run_dir import RunDirectory, _best_validation
-from titanlike.utils import atomic_io
+from titanlike.utils import files
 
 
 @pytest.mark.parametrize("victim", ["recipe", "environment", "metrics"])
@@ -22,7 +22,7 @@ def test_interrupted_open_leaves_complete_files(
     run.open(torch.device("cpu"), resumed_step=0)
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    write_all = atomic_io.write_all
+    write_all = files.write_all
 
     def write_half(file: BinaryIO, content: bytes) -> None:
         if not Path(file.name).name.startswith(victim):
@@ -30,7 +30,7 @@ def test_interrupted_open_leaves_complete_files(
         write_all(file, content[: len(content) // 2])
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(atomic_io, "write_all", write_half)
+    monkeypatch.setattr(files, "write_all", write_half)
     with pytest.raises(
         UserError, match=r"cannot write to .*run: the disk is full; fix this, or choose another run\.dir"
     ):

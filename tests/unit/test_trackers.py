@@ -20,8 +20,7 @@ from titanlike.config.sections import Metrics
 from titanlike.metrics import background, services
 from titanlike.metrics.background import BackgroundTracker
 from titanlike.metrics.prometheus import PrometheusEndpoint
-from titanlike.metrics.records import Records
-from titanlike.metrics.trackers import JSONLWriter, RunInfo, Values, tag
+from titanlike.metrics.records import JSONLWriter, Records, RunInfo, Values, tag
 from titanlike.run.preflight import check_machine, check_recipe
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titanlike.utils.regular_file import check_regular
+from titanlike.utils.files import check_regular
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from titanlike.checkpoint.files import File
 from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.utils.atomic_io import write_all
+from titanlike.utils.files import write_all
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

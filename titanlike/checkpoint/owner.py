@@ -18,8 +18,7 @@ from pathlib import Path
 from titanlike.checkpoint.store import Store
 from titanlike.config import UserError
 from titanlike.config.base import record, validate
-from titanlike.utils.atomic_io import atomic_write_text
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import atomic_write_text, read_regular
 
 FILE = "owner.json"
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Union
 from titanlike.checkpoint.files import File, LocalFile, content_of
 from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, corrupt_unless_read
 from titanlike.config import UserError
-from titanlike.utils.atomic_io import atomic_write_text, fsync_directory, write_all
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import atomic_write_text, fsync_directory, read_regular, write_all
 
 if TYPE_CHECKING:
     from titanlike.checkpoint.remote import RemoteStore

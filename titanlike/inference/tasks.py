@@ -21,7 +21,7 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.config.sections import metrics_name
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 
 @dataclass(frozen=True)

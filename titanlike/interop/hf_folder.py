@@ -9,7 +9,7 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.base import LIMIT, MAX_PART, shown
 from titanlike.models.base_config import TransformerConfig
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

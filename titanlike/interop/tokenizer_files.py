@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 # Files beside a tokenizer.json that belong to the tokenizer.
 COMPANIONS = ("special_tokens_map.json", "chat_template.jinja")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from titanlike.metrics.trackers import CLOSE_TIMEOUT, Tracker, Values
+from titanlike.metrics.records import CLOSE_TIMEOUT, Tracker, Values
 from titanlike.utils.daemon_thread import start_daemon_thread
 
 QUEUE_SIZE = 1000  # records

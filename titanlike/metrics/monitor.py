@@ -19,9 +19,8 @@ from titanlike.config.sections import Metrics
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
 from titanlike.metrics.health import RankStatistics, SpikeDetector, parameter_statistics
 from titanlike.metrics.profiler import DATA_WAIT
-from titanlike.metrics.records import Records
+from titanlike.metrics.records import Records, RunInfo
 from titanlike.metrics.terminal import Console
-from titanlike.metrics.trackers import RunInfo
 from titanlike.utils.async_d2h import AsyncD2H
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from titanlike.metrics.trackers import Values
+from titanlike.metrics.records import Values
 
 # Values that may be missing because they are not finite: they are served as NaN.
 FINITE = ("loss", "grad_norm", "validation_loss")

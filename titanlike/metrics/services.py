@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, cast
 
 from titanlike.metrics.background import BackgroundTracker
-from titanlike.metrics.trackers import RunInfo, Tracker, Values, tag
-from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.metrics.records import RunInfo, Tracker, Values, tag
+from titanlike.utils.files import atomic_write_text
 
 _lock = threading.Lock()  # of trackers.json
 

@@ -28,9 +28,8 @@ from titanlike.metrics import Measured
 from titanlike.metrics.hardware import device_name
 from titanlike.models.base_config import TransformerConfig
 from titanlike.run.hooks import call_hooks
-from titanlike.utils.atomic_io import atomic_write_text
 from titanlike.utils.file_lock import FileLock, LockHeld
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import atomic_write_text, read_regular
 
 
 class RunDirectory:

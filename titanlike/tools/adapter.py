@@ -13,7 +13,7 @@ from titanlike.interop.export import whole_folder
 from titanlike.interop.hf_plan import hf_plan
 from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.models.lora import A, B
-from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.utils.files import atomic_write_text
 
 
 def export_adapter(weights: Weights, folder: Path) -> int:

@@ -14,16 +14,14 @@ import numpy.typing as npt
 Batches = dict[tuple[str, int], Counter[str]]
 
 
-def record_file(folder: Path, kind: str) -> Path:
-    """Returns the file of this process for `training` or `validation` data."""
-    return folder / f"{kind}.{os.getpid()}"
+def record_batch(path: Path, step: int, data_rank: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Appends the hashes of full sequences (N, T) of tokens and labels to the file of this process.
 
-
-def record_batch(file: Path, step: int, data_rank: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Appends the hashes of full sequences (N, T) of tokens and labels."""
+    The name of `path` is the kind of data, `training` or `validation`.
+    """
     rows = zip(arrays["tokens"].astype(np.int64), arrays["labels"].astype(np.int64), strict=True)
     hashes = [blake2b(tokens.tobytes() + labels.tobytes(), digest_size=8).hexdigest() for tokens, labels in rows]
-    with file.open("a") as out:
+    with path.with_name(f"{path.name}.{os.getpid()}").open("a") as out:
         print(step, data_rank, *hashes, file=out)
 
 

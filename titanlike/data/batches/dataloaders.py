@@ -12,7 +12,6 @@ from typing_extensions import get_protocol_members
 
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Training
-from titanlike.data.batches.batch_record import record_file
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.data.batches.sources import Sources, open_sources
@@ -85,7 +84,7 @@ def build_dataloaders(
             device=device,
             document_separator=tokenizer.separator if section.document_masks else None,
             vocab_size=vocab_size,
-            record=record_file(Path(record), kind) if record else None,
+            record=Path(record, kind) if record else None,
             **others,
         )
 

@@ -14,7 +14,6 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from titanlike.config import UserError
 from titanlike.config.layout import BatchSizes, Ramp
-from titanlike.data.batches.batch_record import record_batch
 from titanlike.data.batches.packed_dataset import (
     BatchSource,
     Position,
@@ -125,6 +124,8 @@ class BatchLoader:
         self._check(step, batch.tokens, num_rows)
         arrays = self._arrays(batch)
         if self.record is not None:
+            from titanlike.data.batches.batch_record import record_batch  # only `titanlike verify` records
+
             record_batch(self.record, step, self.data_rank, arrays)
         tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
         if not self.holds_all_positions:

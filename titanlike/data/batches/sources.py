@@ -7,9 +7,7 @@ from titanlike.config import UserError
 from titanlike.config.layout import Ramp
 from titanlike.config.sections import Data
 from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
-from titanlike.data.documents.files import list_files
-from titanlike.data.documents.fingerprints import fingerprint_of, hash_of
-from titanlike.data.tokens.cache import fields_of
+from titanlike.data.documents.files import fingerprint_of, hash_of, list_files
 from titanlike.data.tokens.datasets import open_training, open_validation, validation_split
 from titanlike.data.tokens.tokenizer import Tokenizer
 
@@ -39,6 +37,7 @@ def open_sources(
     validation: ShuffledMixture | None = None
     if section.source == "stream":
         from titanlike.data.batches.stream import Stream  # imports torch
+        from titanlike.data.tokens.cache import fields_of
 
         files = [list_files(path) for path in paths]
         fingerprints = [fingerprint_of(each) for each in files]

@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.data.documents.files import file_system, is_address, retry
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 
 class DataDirectory:

@@ -3,7 +3,9 @@
 import base64
 import glob
 import gzip
+import hashlib
 import io
+import json
 import netrc
 import os
 import re
@@ -270,3 +272,20 @@ def _is_text(path: Path) -> bool:
     with suppress(OSError), path.open("rb") as file:
         return b"\0" not in file.read(8192)
     return True  # opening it later reports why it cannot be read
+
+
+def hash_of(values: object) -> str:
+    """Returns a fingerprint of values that JSON can hold."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def versions_of(files: Sequence[File]) -> list[Any]:
+    """Returns what differs after a change of the files on this machine."""
+    return [[file.name, file.size, file.version] for file in files]
+
+
+def fingerprint_of(files: Sequence[File]) -> str:
+    """Identifies files by size and name below their common folder, so that the folder may move."""
+    names = [file.name.split("/") for file in files]
+    same = next((n for n, parts in enumerate(zip(*names, strict=False)) if len(set(parts)) > 1), len(names[0]) - 1)
+    return hash_of([["/".join(name[same:]), file.size] for name, file in zip(names, files, strict=True)])

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from titanlike.config import UserError
 from titanlike.config.sections import Data
-from titanlike.data.documents.files import DiskFull, File
-from titanlike.data.documents.fingerprints import hash_of, versions_of
+from titanlike.data.documents.files import DiskFull, File, hash_of, versions_of
 from titanlike.data.documents.readers import Fields
 from titanlike.data.tokens.shards import FORMAT, MANIFEST
 from titanlike.data.tokens.tokenization import write_shards

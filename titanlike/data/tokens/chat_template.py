@@ -25,7 +25,7 @@ from titanlike.data.documents.readers import BadRecord, replace_surrogates
 from titanlike.data.tokens.arrays import Flags
 from titanlike.data.tokens.template_environment import LABEL, LABEL_END, MARKS, PLAIN, PLAIN_END, template_environment
 from titanlike.data.tokens.tokenizer import TokenIDs, Tokenizer, files_of
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
 BUILT_IN = """\

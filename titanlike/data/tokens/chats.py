@@ -13,13 +13,12 @@ import numpy.typing as npt
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData
 from titanlike.data.documents.conversations import conversation_of, synthetic_conversations
-from titanlike.data.documents.files import File, list_files
-from titanlike.data.documents.fingerprints import hash_of, versions_of
+from titanlike.data.documents.files import File, hash_of, list_files, versions_of
 from titanlike.data.documents.readers import BadRecord, read_records
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.cache import cached
 from titanlike.data.tokens.chat_template import ChatTemplate
-from titanlike.utils.atomic_io import atomic_writer
+from titanlike.utils.files import atomic_writer
 from titanlike.utils.system import cache_folder
 
 FORMAT = 1

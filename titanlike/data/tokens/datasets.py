@@ -10,7 +10,6 @@ from titanlike.config.sections import Data
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.documents.files import is_address, list_files, stdlib_files
 from titanlike.data.tokens.arrays import InMemoryTokens, TokenArray
-from titanlike.data.tokens.cache import tokenized
 from titanlike.data.tokens.shards import MANIFEST, TRAIN, VALIDATION, Manifest, Shards, read_manifest
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 
@@ -25,6 +24,8 @@ def open_training(section: Data, path: str, tokenizer: Tokenizer) -> TokenArray:
     if section.source == "shards":
         _check_tokenizer(path, read_manifest(path), tokenizer)
         return Shards(path, vocab_size=tokenizer.vocab_size)
+    from titanlike.data.tokens.cache import tokenized  # only a run of text needs it
+
     files = stdlib_files() if section.source == "python_stdlib" else list_files(path)
     return Shards(str(tokenized(files, section, tokenizer, path)), vocab_size=tokenizer.vocab_size)
 
@@ -33,6 +34,8 @@ def open_validation(section: Data, tokenizer: Tokenizer) -> Shards:
     """Opens `data.validation_path`, which may name shards or text whatever `data.source` is."""
     path = section.validation_path
     if not _has_manifest(path):
+        from titanlike.data.tokens.cache import tokenized
+
         return Shards(str(tokenized(list_files(path), section, tokenizer, path)), vocab_size=tokenizer.vocab_size)
     manifest = read_manifest(path)
     _check_tokenizer(path, manifest, tokenizer)

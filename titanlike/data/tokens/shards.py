@@ -23,7 +23,7 @@ from titanlike.config import UserError
 from titanlike.config.base import record, validate
 from titanlike.data.documents.directory import DataDirectory
 from titanlike.data.tokens.arrays import Numbers
-from titanlike.utils.atomic_io import atomic_write_text, atomic_writer, write_all
+from titanlike.utils.files import atomic_write_text, atomic_writer, write_all
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -18,7 +18,7 @@ from titanlike.data.documents.files import DiskFull, File, convert_write_errors,
 from titanlike.data.documents.readers import LINES, PARQUET, BadRecord, Fields, read_chunks
 from titanlike.data.tokens.shards import TRAIN, VALIDATION, Manifest, Shard, ShardWriter
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
-from titanlike.utils.atomic_io import fsync_directory
+from titanlike.utils.files import fsync_directory
 
 MAX_EXAMPLES = 5  # bad records whose error messages are kept
 BYTE_VOCAB_SIZE = 258  # of a tokenizer without merges

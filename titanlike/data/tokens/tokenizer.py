@@ -17,7 +17,7 @@ from titanlike.config.base import shown
 from titanlike.config.load import nearest
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import import_optional
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 # Splits text before the byte-pair merges, as Llama 3 and OpenAI's cl100k do.
 SPLIT_PATTERN = (

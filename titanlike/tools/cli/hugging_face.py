@@ -10,7 +10,7 @@ from titanlike.config.base import shown
 from titanlike.config.load import dump
 from titanlike.distributed import environment
 from titanlike.utils.arguments import positive_int
-from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.utils.files import atomic_write_text
 
 EXPORT = """\
 Writes a checkpoint of any layout as a folder that transformers loads: the weights as safetensors with their index, config.json,

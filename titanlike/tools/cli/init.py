@@ -11,7 +11,7 @@ from titanlike.distributed import environment
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
 from titanlike.utils.arguments import non_negative_int
-from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.utils.files import atomic_write_text
 
 DESCRIPTION = """\
 Writes a recipe for this machine and data, with a comment on each key. The planner chooses the layout. The model is the largest that

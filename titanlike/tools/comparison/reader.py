@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from titanlike.utils.regular_file import check_regular
+from titanlike.utils.files import check_regular
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

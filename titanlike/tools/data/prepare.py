@@ -25,8 +25,8 @@ from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.tools.data.work_units import read_result, split_work_units
 from titanlike.tools.data.workers import process_in_parallel, process_serially
 from titanlike.utils import system
-from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
 from titanlike.utils.file_lock import FileLock, LockHeld
+from titanlike.utils.files import atomic_write_text, fsync_directory
 
 PLAN = "plan.json"
 FORMAT = 1

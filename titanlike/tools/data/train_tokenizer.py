@@ -12,7 +12,7 @@ from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import File, convert_write_errors, import_optional, list_inputs
 from titanlike.data.documents.readers import BadRecord, Fields, read_chunks
 from titanlike.data.tokens.tokenizer import SPLIT_PATTERN, build_tokenizer
-from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.utils.files import atomic_write_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 MIN_VOCAB_SIZE = 256 + 2  # a token for each byte, and the special tokens

@@ -13,7 +13,7 @@ from titanlike.data.documents.files import File, convert_write_errors, is_addres
 from titanlike.data.documents.readers import LINES, PARQUET, open_parquet, row_groups
 from titanlike.data.tokens.shards import Shard
 from titanlike.data.tokens.tokenization import FileSpan, WorkUnit, WorkUnitResult
-from titanlike.utils.atomic_io import atomic_write_text, fsync_directory
+from titanlike.utils.files import atomic_write_text, fsync_directory
 
 MIN_SIZE, MAX_SIZE = 4 * 2**20, 256 * 2**20  # bytes of a work unit
 TARGET_COUNT = 256  # work units, where their size is within these limits

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from titanlike.config import UserError
 from titanlike.config.base import has_control_characters, section, shown
 from titanlike.config.load import nearest, show_value
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 FILES = Path(__file__).with_name("hardware_files")
 DEFAULT_HARDWARE = "h100"

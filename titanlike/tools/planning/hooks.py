@@ -30,7 +30,7 @@ def completed(recipe: PretrainRecipe, metrics: Path, device: "torch.device", mea
         return None
     import torch
 
-    from titanlike.metrics.trackers import JSONLWriter
+    from titanlike.metrics.records import JSONLWriter
 
     properties = torch.cuda.get_device_properties(device)
     ranks = environment.rank_info()

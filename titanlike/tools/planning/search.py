@@ -31,7 +31,7 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, available_memory, least_seconds, make_plan
 from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
-from titanlike.utils.atomic_io import atomic_write_text
+from titanlike.utils.files import atomic_write_text
 
 MAX_CONTEXT = 64
 MIN_CHUNK = 4096  # tokens of a sequence on a context-parallel rank: shorter chunks only add communication
