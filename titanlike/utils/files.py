@@ -1,7 +1,7 @@
 """Files: atomic writes, and reads of what is a regular file.
 
-A reader sees the old file or the complete new one, even if the process is killed or the disk is full. Opening a named pipe would wait
-for a writer, perhaps for ever.
+A reader sees the old file or the complete new one, even if the process is killed or the disk is full. What is not a regular file is
+not opened: a named pipe would wait for a writer, perhaps for ever.
 """
 
 import errno
