@@ -223,6 +223,24 @@ def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, na
         )
 
 
+def _children_of_parts() -> list[bool]:
+    model: Any = build(tiny(Path(), "", parallelism=Parallelism(pipeline=2), training=dict(compute_dtype="bfloat16")))[
+        0
+    ]
+    parts = [part for part in model.parts.values()]
+    return [
+        model.get_submodule(name) is child
+        for part in parts
+        for name, child in part.named_modules()
+        if name and name != "layers"
+    ]
+
+
+def test_a_pipeline_registers_the_modules_that_have_replaced_those_of_its_stages(ranks: Ranks) -> None:
+    for same in ranks(2).run(_children_of_parts):
+        assert len(same) >= 10 and all(same)
+
+
 def _graphs(layout: dict[str, int], mode: Any) -> tuple[int, int]:
     torch._dynamo.reset()
     counters.clear()
