@@ -173,3 +173,21 @@ def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, na
             "rowwise, all_gather_input, sequence_parallel, qk_norm, router, experts, vocab_parallel, position_embedding, lm_head, "
             "colwise_gather_output"
         )
+
+
+def _children_of_parts() -> list[bool]:
+    model: Any = build(tiny(Path(), "", parallelism=Parallelism(pipeline=2), training=dict(compute_dtype="bfloat16")))[
+        0
+    ]
+    parts = [part for part in model.parts.values()]
+    return [
+        model.get_submodule(name) is child
+        for part in parts
+        for name, child in part.named_modules()
+        if name and name != "layers"
+    ]
+
+
+def test_a_pipeline_registers_the_modules_that_have_replaced_those_of_its_stages(ranks: Ranks) -> None:
+    for same in ranks(2).run(_children_of_parts):
+        assert len(same) >= 10 and all(same)

@@ -76,13 +76,7 @@ class Pipeline(nn.Module):
         self.parts = {stage: _stage_module(model, stage, split) for stage in stages}
         for part in self.parts.values() if self.num_counted else ():
             part.register_forward_pre_hook(_name_counts, with_kwargs=True)
-        self.layers = nn.ModuleDict()
-        for part in self.parts.values():
-            for name, child in part.named_children():
-                if name == "layers":
-                    self.layers.update(dict(child.named_children()))
-                else:
-                    self.add_module(name, child)
+        self.register_parts()
         # The last stage gets its own copy of a tied embedding weight, which is kept equal by summing both gradients.
         self.tied = model.get_submodule("output").weight is model.get_parameter(EMBEDDING)
         self.trains_embedding = model.get_parameter(EMBEDDING).requires_grad
@@ -91,6 +85,17 @@ class Pipeline(nn.Module):
         self.schedule: Any = None
         self.schedule_key: object = None  # the shapes that the schedule is built for
         self.normalize_loss: NormalizeLoss | None = None
+
+    def register_parts(self) -> None:
+        """Registers the children of the stages under their names in the full model. Call it again after a transform has replaced
+        modules of `parts`."""
+        self.layers = nn.ModuleDict()
+        for part in self.parts.values():
+            for name, child in part.named_children():
+                if name == "layers":
+                    self.layers.update(dict(child.named_children()))
+                else:
+                    self.add_module(name, child)
 
     @property
     def has_last_stage(self) -> bool:
