@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.null_gpu import library, record
-from titanlike.config import PretrainRecipe, load
+from titanlike.config import PretrainRecipe
 from titanlike.run.start import program_of
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, memory
+from titanlike.tools.programs import load_known
 
 FOLDER = record.ROOT / "train_configs"
 GPUS = {
@@ -56,14 +57,14 @@ def short(recipe: PretrainRecipe, gpus: int) -> list[str]:
 def plan(name: str, gpus: int, options: Sequence[str]) -> Memory:
     """Returns the memory that is planned for rank 0 of a recipe with options of the command line."""
     overrides = dict(option.removeprefix("--").split("=", 1) for option in options)
-    return memory(Job(load(PretrainRecipe, FOLDER / f"{name}.toml", overrides), gpus))
+    return memory(Job(load_known(FOLDER / f"{name}.toml", overrides), gpus))
 
 
 def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_ranks: bool = False) -> dict[str, Any]:
     """Trains a recipe. Returns a row of the table: the last step of the rank with the highest peak."""
     path = FOLDER / f"{name}.toml"
     overridden = {override.split("=")[0] for override in overrides}
-    arguments = [*SHORT, *short(load(PretrainRecipe, path), gpus), *overrides]
+    arguments = [*SHORT, *short(load_known(path, {}), gpus), *overrides]
     arguments = [each for each in arguments if each in overrides or each.split("=")[0] not in overridden]
     with tempfile.TemporaryDirectory() as folder:
         program = [str(program_of(path)), str(path), *arguments, f"--run.dir={folder}", "--run.name=run"]

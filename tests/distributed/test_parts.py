@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
 from tests.pool import Pool
-from tests.training import LLAMA, mesh_of
+from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
+from titanlike.config.sections import Parallelism
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention, Dropout
 from titanlike.models.loss import chunked_linear_cross_entropy, cross_entropy_sum
@@ -179,10 +182,9 @@ def _children_of_parts() -> list[bool]:
     model: Any = build(tiny(Path(), "", parallelism=Parallelism(pipeline=2), training=dict(compute_dtype="bfloat16")))[
         0
     ]
-    parts = [part for part in model.parts.values()]
     return [
         model.get_submodule(name) is child
-        for part in parts
+        for part in model.parts.values()
         for name, child in part.named_modules()
         if name and name != "layers"
     ]

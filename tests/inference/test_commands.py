@@ -16,11 +16,11 @@ import torch
 from tests.interop.models import LLAMA, export_model, model_of
 from tests.pool import Pool
 from tests.training import tiny, train
-from titanlike.config import PretrainRecipe, load
 from titanlike.distributed import launch_config
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.run.preflight import check_machine
 from titanlike.tools.cli import main as program
+from titanlike.tools.programs import load_known
 
 Ranks = Callable[[int], Pool]
 CONFIG = dataclasses.replace(LLAMA, vocab_size=320, max_seq_len=64)
@@ -127,7 +127,7 @@ def test_a_run_with_experts_and_its_export_have_the_same_results(
     # The recipe of an import has the model of the folder. The coefficient of the auxiliary loss is the recipe's own.
     command(monkeypatch, "import", tmp_path / "hf", tmp_path / "next.toml")
     options = {"model.balance_loss": "0.02", "run.dir": str(tmp_path), "data.source": "synthetic"}
-    recipe = load(PretrainRecipe, tmp_path / "next.toml", options)
+    recipe = load_known(tmp_path / "next.toml", options)
     assert recipe.model == dataclasses.replace(model, balance_loss=0.02)
     check_machine(recipe)
 

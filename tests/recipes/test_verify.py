@@ -23,6 +23,7 @@ from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.programs import load_known
 from titanlike.tools.small_recipe import fitting_batch, shrink
 from titanlike.tools.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
 
@@ -75,7 +76,7 @@ def test_a_recipe_at_scale_is_equal_under_its_own_layout_with_two_ranks_per_dime
     name: str, tmp_path: Path
 ) -> None:
     recipe = ROOT / f"train_configs/{name}.toml"
-    sizes = load(PretrainRecipe, recipe).parallelism.dimensions()
+    sizes = load_known(recipe, {}).parallelism.dimensions()
     layout = ",".join(f"{dimension}=2" for dimension, size in sizes.items() if size != 1)
     assert "shard=2" in layout and layout.count("=2") == {"qwen3_32b": 1, "llama3_405b": 3}.get(name, 2)
     done = verify(tmp_path, str(recipe), "--layout", layout, "--steps", "2")
@@ -156,14 +157,14 @@ def test_the_shrunk_recipe_is_valid_for_the_layout(recipe: Path, layout: str) ->
     from titanlike.models.gpt_config import GPTConfig
 
     chosen = {f"parallelism.{key}": value for key, value in _parse(layout).items()}
-    if load(PretrainRecipe, recipe).model.vocab_size % 2:
+    if load_known(recipe, {}).model.vocab_size % 2:
         chosen["model.vocab_size"] = "50304"
-    values = load(PretrainRecipe, recipe, chosen)
+    values = load_known(recipe, chosen)
     processes = 8 if "shard=2" in layout and "tensor" in layout else 4 if "tensor" in layout else 2
     as_dicts = {key: vars(value) for key, value in vars(values).items() if hasattr(value, "__dict__")}
     smaller = shrink(as_dicts, processes, steps=5)
     words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in smaller.items()}
-    made = load(PretrainRecipe, recipe, chosen | words)
+    made = load_known(recipe, chosen | words)
     if made.parallelism.tensor <= getattr(values.model, "num_kv_heads", 64):
         check_recipe(made, processes)
     assert made.model.num_parameters() < 1_500_000 or isinstance(made.model, GPTConfig)

@@ -95,6 +95,13 @@ def test_tokens_and_labels_equal_those_of_transformers(folder: Path, tokenizer: 
     assert {258, 260} <= set(tokens.tolist())  # merges took part, also across the ends of the assistant's text
 
 
+@pytest.mark.parametrize("source", [CHATML, UNMARKED, ""], ids=["marked", "unmarked", "built-in"])
+def test_the_opening_of_a_turn_is_what_precedes_its_labels(source: str, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(source, tokenizer) if source else build_chat_template("", build_tokenizer(Section()))
+    tokens, labels = template.encode(Conversation(TURNS[:3]))
+    assert template.opening(TURNS[:2]) == tokens[: labels.argmax()].tolist()
+
+
 def test_a_template_without_marks_has_the_same_labels(tokenizer: Tokenizer) -> None:
     marked = ChatTemplate(CHATML, tokenizer).encode(Conversation(TURNS))
     unmarked = ChatTemplate(UNMARKED, tokenizer)

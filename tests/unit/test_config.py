@@ -139,6 +139,8 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
             "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?",
         ),
         ("[training]\nlr = 3.0", "training.lr = 3.0: unknown key; did you mean optimizer.lr?"),
+        ("[lora]\nrank = 8", 'lora: unknown key; recipes/finetune.py has it; set recipe = "finetune"'),
+        ('[data]\nsource = "chat"', 'data.source = "chat" is for the program finetune; set recipe = "finetune"'),
         ("[trainin]\nsteps = 3", "trainin: unknown key; did you mean [training]?"),
         ("[training]\nfoo = 3", "training.foo = 3: unknown key; the keys of [training] are steps, seq_len,"),
         ("zzz = 3", "zzz = 3: unknown key; the sections of a recipe are activation_checkpoint, checkpoint, compile,"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
-from titanlike.config.finetune import FinetuneRecipe, Lora
+from titanlike.config.finetune import ChatData, FinetuneRecipe, Lora
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.registry import build_model
@@ -131,7 +131,7 @@ def test_mistakes_in_a_group(tmp_path: Path, text: str, message: str) -> None:
 
 def test_what_preflight_refuses() -> None:
     def check(*groups: OptimizerGroup, **changes: object) -> None:
-        base = FinetuneRecipe(model=MODEL, optimizer=Optimizer(groups=groups))
+        base = FinetuneRecipe(data=ChatData(source="text", path="."), model=MODEL, optimizer=Optimizer(groups=groups))
         check_recipe(dataclasses.replace(base, **changes), 1)  # type: ignore[arg-type]
 
     check(MUON, OptimizerGroup(pattern="layers", lr_scale=2.0))  # the second applies to the norms of the blocks
