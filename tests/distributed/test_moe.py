@@ -116,7 +116,7 @@ def test_layout_matches_one_process(
     recipe = tiny(tmp_path, "run", model=MODELS[model], parallelism=parallelism, training=training, **sections)
     found, expected = train(ranks(world_size(recipe)), recipe), baseline(model, sections)
     measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
-    record[case] = {"processes": world_size(recipe), MODELS[model].name: measured}
+    record[case] = {"processes": world_size(recipe), model: measured}
     assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
 
 

@@ -221,12 +221,13 @@ def _apply_overrides(
 
 def _apply_model_size(recipe_type: type, values: dict[str, Any]) -> None:
     """Sets the fields of a named model size that the recipe does not set. Validation reports an unknown size."""
+    recipe: Any = recipe_type
     for field, hint in typing.get_type_hints(recipe_type).items():
         table = values.get(field)
         if not isinstance(table, dict):
             continue
         if hint is TransformerConfig:  # of a family, by name
-            name = table.get("name", recipe_type.__dataclass_fields__[field].default.name)
+            name = table.get("name", recipe.__dataclass_fields__[field].default.name)
             hint = config_class(name) if isinstance(name, str) and name in FAMILIES else hint
         for candidate in typing.get_args(hint) or (hint,):
             sizes = getattr(candidate, "sizes", None)

@@ -6,7 +6,7 @@ on a GPU. What CUDA kernels allocate for themselves is not seen, nor is the frag
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ def _with_depth(job: Job, depth: int) -> Job:
     """Returns the job with `depth` blocks in each pipeline stage."""
     split = [depth] * len(job.split)
     recipe = job.recipe
-    model = replace(recipe.model, num_layers=sum(split))
+    model = replace(cast(Any, recipe.model), num_layers=sum(split))
     parallelism = replace(recipe.parallelism, pipeline_split=tuple(split) if len(split) > 1 else ())
     return Job(replace(recipe, model=model, parallelism=parallelism), job.num_gpus)
 
