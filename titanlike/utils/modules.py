@@ -36,7 +36,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
         )
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in replacements:
+            if child is not None and child in replacements:
                 parent._modules[name] = replacements[child]
 
 
