@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli
 
-from titanlike.distributed.environment import child_environment
+from titanlike.distributed.launch_config import child_environment
 from titanlike.tools.small_recipe import shrink
 
 ROOT = Path(__file__).parents[1]

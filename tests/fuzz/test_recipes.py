@@ -24,7 +24,8 @@ from tests.fuzz.command_line import run, run_argparse, train
 from tests.fuzz.job_arguments import launch_case, sweep_case
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.schema import Key, describe
-from titanlike.distributed.environment import fail, launch_config, rank_info, rank_variables_from_slurm
+from titanlike.distributed.environment import fail, rank_info
+from titanlike.distributed.launch_config import launch_config, rank_variables_from_slurm
 from titanlike.run.start import Arguments
 from titanlike.tools.cli import main as titanlike_main
 from titanlike.tools.programs import load_known

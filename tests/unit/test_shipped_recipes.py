@@ -144,7 +144,7 @@ def estimated_memory(recipe: PretrainRecipe, processes: int) -> float:
     num_blocks = model.num_layers if pipeline == 1 else num_chunks * max(layout.split(model))
     # All activations of the block that is recomputed, and the sequences that tensor parallelism gathers.
     # With experts, those of the average token: six more tensors of the rows that experts take and return, here and on other ranks.
-    queries, num_ffn = model.num_heads * model.head_dim, getattr(model, "experts_per_token", 1)
+    queries, num_ffn = model.num_heads * model.head_dim, model.experts_per_token or 1
     rows = 12 * model.dim * num_ffn if model.expert_parameters() else 0
     inside = (
         (8 * model.dim + 4 * queries + 6 * model.ffn_dim * num_ffn + rows) * tokens / tensor
