@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tests.training import GPT_, LLAMA, MIXTRAL
 from titanlike.config import UserError
-from titanlike.config.sections import Float8, Lora
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import Float8
 from titanlike.float8.linear import apply_float8
 from titanlike.models.init import initialize
 from titanlike.models.lora import apply_lora

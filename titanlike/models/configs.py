@@ -71,7 +71,7 @@ def _validate(value: Any) -> TransformerConfig:
         raise PydanticCustomError("dict_type", "Input should be a table")
     name = value.name if isinstance(value, TransformerConfig) else value.get("name")
     if not isinstance(name, str) or name not in FAMILIES:
-        context = {"tag": name, "expected_tags": ", ".join(map(repr, FAMILIES))}
+        context = {"tag": str(name), "expected_tags": ", ".join(map(repr, FAMILIES))}
         raise PydanticCustomError("union_tag_invalid", "The name {tag} is none of {expected_tags}", context)
     try:
         # A strict section takes a table from JSON only, as a recipe is read.

@@ -16,7 +16,7 @@ from titanlike.config.load import nearest
 from titanlike.tools.comparison.reader import SKIPPED, TRAINING, VALIDATION, MetricsReader
 from titanlike.tools.comparison.series import Columns, Series, XAxis, curves, without_repeated_steps
 from titanlike.utils.file_lock import is_locked
-from titanlike.utils.regular_file import read_regular
+from titanlike.utils.files import read_regular
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.toml"
 MAX_BUCKETS, MIN_BUCKETS = 1000, 100  # per curve
