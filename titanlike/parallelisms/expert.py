@@ -96,8 +96,10 @@ class ExpertParallelExperts(Experts):
         experts = experts.repeat_interleave(received_counts.flatten(), output_size=rows.shape[0])
         order = experts.argsort(stable=True)
         inverse = inverse_of(order)
-        results = super().compute(permute_rows(rows, order, inverse), received_counts.sum(0))
-        return all_to_all(permute_rows(results, inverse, order), sent, received, group)
+        compute = super().compute
+        # Nested, so that no result lives longer than it is read.
+        results = permute_rows(compute(permute_rows(rows, order, inverse), received_counts.sum(0)), inverse, order)
+        return all_to_all(results, sent, received, group)
 
 
 def _read_local_shards(experts: Any, *hook_args: object) -> None:
