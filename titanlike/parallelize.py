@@ -183,7 +183,8 @@ def _check_loss(model: nn.Module, loss: TokenLoss, training: Training, device: t
             f"training.z_loss = {training.z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
             "add the term in the loss"
         )
-    check_token_loss(loss, model.get_submodule("output").weight.shape[0], device)  # type: ignore[index,union-attr]
+    head: Any = model.get_submodule("output")
+    check_token_loss(loss, head.weight.shape[0], device)
 
 
 def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:

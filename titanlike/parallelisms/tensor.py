@@ -148,7 +148,8 @@ class ColwiseTiedHead(ColwiseLinear):
         super().__init__(head, style, mesh)
         self.embedding = head.embedding
         self.local = SimpleNamespace(weight=None)
-        self.module.embedding = (self.local,)
+        computing: Any = self.module
+        computing.embedding = (self.local,)
 
     def read_local_shards(self) -> None:
         """Reads the weight of the embedding."""
