@@ -170,8 +170,8 @@ def parallelize(
             cpu_offload=parallelism.cpu_offload,
             inner_units=inner_units,
         )
-    if isinstance(model, Pipeline):
-        model.register_parts()
+    if mesh.pipeline.size() > 1:
+        cast(Any, model).register_parts()
     return model
 
 
