@@ -30,7 +30,7 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.parallelisms.mixed_precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 from titanlike.parallelize import fsdp_units
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +54,7 @@ def train(row: str, model_name: str, device: str, steps: int, warmup: int, compi
             compute_dtype=torch.bfloat16,
         )  # fmt: skip
     else:
-        apply_compute_dtype(model, torch.bfloat16, cast_forward_inputs=False)
+        apply_mixed_precision(model, torch.bfloat16, cast_forward_inputs=False)
     initialize(model, torch.device(device), 0)
     optimizer = build_optimizer(model, Optimizer(lr=spec.lr), 0)
     shape = spec.micro_batch_size, spec.seq_len + 1

@@ -22,7 +22,7 @@ from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.parallelisms.mixed_precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 
 if TYPE_CHECKING:
     from titanlike.config.finetune import Lora
@@ -154,7 +154,7 @@ def parallelize(
     # FSDP last: its hooks all-gather the weights outside of the compiled code.
     for part in parts:
         if no_fsdp:
-            apply_compute_dtype(part, compute_dtype, cast_forward_inputs=False)
+            apply_mixed_precision(part, compute_dtype, cast_forward_inputs=False)
             continue
         if float8.all_gather:
             wrap_weights(part)

@@ -25,7 +25,7 @@ from titanlike.parallelisms.compile import apply_compile
 from titanlike.parallelisms.context import apply_context, context_position_ids
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import build_mesh
-from titanlike.parallelisms.mixed_precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelisms.tensor import STYLES, apply_tensor
 
@@ -309,7 +309,7 @@ def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:
     model, x = seeded(Encoder), torch.randn(2, 16, 32)
     model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
     expected = model(x)
-    apply_compute_dtype(model, torch.bfloat16)
+    apply_mixed_precision(model, torch.bfloat16)
     out = model(x)
     assert out.dtype == torch.bfloat16 and model.get_parameter("table").dtype == torch.int64
     torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.1)

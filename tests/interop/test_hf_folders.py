@@ -26,7 +26,7 @@ from titanlike.config import UserError
 from titanlike.interop import export as export_module
 from titanlike.interop import weights as weights_module
 from titanlike.interop.export import export
-from titanlike.interop.hf_plan import whole
+from titanlike.interop.hf_parameters import whole
 from titanlike.interop.weights import open_weights
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig

@@ -25,7 +25,7 @@ from titanlike.models.loss import (
     cross_entropy_inplace,
     cross_entropy_sum,
 )
-from titanlike.parallelisms.mixed_precision import apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 
 TOKENS, DIM, VOCAB = 24, 16, 40
 
@@ -246,7 +246,7 @@ def test_buffers_of_the_size_of_the_weight(
     x, head = torch.randn(64, 8, dtype=dtype, requires_grad=True), LMHead(8, 320, bias=False, dtype=master)
     head.loss = HeadLoss(chunk=chunk)
     if dtype != master:
-        apply_compute_dtype(head, dtype, cast_forward_inputs=False)
+        apply_mixed_precision(head, dtype, cast_forward_inputs=False)
     with TensorsOfSize(320 * 8) as made:
         (head(x, torch.zeros(64, dtype=torch.long)) / 7).backward()
     assert made.dtypes == expected

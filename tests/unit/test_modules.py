@@ -16,7 +16,7 @@ from titanlike.float8.linear import apply_float8
 from titanlike.models.init import initialize
 from titanlike.models.lora import apply_lora
 from titanlike.models.registry import blocks, build_model
-from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_compute_dtype
+from titanlike.parallelisms.mixed_precision import MixedPrecisionLinear, apply_mixed_precision
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
 FLOAT8 = Float8(scaling="tensorwise", layers=("*",), emulate=True)
@@ -28,7 +28,7 @@ def test_a_printed_model_shows_what_each_layer_is() -> None:
     names = [*dict(model.named_parameters())]
     apply_float8(model, FLOAT8)
     apply_lora(model, blocks(model), Lora(rank=2, alpha=4.0, layers=("wq",)))
-    apply_compute_dtype(model, torch.bfloat16)
+    apply_mixed_precision(model, torch.bfloat16)
     printed = str(blocks(model)["0"])
     matmul = r"matmul=Float8Matmul\(\w+, \w+, \w+\)"
     sizes = "in_features=64, out_features=64, bias=False"
@@ -45,7 +45,7 @@ def test_mixed_precision_keeps_parameters_and_computes_in_the_compute_dtype(conf
     initialize(model, torch.device("cpu"), 0)
     reference = copy.deepcopy(model).bfloat16()
     names = [*model.state_dict()]
-    apply_compute_dtype(model, torch.bfloat16)
+    apply_mixed_precision(model, torch.bfloat16)
     assert [*model.state_dict()] == names
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     tokens = torch.arange(16)[None]
@@ -85,7 +85,7 @@ def test_an_owner_has_the_names_and_the_attributes_of_its_module() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_mixed_precision_of_a_module_of_a_user(compiled: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Gain()).eval()
-    apply_compute_dtype(model, torch.bfloat16)
+    apply_mixed_precision(model, torch.bfloat16)
     assert isinstance(model[0], MixedPrecisionLinear) and str(model[1]).startswith("MixedPrecision(")
     call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     out = call(torch.ones(2, 4))
@@ -98,7 +98,7 @@ def test_a_layer_without_a_parent_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"a Linear cannot be replaced in place; pass a module that contains it, such as"
     ):
-        apply_compute_dtype(nn.Linear(2, 2), torch.bfloat16)
+        apply_mixed_precision(nn.Linear(2, 2), torch.bfloat16)
 
 
 def test_a_module_that_is_used_twice_stays_one_module() -> None:

@@ -25,7 +25,7 @@ class ChatData(Data):
     cache: FilePath = ""
     """Directory that caches the tokens of `chat` and `text`. Default: `~/.cache/titanlike`."""
     chat_template: FilePath = ""
-    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has none, ChatML."""
+    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has none, ChatML or a plain template (docs/finetuning.md)."""
     long_chats: Literal["truncate", "skip"] = "truncate"
     """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it."""
 

@@ -17,7 +17,7 @@ from titanlike.config import UserError
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.interop.generation_config import GENERATION_CONFIG, generation_config, trained_template
 from titanlike.interop.hf_folder import CONFIG, INDEX
-from titanlike.interop.hf_plan import stored_tensors
+from titanlike.interop.hf_parameters import stored_tensors
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.utils.files import atomic_write_text, fsync_directory

@@ -31,7 +31,7 @@ from titanlike.config.finetune import Lora
 from titanlike.config.sections import Tokenizer
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
-from titanlike.interop.hf_plan import hf_plan, stored_tensors, whole
+from titanlike.interop.hf_parameters import hf_parameters, stored_tensors, whole
 from titanlike.models import lora
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.models.registry import registered_configs
@@ -135,7 +135,7 @@ class HFWeights(Weights):
             raise UserError(
                 f"{path}: {CONFIG} describes {self.config.num_layers:,} layers, but the folder has {len(self._found):,} tensors"
             )
-        self._plan = hf_plan(self.config)
+        self._plan = hf_parameters(self.config)
         self._check()
         if self.config.tied_head and LM_HEAD in self._found:
             self._check_tied_head(*verify_share)

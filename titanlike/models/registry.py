@@ -42,10 +42,12 @@ class LanguageModel(Protocol):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
-        dropout_bits: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Returns logits (B, T, V) for tokens (B, T), or the loss summed over the valid `labels` (B, T)."""
+        """Returns logits (B, T, V) for tokens (B, T), or the loss summed over the valid `labels` (B, T).
+
+        If the config's `dropout` is above 0, it is called with `dropout_bits`, too, as `GPT` is.
+        """
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Fills one full parameter with its initial value."""

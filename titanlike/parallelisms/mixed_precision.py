@@ -17,7 +17,7 @@ from titanlike.utils.compat import tree_map_only
 from titanlike.utils.modules import ParameterOwner, rebuild, replace_modules
 
 
-def apply_compute_dtype(model: nn.Module, dtype: torch.dtype, *, cast_forward_inputs: bool = True) -> None:
+def apply_mixed_precision(model: nn.Module, dtype: torch.dtype, *, cast_forward_inputs: bool = True) -> None:
     """Has the modules inside of a model compute with their floating-point parameters cast to `dtype`. Parameters and gradients keep
     their own dtype.
 
@@ -29,7 +29,7 @@ def apply_compute_dtype(model: nn.Module, dtype: torch.dtype, *, cast_forward_in
         parameters = list(module.parameters(recurse=False))
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             raise UserError(
-                "apply_compute_dtype casts parameters that are not sharded; use compute_dtype of apply_fsdp"
+                "apply_mixed_precision casts parameters that are not sharded; use compute_dtype of apply_fsdp"
             )
         casts = any(p.dtype != dtype and p.is_floating_point() for p in parameters)
         if casts and not getattr(module, "casts_parameters", False):

@@ -10,7 +10,7 @@ from torch import Tensor
 from titanlike.checkpoint.format import write_tensors
 from titanlike.config import UserError
 from titanlike.interop.export import whole_folder
-from titanlike.interop.hf_plan import hf_plan
+from titanlike.interop.hf_parameters import hf_parameters
 from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.models.lora import A, B
 from titanlike.utils.files import atomic_write_text
@@ -24,7 +24,7 @@ def export_adapter(weights: Weights, folder: Path) -> int:
     layers = sorted(weights.adapted_layers) if isinstance(weights, CheckpointWeights) else []
     if not layers or not isinstance(weights, CheckpointWeights):
         raise UserError(f"{weights.path} has no LoRA adapters; omit --adapter to export the model")
-    plan = hf_plan(weights.config)
+    plan = hf_parameters(weights.config)
     tensors = [plan[f"{layer}.weight"] for layer in layers]
     fused = [layer for layer, tensor in zip(layers, tensors, strict=True) if tensor.num_parts > 1]
     if fused:

@@ -7,7 +7,7 @@ from titanlike.config import UserError
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 
 
-def hf_plan(config: TransformerConfig) -> dict[str, ParameterSpec]:
+def hf_parameters(config: TransformerConfig) -> dict[str, ParameterSpec]:
     """Returns where each parameter of a model is in a Hugging Face checkpoint."""
     parameters = config.parameters()
     unknown = [name for name, spec in parameters.items() if not spec.hf_name]
@@ -32,7 +32,7 @@ class StoredTensor:
 def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
     """Returns the tensors of a model's Hugging Face checkpoint by name."""
     stored: dict[str, StoredTensor] = {}
-    for name, spec in hf_plan(config).items():
+    for name, spec in hf_parameters(config).items():
         shape = spec.shape
         parts = [(spec.hf_name, shape, whole(shape))]
         if spec.is_stacked:
