@@ -25,7 +25,8 @@ class ChatData(Data):
     cache: FilePath = ""
     """Directory that caches the tokens of `chat` and `text`. Default: `~/.cache/titanlike`."""
     chat_template: FilePath = ""
-    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has none, ChatML or a plain template (docs/finetuning.md)."""
+    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has
+    none, ChatML for a tokenizer with its tokens, and else a plain template."""
     long_chats: Literal["truncate", "skip"] = "truncate"
     """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it."""
 
