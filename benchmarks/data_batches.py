@@ -31,7 +31,8 @@ from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, Sh
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.files import list_files
 from titanlike.data.documents.readers import Fields
-from titanlike.data.tokens.shards import Manifest, Shards, ShardWriter
+from titanlike.data.tokens.shard_writer import ShardWriter
+from titanlike.data.tokens.shards import Manifest, Shards
 from titanlike.data.tokens.tokenizer import Separator, build_tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -28,7 +28,8 @@ from titanlike.config.sections import Checkpoint, Data
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.packed_dataset import PackedDataset
 from titanlike.data.batches.sources import open_sources
-from titanlike.data.tokens.shards import Manifest, Shards, ShardWriter
+from titanlike.data.tokens.shard_writer import ShardWriter
+from titanlike.data.tokens.shards import Manifest, Shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run import run_dir
 from titanlike.run.resume import check_resume

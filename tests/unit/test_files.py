@@ -12,14 +12,14 @@ import zstandard
 from tests.launching import free_port
 from tests.web import Web, web
 from titanlike.config import UserError
-from titanlike.data.documents import files
+from titanlike.data.documents import remote
 from titanlike.data.documents.directory import DataDirectory
 from titanlike.data.documents.files import File, list_files, open_file
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(files, "RETRY_DELAY", 0.01)
+    monkeypatch.setattr(remote, "RETRY_DELAY", 0.01)
     with web() as served:
         yield served
 
@@ -116,7 +116,7 @@ def test_http_files_are_read_in_ranges(server: Web) -> None:
 def test_remote_reads_are_retried_a_few_times(server: Web) -> None:
     server.files["a.txt"] = b"content" * 1000
     [file] = list_files(f"{server.address}/a.txt")
-    server.failures = files.TRIES - 1
+    server.failures = remote.TRIES - 1
     assert read(file) == server.files["a.txt"]
     server.failures = 100
     with pytest.raises(UserError, match=r"a\.txt: cannot be read, tried 3 times: ClientResponseError: 500"):
@@ -129,7 +129,7 @@ def test_remote_reads_are_retried_a_few_times(server: Web) -> None:
 
 
 def test_a_server_that_does_not_answer_is_no_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "RETRY_DELAY", 0.0)
+    monkeypatch.setattr(remote, "RETRY_DELAY", 0.0)
     with pytest.raises(
         UserError, match=r"a\.txt: cannot be read, tried 3 times: ClientConnectorError: Cannot connect to host"
     ):

@@ -13,7 +13,7 @@ from tests.unit.preparing import BYTES, content, read_split
 from tests.web import web
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
-from titanlike.data.documents import files
+from titanlike.data.documents import remote
 from titanlike.data.documents.files import list_files
 from titanlike.data.documents.readers import BadRecord, Fields
 from titanlike.data.tokens.shards import TRAIN, Manifest
@@ -174,7 +174,7 @@ def test_file_that_changes_during_reading_is_reported(
 
 def test_remote_files_and_files_that_vanish(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_units, "MIN_SIZE", 100_000)
-    monkeypatch.setattr(files, "RETRY_DELAY", 0.01)
+    monkeypatch.setattr(remote, "RETRY_DELAY", 0.01)
     prepare([str(corpus / "a.jsonl"), str(corpus / "b.parquet")], tmp_path / "local", BYTES, workers=0)
     with web() as server:
         for name in ("a.jsonl", "b.parquet"):

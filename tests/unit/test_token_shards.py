@@ -11,9 +11,10 @@ import pytest
 
 from tests.web import Web, web
 from titanlike.config import UserError
-from titanlike.data.documents import files
+from titanlike.data.documents import remote
 from titanlike.data.documents.directory import DataDirectory
-from titanlike.data.tokens.shards import TRAIN, Manifest, Shards, ShardWriter, read_manifest
+from titanlike.data.tokens.shard_writer import ShardWriter
+from titanlike.data.tokens.shards import TRAIN, Manifest, Shards, read_manifest
 
 LENGTHS = [[5, 3, 4], [1], [7, 2]]  # of the documents of each shard
 PROMPTS = [[2, 0, 4], [0], [0, 1]]
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(files, "RETRY_DELAY", 0.01)
+    monkeypatch.setattr(remote, "RETRY_DELAY", 0.01)
     with web() as served:
         served.files |= {f"s/{path.name}": path.read_bytes() for path in folder.iterdir()}
         yield served

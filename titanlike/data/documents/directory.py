@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-from titanlike.data.documents.files import file_system, is_address, retry
+from titanlike.data.documents.files import is_address
 from titanlike.utils.files import read_regular
 
 
@@ -21,7 +21,12 @@ class DataDirectory:
         self.location = location.rstrip("/")
         self.local = not is_address(location)
         self._fs: Any
-        self._fs, self._root = (None, location) if self.local else file_system(self.location)
+        self._fs, self._root = None, location
+        if not self.local:
+            from titanlike.data.documents.remote import file_system, retry  # only remote files need it
+
+            self._retry = retry
+            self._fs, self._root = file_system(self.location)
         self._descriptors: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._descriptors)
 
@@ -34,7 +39,7 @@ class DataDirectory:
         """Reads a complete file."""
         if self.local:
             return read_regular(self.path(name))
-        return retry(lambda: self._fs.cat_file(f"{self._root}/{name}"), f"{self.location}/{name}")
+        return self._retry(lambda: self._fs.cat_file(f"{self._root}/{name}"), f"{self.location}/{name}")
 
     def sizes(self) -> dict[str, int] | None:
         """Returns the size of each file in bytes, or None if the server cannot list the directory."""
@@ -86,7 +91,7 @@ class DataDirectory:
         paths = [f"{self._root}/{name}" for name in names]
         read = partial(self._fs.cat_ranges, paths, starts, stops, on_error="raise")
         try:
-            contents: list[bytes] = retry(read, f"{self.location}/{names[0]}")
+            contents: list[bytes] = self._retry(read, f"{self.location}/{names[0]}")
         except FileNotFoundError as error:
             raise UserError(f"{self.location}: a file no longer exists: {error}") from None
         return contents

@@ -1,34 +1,25 @@
 """Local files, and files at any URL that fsspec supports, such as `s3://`, `https://` or `hf://`. No torch."""
 
-import base64
 import glob
 import gzip
 import hashlib
 import io
 import json
-import netrc
 import os
 import re
 import stat
 import sysconfig
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from titanlike.config import UserError
-from titanlike.config.credentials import refuse_credentials
 from titanlike.utils.live_line import DISK_FULL
 
 T = TypeVar("T")
 
-TRIES, RETRY_DELAY = 3, 1.0  # attempts to read a remote file, and seconds between them
-NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")  # {00000..01023}: web servers cannot list their files
-MAX_RANGE = 100_000  # files, each of which is looked up
-HTTP_TIMEOUT = 60.0  # seconds without a byte
 BLOCK = 2**20  # bytes read at a time from a compressed or remote file
 
 
@@ -67,7 +58,12 @@ def list_files(path: str, key: str = "data.path") -> list[File]:
 
     Of a local folder, hidden files and binary files are left out. `key` names the option in error messages.
     """
-    files = _list_remote(path) if is_address(path) else _list_local(path)
+    if is_address(path):
+        from titanlike.data.documents.remote import list_remote  # only remote files need it
+
+        files = list_remote(path)
+    else:
+        files = _list_local(path)
     if not files:
         raise UserError(f"{key} = {path!r}: no files found")
     return files
@@ -89,12 +85,9 @@ def open_file(file: File) -> io.BufferedReader:
     zstandard = import_optional("zstandard", file.name) if file.name.endswith(".zst") else None
     raw: io.BufferedReader
     if is_address(file.name):
-        fs, path = file_system(file.name)
-        try:
-            remote: Any = _RemoteReader(retry(lambda: fs.open(path, "rb"), file.name), file)
-        except FileNotFoundError:
-            raise UserError(f"{file.name}: no longer exists") from None
-        raw = io.BufferedReader(remote, BLOCK)
+        from titanlike.data.documents.remote import open_remote
+
+        raw = io.BufferedReader(open_remote(file), BLOCK)
     else:
         try:
             raw = Path(file.name).open("rb")  # noqa: SIM115  the caller closes it
@@ -121,45 +114,6 @@ class Decompressed(io.BufferedReader):
         self.compressed.close()
 
 
-class _RemoteReader:
-    """An fsspec file with retries and a check of the size. Wrapped in a BufferedReader, since fsspec's `readline` is slow."""
-
-    def __init__(self, raw: Any, file: File) -> None:
-        self._raw, self._file = raw, file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
-
-    def read(self, size: int = -1) -> bytes:
-        content: bytes = retry(lambda: self._raw.read(size), self._file.name)
-        if not content and self._raw.tell() < self._file.size:
-            raise UserError(f"{self._file.name}: ends at byte {self._raw.tell()} of {self._file.size}; it has changed")
-        return content
-
-    def readinto(self, buffer: memoryview) -> int:
-        content = self.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
-
-def retry(read: Callable[[], T], name: str) -> T:
-    """Calls `read`, up to `TRIES` times if it fails. A missing file is not retried."""
-    for attempt in range(1, TRIES + 1):
-        try:
-            return read()
-        except Exception as error:
-            cause = error.__cause__ or error
-            # fsspec reports a server that does not answer as a missing file, with the connection's error as the cause.
-            if isinstance(error, FileNotFoundError) and (
-                isinstance(cause, FileNotFoundError) or not isinstance(cause, OSError)
-            ):
-                raise
-            reason = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-        if attempt < TRIES:
-            time.sleep(RETRY_DELAY * attempt)
-    raise UserError(f"{name}: cannot be read, tried {TRIES} times: {reason}")
-
-
 class DiskFull(UserError):
     """The disk has too little space. The caller knows which option or key chooses another one."""
 
@@ -181,57 +135,6 @@ def import_optional(module: str, name: str) -> Any:
         return __import__(module)
     except ImportError:
         raise UserError(f'{name} requires the package {module}; run: pip install -e ".[data]"') from None
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """Returns the fsspec file system of a URL, and the path on it."""
-    import fsspec  # type: ignore[import-untyped]  # imported late: only remote files need it
-
-    refuse_credentials("address", url)
-    options: dict[str, Any] = {}
-    if url.startswith(("http://", "https://")):
-        # No limit on the total: a large file may take hours, as long as data arrives.
-        limits = {"total": None, "sock_connect": HTTP_TIMEOUT, "sock_read": HTTP_TIMEOUT}
-        aiohttp = import_optional("aiohttp", url)
-        options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(**limits)}}
-        with suppress(OSError, netrc.NetrcParseError):
-            if login := netrc.netrc().authenticators(urlsplit(url).hostname or ""):
-                token = base64.b64encode(f"{login[0]}:{login[2]}".encode()).decode()
-                options["client_kwargs"]["headers"] = {"Authorization": f"Basic {token}"}
-    try:
-        fs, path = fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{url}: {error}") from None
-    return fs, path
-
-
-def _list_remote(url: str) -> list[File]:
-    if match := NUMBER_RANGE.search(url):
-        first, last = match.groups()
-        if int(last) - int(first) >= MAX_RANGE:
-            raise UserError(f"{url}: a range of {int(last) - int(first) + 1:,} files; give at most {MAX_RANGE:,}")
-        numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
-        return [file for number in numbers for file in _list_remote(url[: match.start()] + number + url[match.end() :])]
-    fs, path = file_system(url)
-
-    def entries() -> dict[str, Any]:
-        if any(character in path for character in "*?["):
-            return dict(fs.glob(path, detail=True))
-        info = fs.info(path)  # not isdir, which downloads a file from a web server to search it for links
-        if info["type"] == "directory" or url.endswith("/"):
-            return dict(fs.find(path, detail=True))
-        return {path: info}
-
-    try:
-        found = retry(entries, url)
-    except FileNotFoundError:
-        raise UserError(f"{url}: no such file") from None
-    files = [
-        File(fs.unstrip_protocol(name), info.get("size") or 0, _version(info))
-        for name, info in found.items()
-        if info["type"] == "file"
-    ]
-    return sorted(files, key=lambda file: file.name)
 
 
 def _list_local(pattern: str) -> list[File]:
@@ -258,11 +161,6 @@ def local_file(path: Path) -> File:
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path}: cannot be read: not a regular file")
     return File(str(path), status.st_size, str(status.st_mtime_ns))
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    names = ("ETag", "etag", "LastModified", "last_modified", "last_commit", "mtime", "modified", "updated", "created")
-    return next((str(info[name]) for name in names if info.get(name)), "")
 
 
 def _is_text(path: Path) -> bool:

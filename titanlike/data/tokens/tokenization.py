@@ -16,7 +16,8 @@ from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.files import DiskFull, File, convert_write_errors, is_address
 from titanlike.data.documents.readers import LINES, PARQUET, BadRecord, Fields, read_chunks
-from titanlike.data.tokens.shards import TRAIN, VALIDATION, Manifest, Shard, ShardWriter
+from titanlike.data.tokens.shard_writer import ShardWriter
+from titanlike.data.tokens.shards import TRAIN, VALIDATION, Manifest, Shard
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 from titanlike.utils.files import fsync_directory
 
