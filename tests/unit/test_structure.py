@@ -136,18 +136,16 @@ def test_a_run_imports_no_more_than_its_budget() -> None:
                 file for part in parts for file in (part.with_suffix(".py"), part / "__init__.py") if file.is_file()
             ]
     assert len(found) <= MAX_MODULES and lines_of(found) <= MAX_LINES
-    # The README rounds to hundreds.
     core, tools = lines_of(CORE_SOURCES), lines_of(set(SOURCES) - set(CORE_SOURCES))
     text = " ".join((ROOT / "README.md").read_text().split())
     stated = re.search(
-        r"imports (\S+) modules of this repository, with (\S+) lines\. Everything that can train has (\S+) lines; "
+        r"imports about (\S+) modules of this repository, with (\S+) lines\. Everything that can train has (\S+) lines; "
         r".* have (\S+), and",
         text,
     )
-    assert stated and [int(number.replace(",", "")) for number in stated.groups()] == [
-        len(found),
-        *(round(number, -2) for number in (lines_of(found), core, tools)),
-    ]
+    assert stated
+    for number, size in zip(stated.groups(), (len(found), lines_of(found), core, tools), strict=True):
+        assert int(number.replace(",", "")) == pytest.approx(size, rel=0.03)
 
 
 def test_pre_training_knows_nothing_of_chats() -> None:
