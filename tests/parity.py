@@ -10,12 +10,13 @@ import json
 import math
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training import MIXTRAL, QWEN3_MOE, SHARED_EXPERTS
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.optimizer import OptimizerGroup
 
@@ -29,6 +30,46 @@ LORA: dict[str, Any] = {"lora": dict(rank=4)}
 MUON: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
 FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
+
+MOE_MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
+MOE_MODELS["few experts"] = replace(QWEN3_MOE, num_experts=3)
+
+# The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
+MOE_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
+    "FSDP": ("shared experts", dict(shard=2), 2, {}),
+    "FSDP, fewer experts than ranks": ("few experts", dict(shard=4), 1, {}),
+    "HSDP": ("qwen3_moe", dict(replicate=2, shard=2), 1, {}),
+    "TP": ("shared experts", dict(tensor=2), 4, {}),
+    "CP": ("qwen3_moe", dict(context=2), 4, {}),
+    "PP 1f1b": ("shared experts", dict(pipeline=2), 2, {}),
+    "TP x FSDP": ("qwen3_moe", dict(tensor=2, shard=2), 2, {}),
+    "CP x TP": ("shared experts", dict(context=2, tensor=2), 4, {}),
+    "PP zbv": ("shared experts", dict(pipeline=2, pipeline_schedule="zbv"), 2, {}),
+    "PP zbv x TP": ("qwen3_moe", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, {}),
+    "TP x FSDP, compiled, selective": ("shared experts", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "FSDP, compiled": ("qwen3_moe", dict(shard=2), 2, COMPILED),
+    "EP": ("shared experts", dict(shard=2, expert=2), 2, {}),
+    "EP of 4": ("qwen3_moe", dict(shard=4, expert=4), 1, {}),
+    "EP x FSDP": ("shared experts", dict(shard=4, expert=2), 1, {}),
+    "EP x HSDP": ("qwen3_moe", dict(replicate=2, shard=2, expert=2), 1, {}),
+    "EP x CP": ("qwen3_moe", dict(context=2, expert=2), 4, {}),
+    "EP x CP x FSDP": ("shared experts", dict(context=2, shard=2, expert=4), 2, {}),
+    "EP x TP": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, {}),
+    "EP x TP x FSDP": ("qwen3_moe", dict(shard=4, tensor=2, expert=2), 1, {}),
+    "EP x PP 1f1b": ("shared experts", dict(pipeline=2, shard=2, expert=2), 1, {}),
+    "EP x PP zbv": ("qwen3_moe", dict(pipeline=2, pipeline_schedule="zbv", shard=2, expert=2), 1, {}),
+    "EP x PP 1f1b x TP": ("shared experts", dict(pipeline=2, shard=2, tensor=2, expert=2), 1, {}),
+    "EP, selective checkpointing": ("qwen3_moe", dict(shard=2, expert=2), 2, SELECTIVE),
+    "EP x FSDP, full checkpointing": ("shared experts", dict(shard=4, expert=2), 1, FULL),
+    "EP x TP, shared experts, selective": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, SELECTIVE),
+    "EP x TP, compiled": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
+    "EP x FSDP, compiled, selective": ("qwen3_moe", dict(shard=4, expert=2), 1, COMPILED | SELECTIVE),
+    "EP, compiled, full": ("shared experts", dict(shard=2, expert=2), 2, COMPILED | FULL),
+    "FSDP, Muon": ("shared experts", dict(shard=2), 2, {"optimizer": MUON}),
+    "EP x FSDP, Muon": ("qwen3_moe", dict(shard=4, expert=2), 1, {"optimizer": MUON}),
+    "EP x TP, LoRA": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, LORA),
+    "EP x CP, documents": ("qwen3_moe", dict(context=2, expert=2), 4, {"data": dict(document_masks=True)}),
+}
 
 
 def tiers(cases: Collection[str], quick: Collection[str], slow: Collection[str] = ()) -> list[Any]:

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
-from tests.parity import COMPILED, FLOAT8, FULL, LORA, MUON, SELECTIVE, tiers
+from tests.parity import FLOAT8, MOE_CASES, MOE_MODELS, MUON, tiers
 from tests.pool import Pool
 from tests.training import (
     LLAMA,
-    MIXTRAL,
-    QWEN3_MOE,
     SHARED_EXPERTS,
     assert_same,
     baselines,
@@ -37,48 +35,6 @@ from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.tools.verify import Result, differences
 
 Ranks = Callable[[int], Pool]
-Case = tuple[str, dict[str, Any], int, dict[str, Any]]
-MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
-MODELS["few experts"] = replace(QWEN3_MOE, num_experts=3)
-
-# The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
-CASES: dict[str, Case] = {
-    "FSDP": ("shared experts", dict(shard=2), 2, {}),
-    "FSDP, fewer experts than ranks": ("few experts", dict(shard=4), 1, {}),
-    "HSDP": ("qwen3_moe", dict(replicate=2, shard=2), 1, {}),
-    "TP": ("shared experts", dict(tensor=2), 4, {}),
-    "CP": ("qwen3_moe", dict(context=2), 4, {}),
-    "PP 1f1b": ("shared experts", dict(pipeline=2), 2, {}),
-    "TP x FSDP": ("qwen3_moe", dict(tensor=2, shard=2), 2, {}),
-    "CP x TP": ("shared experts", dict(context=2, tensor=2), 4, {}),
-    "PP zbv": ("shared experts", dict(pipeline=2, pipeline_schedule="zbv"), 2, {}),
-    "PP zbv x TP": ("qwen3_moe", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, {}),
-    "TP x FSDP, compiled, selective": ("shared experts", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
-    "FSDP, compiled": ("qwen3_moe", dict(shard=2), 2, COMPILED),
-    "EP": ("shared experts", dict(shard=2, expert=2), 2, {}),
-    "EP of 4": ("qwen3_moe", dict(shard=4, expert=4), 1, {}),
-    "EP x FSDP": ("shared experts", dict(shard=4, expert=2), 1, {}),
-    "EP x HSDP": ("qwen3_moe", dict(replicate=2, shard=2, expert=2), 1, {}),
-    "EP x CP": ("qwen3_moe", dict(context=2, expert=2), 4, {}),
-    "EP x CP x FSDP": ("shared experts", dict(context=2, shard=2, expert=4), 2, {}),
-    "EP x TP": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, {}),
-    "EP x TP x FSDP": ("qwen3_moe", dict(shard=4, tensor=2, expert=2), 1, {}),
-    "EP x PP 1f1b": ("shared experts", dict(pipeline=2, shard=2, expert=2), 1, {}),
-    "EP x PP zbv": ("qwen3_moe", dict(pipeline=2, pipeline_schedule="zbv", shard=2, expert=2), 1, {}),
-    "EP x PP 1f1b x TP": ("shared experts", dict(pipeline=2, shard=2, tensor=2, expert=2), 1, {}),
-    "EP, selective checkpointing": ("qwen3_moe", dict(shard=2, expert=2), 2, SELECTIVE),
-    "EP x FSDP, full checkpointing": ("shared experts", dict(shard=4, expert=2), 1, FULL),
-    "EP x TP, shared experts, selective": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, SELECTIVE),
-    "EP x TP, compiled": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
-    "EP x FSDP, compiled, selective": ("qwen3_moe", dict(shard=4, expert=2), 1, COMPILED | SELECTIVE),
-    "EP, compiled, full": ("shared experts", dict(shard=2, expert=2), 2, COMPILED | FULL),
-    "FSDP, Muon": ("shared experts", dict(shard=2), 2, {"optimizer": MUON}),
-    "EP x FSDP, Muon": ("qwen3_moe", dict(shard=4, expert=2), 1, {"optimizer": MUON}),
-    "EP x TP, LoRA": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, LORA),
-    "EP x CP, documents": ("qwen3_moe", dict(context=2, expert=2), 4, {"data": dict(document_masks=True)}),
-}
-
-
 # Those of the default and of the slow tests; the others run with `-m every`.
 QUICK = ("TP x FSDP", "EP x FSDP", "EP x TP")
 SLOW = (
@@ -99,10 +55,10 @@ def record(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
-    return baselines(ranks(1), tmp_path_factory.mktemp("one"), MODELS)
+    return baselines(ranks(1), tmp_path_factory.mktemp("one"), MOE_MODELS)
 
 
-@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
+@pytest.mark.parametrize("case", tiers(MOE_CASES, QUICK, SLOW))
 def test_layout_matches_one_process(
     ranks: Ranks,
     baseline: Callable[[str, dict[str, Any]], Result],
@@ -110,10 +66,10 @@ def test_layout_matches_one_process(
     tmp_path: Path,
     case: str,
 ) -> None:
-    model, layout, size, sections = CASES[case]
+    model, layout, size, sections = MOE_CASES[case]
     parallelism = Parallelism(**({"shard": 1} | layout))
     training = dict(steps=2, local_batch_size=size)
-    recipe = tiny(tmp_path, "run", model=MODELS[model], parallelism=parallelism, training=training, **sections)
+    recipe = tiny(tmp_path, "run", model=MOE_MODELS[model], parallelism=parallelism, training=training, **sections)
     found, expected = train(ranks(world_size(recipe)), recipe), baseline(model, sections)
     measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
     record[case] = {"processes": world_size(recipe), model: measured}
@@ -122,7 +78,7 @@ def test_layout_matches_one_process(
 
 def recipe_of(folder: Path, model: str, layout: dict[str, Any], **sections: Any) -> PretrainRecipe:
     parallelism = Parallelism(**({"shard": 1} | layout))
-    return tiny(folder, "run", model=MODELS[model], parallelism=parallelism, **sections)
+    return tiny(folder, "run", model=MOE_MODELS[model], parallelism=parallelism, **sections)
 
 
 def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
@@ -141,11 +97,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MOE_MODELS)
 def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
     expected = ranks(1).run(_initial_weights, recipe_of(tmp_path, model, {}))[0]
     for name, layout in LAYOUTS.items():
-        if MODELS[model].num_experts % layout.get("expert", 1) == 0:
+        if MOE_MODELS[model].num_experts % layout.get("expert", 1) == 0:
             for found in ranks(4).run(_initial_weights, recipe_of(tmp_path, model, layout)):
                 assert found.keys() == expected.keys()
                 assert not [key for key, value in expected.items() if not torch.equal(found[key], value)], name

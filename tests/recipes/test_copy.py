@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, SMALL, losses, python, run
-from tests.recipes.test_docs import blocks
+from tests.programs import blocks, edited
 
 SECTION = '''
 from titanlike.config import section
@@ -27,13 +27,6 @@ class NoisyRecipe(PretrainRecipe):
     noise: Noise = Noise()
 
 '''
-
-
-def edited(text: str, *changes: tuple[str, str]) -> str:
-    for old, new in changes:
-        assert text.count(old) == 1, f"the program does not have exactly one {old!r}"
-        text = text.replace(old, new)
-    return text
 
 
 def test_a_copied_program_with_a_section_and_a_line_of_its_own(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_plain_loop import plain_loop
 from tests.launching import ROOT
+from tests.plain_loop import plain_loop
 from tests.pool import Pool
-from tests.recipes.test_copy import edited
-from tests.recipes.test_docs import blocks
+from tests.programs import blocks, edited
 from tests.training import mesh_of, result, tiny, world_size
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism

@@ -25,9 +25,9 @@ from benchmarks import (
     soak,
     startup,
 )
-from tests.distributed.test_moe import CASES as MOE_CASES
 from tests.launching import ROOT, SMALL, free_port, python, run
-from tests.parity import CASES, moe_table, summary, table
+from tests.parity import CASES, MOE_CASES, moe_table, summary, table
+from tests.programs import blocks
 from tests.training import tiny, train
 from titanlike.checkpoint import read_whole
 from titanlike.config.finetune import FinetuneRecipe
@@ -45,10 +45,6 @@ from titanlike.tools.verify import TOLERANCES, _parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEYS = {key.name for key in describe(FinetuneRecipe)}
-
-
-def blocks(page: Path, language: str = "bash") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 LINES = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]

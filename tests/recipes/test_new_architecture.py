@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from tests.launching import ROOT, SMALL, run
-from tests.recipes.test_copy import edited
-from tests.recipes.test_verify import verify
+from tests.programs import edited, verify
 
 CONFIG = '''
 from typing import Literal

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, SMALL, losses, records, run
-from tests.recipes.test_copy import edited
-from tests.recipes.test_verify import verify
+from tests.programs import edited, verify
 
 
 def write_program(folder: Path) -> str:

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import ROOT, python
-from tests.recipes.test_copy import edited
+from tests.launching import ROOT
+from tests.programs import edited, verify
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
@@ -26,10 +25,6 @@ from titanlike.run.preflight import check_recipe
 from titanlike.tools.programs import load_known
 from titanlike.tools.small_recipe import fitting_batch, shrink
 from titanlike.tools.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
-
-
-def verify(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return python(folder, "-m", "titanlike.tools.cli.main", "verify", *words)
 
 
 def copied(folder: Path, old: str, new: str) -> str:
