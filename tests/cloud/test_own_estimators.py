@@ -16,7 +16,7 @@ import pytest
 
 from tests.forkserver import Forked
 from tests.launching import ROOT, SMALL, environment, free_port
-from titanlike.distributed.environment import RankInfo, sagemaker_paths
+from titanlike.distributed.environment import RankInfo, sagemaker_job
 
 RECIPE = "train_configs/debug.toml"
 HYPERPARAMETERS: dict[str, Any] = {
@@ -123,8 +123,8 @@ def test_keys_take_precedence_over_the_directories_of_a_job(tmp_path: Path) -> N
 
 
 def test_the_directories_of_a_job() -> None:
-    assert sagemaker_paths({}) is None
-    found = sagemaker_paths({"SM_MODEL_DIR": "/opt/ml/model"})
+    assert sagemaker_job({}) is None
+    found = sagemaker_job({"SM_MODEL_DIR": "/opt/ml/model"})
     assert found and (found.checkpoints, found.model) == ("/opt/ml/checkpoints", "/opt/ml/model")
 
 

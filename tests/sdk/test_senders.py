@@ -34,7 +34,7 @@ REQUEST: dict[str, Any] = {
         "MetricDefinitions": [{"Name": "loss", "Regex": r"step +\d+/\d+  loss ([0-9.e+-]+)"}],
     },
     "RoleArn": ROLE,
-    "InputDataConfig": [s3("code", CODE), s3("data-path", "s3://tokens/c4/", "FastFile")],
+    "InputDataConfig": [s3("code", CODE), s3("data_path", "s3://tokens/c4/", "FastFile")],
     "OutputDataConfig": {"S3OutputPath": "s3://example/titanlike/output"},
     "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 200},
     "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
