@@ -91,9 +91,7 @@ def trainer(role: str, bucket: str, session: Any = None) -> Any:
             ),
             training_image=IMAGE,
             compute=Compute(instance_type=INSTANCE, instance_count=1, enable_managed_spot_training=True),
-            stopping_condition=StoppingCondition(
-                max_runtime_in_seconds=24 * 3600, max_wait_time_in_seconds=48 * 3600
-            ),
+            stopping_condition=StoppingCondition(max_runtime_in_seconds=24 * 3600, max_wait_time_in_seconds=48 * 3600),
             distributed=Torchrun(),
             hyperparameters={
                 "recipe": RECIPE,

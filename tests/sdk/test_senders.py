@@ -242,7 +242,9 @@ def test_requests_of_an_estimator_and_its_tuner(session: boto3.Session, clone: t
     example.estimator(ROLE, "example", sdk_session).fit(example.channels("example"), wait=False)
     example.tuner(ROLE, "example", sdk_session).fit(example.channels("example"), wait=False)
     job, tuning = json.loads(json.dumps(REQUESTS))
-    values = {key: json.dumps(value) if value[0].isalpha() and value != "false" else value for key, value in KEYS.items()}
+    values = {
+        key: json.dumps(value) if value[0].isalpha() and value != "false" else value for key, value in KEYS.items()
+    }
     values |= {"tokenizer.encoding": json.dumps(KEYS["tokenizer.encoding"]), "recipe": '"train_configs/llama3_8b.toml"'}
     added = {
         "sagemaker_program": '"recipes/pretrain.py"', "sagemaker_torch_distributed_enabled": "true",
@@ -314,7 +316,9 @@ def test_requests_of_a_model_trainer_and_its_tuner(
     assert tuning["HyperParameterTuningJobConfig"] == TUNING | {"ParameterRanges": ranges("__", ["cosine", "linear"])}
     assert definition.items() >= same.items()
     assert definition["AlgorithmSpecification"] == algorithm
-    assert channels_of(definition).items() >= {"train": "s3://example/tokens", "tokenizer": "s3://example/llama3"}.items()
+    assert (
+        channels_of(definition).items() >= {"train": "s3://example/tokens", "tokenizer": "s3://example/llama3"}.items()
+    )
     check_shell_variables(job, tmp_path)
 
 
@@ -330,19 +334,31 @@ def check_shell_variables(request: dict[str, Any], folder: Path) -> None:
     import sagemaker.train
 
     scripts = Path(sagemaker.train.__file__).parent / "container_drivers/scripts"
-    host = {"current_host": "algo-1", "hosts": ["algo-1"], "current_instance_type": "x", "network_interface_name": "eth0"}
+    host = {
+        "current_host": "algo-1",
+        "hosts": ["algo-1"],
+        "current_instance_type": "x",
+        "network_interface_name": "eth0",
+    }
     config = {one["ChannelName"]: {} for one in request["InputDataConfig"]}
     file = folder / "sm_training.env"
     code = f"import environment; environment.set_env({host}, {config}, {request.get('HyperParameters', {})}, {str(file)!r})"
     variables = os.environ | {"TRAINING_JOB_NAME": "job", "PYTHONPATH": str(scripts)}
     subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, check=True)
     done = subprocess.run(
-        ["bash", "-ec", f"source {file}; env"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+        ["bash", "-ec", f"source {file}; env"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "SM_MODEL_DIR=/opt/ml/model\n" in done.stdout
     for name in config:
         assert re.search(rf"^SM_CHANNEL_{name.upper()}=/opt/ml/input/data/{name}$", done.stdout, re.MULTILINE)
-    assert json.loads(re.search("^SM_HPS=(.*)$", done.stdout, re.MULTILINE)[1]).keys() == request.get(  # type: ignore[index]
-        "HyperParameters", {}
-    ).keys()
+    assert (
+        json.loads(re.search("^SM_HPS=(.*)$", done.stdout, re.MULTILINE)[1]).keys()
+        == request.get(  # type: ignore[index]
+            "HyperParameters", {}
+        ).keys()
+    )

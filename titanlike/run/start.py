@@ -211,8 +211,8 @@ def _check_sagemaker_checkpoints(recipe: PretrainRecipe, ranks: environment.Rank
         return
     if job.tuned and job.tuned not in f"{recipe.run.dir}/{recipe.run.name}":
         raise UserError(
-            f"run.name = '{recipe.run.name}' is the same in all jobs of the tuner, which would resume each other's checkpoints; remove "
-            "run.name, so that it is that of the recipe and the job"
+            f"run.name = '{recipe.run.name}' is the same in all jobs of the tuner, which would resume each other's "
+            "checkpoints; remove run.name, so that it is made of the names of the recipe and the job"
         )
     is_local = not recipe.checkpoint.dir and recipe.run.dir == job.checkpoints
     if is_local and ranks.world_size > ranks.local_world_size:
