@@ -131,6 +131,9 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     assert 40 <= saved[-1] < 300
     assert ("stopped by SIGTERM" in output) == (sdk == "v2")
 
+    if sdk == "v3":  # SageMaker has not uploaded all files of the newest checkpoint
+        next((run / f"checkpoints/step-{saved.pop():08}").glob("*.safetensors")).unlink()
+
     next_job = start_job(sdk, source_dir(tmp_path / "second", copied=real), base, real=real)
     output, errors = next_job.communicate(timeout=300)
     assert next_job.returncode == 0, errors

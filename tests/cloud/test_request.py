@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sagemaker_estimator
 from entry import fail, first_exception, install, missing_requirements, topology, wait_for_host
 from instances import INSTANCE_TYPES
 from request import METRICS, Channel, Job, request_for
@@ -240,6 +241,7 @@ def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[st
         "learning_rate": ["1.0e-04"], "tflops_per_device": ["412"], "mfu_percent": ["41.7"], "memory_gib": ["71.25"],
         "save_seconds": ["12.50"],
     }  # fmt: skip
+    assert sagemaker_estimator.METRICS.items() <= METRICS.items()
 
 
 def test_topology() -> None:
