@@ -49,7 +49,8 @@ class Channel:
 
     @property
     def name(self) -> str:
-        return re.sub(r"[^A-Za-z0-9-]", "-", self.key) + (f"-{self.number}" if self.number else "")
+        # ModelTrainer's start script exports a shell variable of this name.
+        return re.sub(r"[^A-Za-z0-9]", "_", self.key) + (f"_{self.number}" if self.number else "")
 
     @property
     def is_file(self) -> bool:

@@ -70,7 +70,7 @@ def test_dry_run_report() -> None:
     done = dry_run(BIG, "--instances=4", "--dry-run", "--json", *DATA)
     request = json.loads(done.stdout)
     assert request["ResourceConfig"]["InstanceCount"] == 4
-    assert "--data.path=/opt/ml/input/data/data-path" in request["AlgorithmSpecification"]["ContainerArguments"]
+    assert "--data.path=/opt/ml/input/data/data_path" in request["AlgorithmSpecification"]["ContainerArguments"]
 
 
 def test_throughput_of_an_earlier_run(tmp_path: Path) -> None:

@@ -2,30 +2,38 @@
 
 SDK v2's `PyTorch` estimator starts the script through the sagemaker-training toolkit, SDK v3's `ModelTrainer` through its
 `Torchrun` driver. Both pass hyperparameters as `--key value`: the first as `str(value)`, the second as JSON, without a
-PYTHONPATH.
+PYTHONPATH, and with `__` for the point of a key. `tests/sdk` compares the requests.
 """
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.forkserver import Forked
-from tests.launching import ROOT, SMALL, environment, free_port
-from titanlike.distributed.environment import RankInfo, sagemaker_paths
+from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, wait_for
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.distributed.environment import RankInfo, SageMakerJob, sagemaker_job
+from titanlike.run.start import Arguments, start
 
 RECIPE = "train_configs/debug.toml"
 HYPERPARAMETERS: dict[str, Any] = {
-    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 4, "optimizer.lr": 1.5e-3, "run.deterministic": False,
-    "checkpoint.enabled": True, "checkpoint.export": "float32", "optimizer.groups": [],
+    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 300, "optimizer.lr": 1.5e-3, "run.deterministic": False,
+    "checkpoint.enabled": True, "checkpoint.interval": 20, "checkpoint.export": "float32", "optimizer.groups": [],
+    "data.source": "stream", "validation.interval": 100, "metrics.trackers": ["tensorboard"],
 }  # fmt: skip
+JOB = "pytorch-training-2026-11-22-10-11-12-345"
 SM_VARIABLES = {
     "SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1"]', "SM_NUM_GPUS": "0", "SM_MODULE_NAME": "pretrain",
-    "SM_HPS": json.dumps(HYPERPARAMETERS), "TRAINING_JOB_NAME": "pytorch-training-2026-11-22-10-11-12-345",
+    "SM_HPS": json.dumps(HYPERPARAMETERS), "TRAINING_JOB_NAME": JOB,
 }  # fmt: skip
 
 
@@ -37,11 +45,26 @@ def words(sdk: str) -> list[str]:
             pairs += [f"--{key}", str(json.loads(json.dumps(value)))]
         return pairs
     for key, value in HYPERPARAMETERS.items():
-        pairs += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+        pairs += [f"--{key.replace('.', '__')}", value if isinstance(value, str) else json.dumps(value)]
     return pairs
 
 
-def start_job(sdk: str, code: Path, base: Path, *, real: bool = False) -> subprocess.CompletedProcess[str]:
+def opt_ml(folder: Path) -> Path:
+    """Returns a host's /opt/ml as SageMaker prepares it, with two channels and a TensorBoardOutputConfig."""
+    base = folder / "opt/ml"
+    for name in ("model", "input/config", "input/data/train", "input/data/validation", "output"):
+        (base / name).mkdir(parents=True)
+    for name, document in (("train", "The quick brown fox. "), ("validation", "The lazy dog. ")):
+        (base / f"input/data/{name}/part.txt").write_text(500 * document)
+    # SageMaker's file has all values as text.
+    encoded = {key: json.dumps(value) for key, value in HYPERPARAMETERS.items()}
+    (base / "input/config/hyperparameters.json").write_text(json.dumps(encoded))
+    output = {"S3OutputPath": "s3://bucket/tensorboard", "LocalPath": str(base / "output/tensorboard")}
+    (base / "input/config/tensorboardoutputconfig.json").write_text(json.dumps(output))
+    return base
+
+
+def start_job(sdk: str, code: Path, base: Path, *, real: bool = False) -> "subprocess.Popen[str]":
     """Runs a job's start command in its copy of the source directory, with two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2"]
     if sdk == "v2":
@@ -49,14 +72,26 @@ def start_job(sdk: str, code: Path, base: Path, *, real: bool = False) -> subpro
     else:
         command += [f"--master_port={free_port()}"]  # of a container, where 29500 is free
     variables = SM_VARIABLES | {"SM_MODEL_DIR": str(base / "model"), "SAGEMAKER_BASE_DIR": str(base)}
+    for name in ("train", "validation"):
+        variables[f"SM_CHANNEL_{name.upper()}"] = str(base / "input/data" / name)
     variables["OMP_NUM_THREADS"] = "1"
     variables["PYTHONPATH"] = str(code) if sdk == "v2" else ""
-    process = (subprocess.Popen if real else Forked)(
+    return (subprocess.Popen if real else Forked)(
         [*command, "recipes/pretrain.py", *words(sdk)], cwd=code, env=environment(**variables), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    output, errors = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def interrupt(sdk: str, job: "subprocess.Popen[str]") -> str:
+    """Ends a job as SageMaker does if the start script forwards its signal, and if it does not. Returns the job's output."""
+    if sdk == "v2":
+        job.send_signal(signal.SIGTERM)
+    else:
+        for process in descendants(job.pid):
+            os.kill(process, signal.SIGKILL)
+    output, errors = job.communicate(timeout=300)
+    assert job.returncode, errors
+    return output
 
 
 def source_dir(folder: Path, *, copied: bool) -> Path:
@@ -74,25 +109,43 @@ def source_dir(folder: Path, *, copied: bool) -> Path:
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "real"])
 @pytest.mark.parametrize("sdk", ["v2", "v3"])
-def test_a_job_trains_the_recipe_that_it_names_and_the_next_job_resumes_it(
-    sdk: str, real: bool, tmp_path: Path
-) -> None:
-    code, base = source_dir(tmp_path, copied=real), tmp_path / "opt/ml"
-    (base / "model").mkdir(parents=True)
-    done = start_job(sdk, code, base, real=real)
-    assert done.returncode == 0, done.stderr
-    assert "/pretrain.py, recipe own_configs/tiny.toml\n" in done.stdout
-    run = base / "checkpoints/tiny"
+def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: bool, tmp_path: Path) -> None:
+    code, base = source_dir(tmp_path, copied=real), opt_ml(tmp_path)
+    run, events = base / "checkpoints/tiny", base / "output/tensorboard/tiny"
+    job = start_job(sdk, code, base, real=real)
+    wait_for(run / "checkpoints/step-00000040/manifest.json", 120)
+    while not any(file.stat().st_size for file in events.glob("*")):  # during the job
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.02)
+    output = interrupt(sdk, job)
+    assert "/pretrain.py, recipe own_configs/tiny.toml\n" in output
     resolved = (run / "recipe.toml").read_text()
-    assert "vocab_size = 300\n" in resolved and "steps = 4\n" in resolved and "deterministic = false\n" in resolved
-    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000004"]
-    assert list((base / "model/hf").glob("*.safetensors")) and (base / "model/hf/config.json").exists()
-    assert not (run / "hf").exists() and not (code / "runs").exists()
+    assert "vocab_size = 300\n" in resolved and "steps = 300\n" in resolved and "deterministic = false\n" in resolved
+    assert f'path = "{base}/input/data/train"\n' in resolved
+    assert f'validation_path = "{base}/input/data/validation"\n' in resolved
     if real:  # the library of the job's source directory: the installed one has a git commit
         assert json.loads((run / "environment.json").read_text())["git_commit"] is None
-    again = start_job(sdk, source_dir(tmp_path / "second", copied=real), base, real=real)
-    assert again.returncode == 0, again.stderr
-    assert "resumed at step 4" in again.stdout
+    saved = sorted(
+        int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if (path / "manifest.json").exists()
+    )
+    assert 40 <= saved[-1] < 300
+    assert ("stopped by SIGTERM" in output) == (sdk == "v2")
+
+    if sdk == "v3":  # SageMaker has not uploaded all files of the newest checkpoint
+        next((run / f"checkpoints/step-{saved.pop():08}").glob("*.safetensors")).unlink()
+
+    next_job = start_job(sdk, source_dir(tmp_path / "second", copied=real), base, real=real)
+    output, errors = next_job.communicate(timeout=300)
+    assert next_job.returncode == 0, errors
+    assert f"resumed at step {saved[-1]}" in output
+    found = losses(run)
+    assert sorted(found) == [*range(1, 301)] and found[300] < found[1] - 1
+    assert list((base / "model/hf").glob("*.safetensors")) and (base / "model/hf/config.json").exists()
+    assert not (run / "hf").exists() and not (code / "runs").exists() and not (run / "tensorboard").exists()
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    assert accumulator.Scalars("train/loss")[-1].step == 300
+    assert [event.step for event in accumulator.Scalars("validation/loss")][-1] == 300
 
 
 def test_a_program_finds_the_library_beside_it_without_an_install(tmp_path: Path) -> None:
@@ -122,14 +175,99 @@ def test_keys_take_precedence_over_the_directories_of_a_job(tmp_path: Path) -> N
         assert f'[run]\nname = "{name}"\ndir = "{directory}"\n' in output
 
 
-def test_the_directories_of_a_job() -> None:
-    assert sagemaker_paths({}) is None
-    found = sagemaker_paths({"SM_MODEL_DIR": "/opt/ml/model"})
-    assert found and (found.checkpoints, found.model) == ("/opt/ml/checkpoints", "/opt/ml/model")
+def test_the_directories_of_a_job(tmp_path: Path) -> None:
+    assert sagemaker_job({}) is None
+    variables = {"SM_MODEL_DIR": "/opt/ml/model"}
+    assert sagemaker_job(variables) == SageMakerJob("/opt/ml/checkpoints", "/opt/ml/model")
+    found = sagemaker_job(variables | {"SM_CHANNEL_TRAINING": "/a", "SM_CHANNEL_VALIDATION": "/b"})
+    assert found and (found.train, found.validation) == ("/a", "/b")
+    config = tmp_path / "input/config"
+    config.mkdir(parents=True)
+    variables |= {"SAGEMAKER_BASE_DIR": str(tmp_path), "SM_CHANNEL_TRAIN": "/c", "TRAINING_JOB_NAME": JOB}
+    (config / "hyperparameters.json").write_text('{"recipe": "x.toml"}')
+    (config / "tensorboardoutputconfig.json").write_text('{"S3OutputPath": "s3://bucket/tensorboard"}')
+    found = sagemaker_job(variables)
+    assert found == SageMakerJob(
+        f"{tmp_path}/checkpoints", "/opt/ml/model", tensorboard=f"{tmp_path}/output/tensorboard", train="/c"
+    )
+    (config / "hyperparameters.json").write_text('{"recipe": "x.toml", "_tuning_objective_metric": "validation_loss"}')
+    elsewhere = tmp_path / "tensorboard.json"
+    elsewhere.write_text('{"LocalPath": "/d"}')
+    found = sagemaker_job(variables | {"TENSORBOARD_CONFIG_FILE_PATH": str(elsewhere)})
+    assert found and (found.tensorboard, found.tuned) == ("/d", JOB)
+
+
+def test_names_of_hyperparameters() -> None:
+    words = [
+        "--recipe",
+        "own.toml",
+        "--training__local_batch_size",
+        "8",
+        "--run.name",
+        "a__b",
+        "--_tuning_objective_metric",
+        "loss",
+    ]
+    arguments = Arguments([*words, "--sagemaker_torch_distributed_enabled", "true", "--evaluation.x__y", "1"])
+    assert str(arguments.recipe) == "own.toml"
+    assert arguments.overrides == {"training.local_batch_size": "8", "run.name": "a__b", "evaluation.x__y": "1"}
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Makes this process one of a SageMaker job. Returns the directory of its configuration."""
+    monkeypatch.setenv("SM_MODEL_DIR", "/opt/ml/model")
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRAINING_JOB_NAME", JOB)
+    config = tmp_path / "input/config"
+    config.mkdir(parents=True)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ((), ('path = "/c/train"', 'validation_path = "/c/validation"')),
+        (("--data.path=/mine",), ('path = "/mine"', 'validation_path = "/c/validation"')),
+        (("--data.mixture=['/c/train/a', '/c/train/b']",), ('path = ""', 'mixture = ["/c/train/a", "/c/train/b"]')),
+    ],
+)
+def test_channels_are_data_paths(
+    words: tuple[str, ...],
+    lines: tuple[str, ...],
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They take precedence over the recipe's, and hyperparameters over both."""
+    recipe = job / "own.toml"
+    path = "" if words and "mixture" in words[0] else 'path = "data/here"\n'
+    recipe.write_text(f'extends = "{ROOT}/{RECIPE}"\n[data]\nsource = "shards"\n{path}')
+    for name in ("train", "validation"):
+        monkeypatch.setenv(f"SM_CHANNEL_{name.upper()}", f"/c/{name}")
+    with pytest.raises(SystemExit):
+        start(PretrainRecipe, [str(recipe), *words, "--resolved"])
+    resolved = capsys.readouterr().out.splitlines()
+    assert {*lines} <= {*resolved}
+
+
+def test_the_jobs_of_a_tuner_do_not_share_a_run(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them have the same checkpoint location."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "recipes/pretrain.py")])
+    (job / "hyperparameters.json").write_text('{"_tuning_objective_metric": "validation_loss"}')
+    words = [f"--recipe={ROOT}/{RECIPE}", "--optimizer.lr", "0.00123", "--_tuning_objective_metric", "validation_loss"]
+    with pytest.raises(SystemExit):
+        start(PretrainRecipe, [*words, "--resolved"])
+    resolved = capsys.readouterr().out
+    assert f'name = "debug-{JOB}"\n' in resolved and "lr = 0.00123\n" in resolved
+    with pytest.raises(SystemExit):
+        start(PretrainRecipe, [*words, "--run.name=mine"])
+    assert "run.name = 'mine' is the same in all jobs of the tuner" in capsys.readouterr().err
 
 
 def test_checkpoints_on_the_disks_of_several_hosts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlike.config import PretrainRecipe, UserError, load
     from titanlike.run.start import _check_sagemaker_checkpoints
 
     monkeypatch.setenv("SM_MODEL_DIR", "/opt/ml/model")

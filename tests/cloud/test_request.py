@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sagemaker_estimator
 from entry import fail, first_exception, install, missing_requirements, topology, wait_for_host
 from instances import INSTANCE_TYPES
 from request import METRICS, Channel, Job, request_for
@@ -97,11 +98,11 @@ def test_data_and_checkpoints_on_fsx() -> None:
             "ChannelName": name,
             "DataSource": {"FileSystemDataSource": file_system | {"FileSystemAccessMode": mode, "DirectoryPath": path}},
         }
-        for name, mode, path in (("data-path", "ro", "/mount/tokens"), ("checkpoints", "rw", "/mount/checkpoints"))
+        for name, mode, path in (("data_path", "ro", "/mount/tokens"), ("checkpoints", "rw", "/mount/checkpoints"))
     ]
     arguments = changed.pop("AlgorithmSpecification")["ContainerArguments"]
     assert "--checkpoint.dir=/opt/ml/input/data/checkpoints" in arguments
-    assert "--data.path=/opt/ml/input/data/data-path" in arguments
+    assert "--data.path=/opt/ml/input/data/data_path" in arguments
     assert changed == {}
     assert request_errors(request) == []
 
@@ -130,12 +131,12 @@ def test_everything_else() -> None:
     sources = {
         c["ChannelName"]: (c["DataSource"]["S3DataSource"]["S3Uri"], c["InputMode"]) for c in request["InputDataConfig"]
     }
-    assert sources["data-mixture-1"] == ("s3://tokens/c4/", "FastFile")
-    assert sources["data-mixture-2"] == ("s3://tokens/code/", "File")
-    assert sources["tokenizer-encoding"] == ("s3://tokens/llama3/tokenizer.model", "File")
+    assert sources["data_mixture_1"] == ("s3://tokens/c4/", "FastFile")
+    assert sources["data_mixture_2"] == ("s3://tokens/code/", "File")
+    assert sources["tokenizer_encoding"] == ("s3://tokens/llama3/tokenizer.model", "File")
     arguments = request["AlgorithmSpecification"]["ContainerArguments"]
-    assert "--data.mixture=['/opt/ml/input/data/data-mixture-1', '/opt/ml/input/data/data-mixture-2']" in arguments
-    assert "--tokenizer.encoding=/opt/ml/input/data/tokenizer-encoding/tokenizer.model" in arguments
+    assert "--data.mixture=['/opt/ml/input/data/data_mixture_1', '/opt/ml/input/data/data_mixture_2']" in arguments
+    assert "--tokenizer.encoding=/opt/ml/input/data/tokenizer_encoding/tokenizer.model" in arguments
     assert request_errors(request) == []
 
 
@@ -149,13 +150,13 @@ def test_one_instance_needs_no_efa_but_a_smoke_job_checks_it() -> None:
 def test_a_channel_replaces_the_value_of_its_key() -> None:
     job = replace(JOB, arguments=("recipe.toml", "--data.path=here", "--training.steps=5"), channels=(FSX,), **VPC)
     arguments = request_for(job)["AlgorithmSpecification"]["ContainerArguments"]
-    assert [one for one in arguments if "data.path" in one] == ["--data.path=/opt/ml/input/data/data-path"]
+    assert [one for one in arguments if "data.path" in one] == ["--data.path=/opt/ml/input/data/data_path"]
     assert arguments[-1] == "--training.steps=5"
 
 
 def test_a_folder_name_may_contain_a_dot() -> None:
     folder, file = (Channel("data.path", f"s3://tokens/{name}") for name in ("c4-v1.5", "c4-v1.5.jsonl.gz"))
-    assert (folder.path, file.path) == ("/opt/ml/input/data/data-path", "/opt/ml/input/data/data-path/c4-v1.5.jsonl.gz")
+    assert (folder.path, file.path) == ("/opt/ml/input/data/data_path", "/opt/ml/input/data/data_path/c4-v1.5.jsonl.gz")
     sources = [
         one["DataSource"]["S3DataSource"]["S3Uri"]
         for one in request_for(replace(JOB, channels=(folder,)))["InputDataConfig"]
@@ -240,6 +241,7 @@ def test_metric_definitions_match_the_log_lines(capsys: pytest.CaptureFixture[st
         "learning_rate": ["1.0e-04"], "tflops_per_device": ["412"], "mfu_percent": ["41.7"], "memory_gib": ["71.25"],
         "save_seconds": ["12.50"],
     }  # fmt: skip
+    assert sagemaker_estimator.METRICS.items() <= METRICS.items()
 
 
 def test_topology() -> None:

@@ -1,4 +1,4 @@
-"""The SDKs send the request unchanged. Requires one of the SDKs, but not torch:
+"""The SDKs send the request of `launch.py` unchanged, and those of the example. Requires one of the SDKs, but not torch:
 
 python -m pytest --noconftest -o addopts= -o filterwarnings= tests/sdk
 """
@@ -6,13 +6,21 @@ python -m pytest --noconftest -o addopts= -o filterwarnings= tests/sdk
 import copy
 import importlib.util
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+import sagemaker_estimator as example
 import submit
 from moto.server import ThreadedMotoServer
+from request import Channel
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
@@ -34,7 +42,7 @@ REQUEST: dict[str, Any] = {
         "MetricDefinitions": [{"Name": "loss", "Regex": r"step +\d+/\d+  loss ([0-9.e+-]+)"}],
     },
     "RoleArn": ROLE,
-    "InputDataConfig": [s3("code", CODE), s3("data-path", "s3://tokens/c4/", "FastFile")],
+    "InputDataConfig": [s3("code", CODE), s3("data_path", "s3://tokens/c4/", "FastFile")],
     "OutputDataConfig": {"S3OutputPath": "s3://example/titanlike/output"},
     "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 200},
     "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
@@ -108,9 +116,10 @@ def session(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[boto3.Sess
         monkeypatch.setenv(name, value)
     session = boto3.Session(region_name="us-east-1")
     session.client("s3").create_bucket(Bucket="example")
-    session.events.register(
-        "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: REQUESTS.append(params)
-    )
+    for operation in ("CreateTrainingJob", "CreateHyperParameterTuningJob"):
+        session.events.register(
+            f"provide-client-params.sagemaker.{operation}", lambda params, **_: REQUESTS.append(params)
+        )
     REQUESTS.clear()
     yield session
 
@@ -168,3 +177,188 @@ def test_estimator_sends_the_request_with_unused_hyperparameters(
 def test_boto3_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert submit.select_sender() == "boto3"
+
+
+# What examples/sagemaker_estimator.py asks for, as the service names it. A version of the SDK adds its own keys.
+KEYS = {
+    "training.steps": "2000", "optimizer.lr": "0.0003", "run.deterministic": "false", "checkpoint.export": "bfloat16",
+    "tokenizer.encoding": "/opt/ml/input/data/tokenizer/tokenizer.model",
+}  # fmt: skip
+METRICS = [
+    {"Name": "loss", "Regex": r"step +\d+/\d+  loss ([0-9.e+-]+)"},
+    {"Name": "validation_loss", "Regex": r"step +\d+/\d+  val ([0-9.e+-]+)"},
+]
+JOB = {
+    "RoleArn": ROLE,
+    "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30},
+    "StoppingCondition": {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 172800},
+    "EnableManagedSpotTraining": True,
+    "CheckpointConfig": {"S3Uri": "s3://example/checkpoints/llama3_8b"},
+}
+TUNING = {
+    "Strategy": "Bayesian",
+    "ResourceLimits": {"MaxNumberOfTrainingJobs": 8, "MaxParallelTrainingJobs": 2},
+    "TrainingJobEarlyStoppingType": "Off",
+    "HyperParameterTuningJobObjective": {"Type": "Minimize", "MetricName": "validation_loss"},
+}
+
+
+def ranges(separator: str, values: list[str]) -> dict[str, Any]:
+    rate = {"MinValue": "0.0001", "MaxValue": "0.001", "ScalingType": "Logarithmic"}
+    return {
+        "ContinuousParameterRanges": [{"Name": f"optimizer{separator}lr", **rate}],
+        "CategoricalParameterRanges": [{"Name": f"schedule{separator}decay", "Values": values}],
+    }
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Sets the source directory to one with a few files, and returns their names."""
+    names = ("recipes/pretrain.py", example.RECIPE, "requirements.txt", "pyproject.toml", "titanlike/__init__.py")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(example.ROOT / name, tmp_path / name)
+    monkeypatch.setattr(example, "ROOT", tmp_path)
+    return names
+
+
+def channels_of(job: dict[str, Any]) -> dict[str, str]:
+    return {one["ChannelName"]: one["DataSource"]["S3DataSource"]["S3Uri"] for one in job["InputDataConfig"]}
+
+
+def sourcedir(session: boto3.Session, uri: str) -> set[str]:
+    """Returns the names of the files in an uploaded archive."""
+    body = session.client("s3").get_object(Bucket="example", Key=uri.removeprefix("s3://example/"))["Body"]
+    listed = subprocess.run(["tar", "-tz"], input=body.read(), capture_output=True, check=True).stdout.decode()
+    return {name.removeprefix("./") for name in listed.splitlines()}
+
+
+@pytest.mark.skipif(not installed(SDKS["v2"]), reason="version 2 of the SageMaker SDK is not installed")
+def test_requests_of_an_estimator_and_its_tuner(session: boto3.Session, clone: tuple[str, ...]) -> None:
+    from sagemaker import Session
+
+    sdk_session = Session(boto_session=session, default_bucket="example")
+    sdk_session.sagemaker_config = submit.NO_TELEMETRY
+    example.estimator(ROLE, "example", sdk_session).fit(example.channels("example"), wait=False)
+    example.tuner(ROLE, "example", sdk_session).fit(example.channels("example"), wait=False)
+    job, tuning = json.loads(json.dumps(REQUESTS))
+    values = {
+        key: json.dumps(value) if value[0].isalpha() and value != "false" else value for key, value in KEYS.items()
+    }
+    values |= {"tokenizer.encoding": json.dumps(KEYS["tokenizer.encoding"]), "recipe": '"train_configs/llama3_8b.toml"'}
+    added = {
+        "sagemaker_program": '"recipes/pretrain.py"', "sagemaker_torch_distributed_enabled": "true",
+        "sagemaker_instance_type": '"ml.p5.48xlarge"',
+    }  # fmt: skip
+    found = job["HyperParameters"]
+    assert {key: value for key, value in found.items() if not key.startswith("sagemaker_")} == values
+    assert found.items() >= added.items()
+    assert sourcedir(session, json.loads(found["sagemaker_submit_directory"])) >= {*clone}
+    assert job.items() >= JOB.items()
+    assert job["TensorBoardOutputConfig"] == {"S3OutputPath": "s3://example/tensorboard"}
+    assert job["AlgorithmSpecification"] == {
+        "TrainingImage": example.IMAGE, "TrainingInputMode": "File", "MetricDefinitions": METRICS,
+    }  # fmt: skip
+    assert channels_of(job) == {"train": "s3://example/tokens", "tokenizer": "s3://example/llama3"}
+
+    definition = tuning["TrainingJobDefinition"]
+    found = definition["StaticHyperParameters"]
+    values.pop("optimizer.lr")
+    assert {key: value for key, value in found.items() if not key.startswith("sagemaker_")} == values
+    assert found.items() >= added.items()
+    assert tuning["HyperParameterTuningJobConfig"] == TUNING | {
+        "ParameterRanges": ranges(".", ['"cosine"', '"linear"']) | {"IntegerParameterRanges": []}
+    }
+    same = {**JOB, "HyperParameterTuningResourceConfig": JOB["ResourceConfig"]}
+    del same["ResourceConfig"]
+    assert definition.items() >= same.items()
+    assert definition["AlgorithmSpecification"] == job["AlgorithmSpecification"]
+    assert channels_of(definition) == channels_of(job)
+
+
+@pytest.mark.skipif(not installed(SDKS["v3"]), reason="version 3 of the SageMaker SDK is not installed")
+def test_requests_of_a_model_trainer_and_its_tuner(
+    session: boto3.Session, clone: tuple[str, ...], tmp_path: Path
+) -> None:
+    from sagemaker.core.helper.session_helper import Session
+    from sagemaker.core.training.configs import InputData
+
+    sdk_session = Session(boto_session=session, default_bucket="example")
+    sdk_session.sagemaker_config = submit.NO_TELEMETRY
+    inputs = [InputData(channel_name=name, data_source=uri) for name, uri in example.channels("example").items()]
+    example.trainer(ROLE, "example", sdk_session).train(input_data_config=inputs, wait=False, logs=False)
+    example.trainer_tuner(ROLE, "example", sdk_session).tune(example.channels("example"), wait=False)
+    job, tuning = json.loads(json.dumps(REQUESTS))
+    values = {key.replace(".", "__"): value for key, value in KEYS.items()} | {"recipe": example.RECIPE}
+    same = copy.deepcopy(JOB)
+    same["CheckpointConfig"]["LocalPath"] = "/opt/ml/checkpoints"
+    algorithm = {"TrainingImage": example.IMAGE, "TrainingInputMode": "File", "MetricDefinitions": METRICS}
+    assert job["HyperParameters"] == values
+    assert job.items() >= same.items()
+    assert job["AlgorithmSpecification"].items() >= algorithm.items()
+    assert job["TensorBoardOutputConfig"] == {
+        "S3OutputPath": "s3://example/tensorboard", "LocalPath": "/opt/ml/output/tensorboard",
+    }  # fmt: skip
+    channels = channels_of(job)
+    assert channels.items() >= {"train": "s3://example/tokens", "tokenizer": "s3://example/llama3"}.items()
+    code = channels["code"].removeprefix("s3://example/")
+    for name in clone:
+        session.client("s3").head_object(Bucket="example", Key=f"{code}/{name}")
+
+    definition = tuning["TrainingJobDefinition"]
+    found = definition["StaticHyperParameters"]
+    assert sourcedir(session, found.pop("sagemaker_submit_directory")) >= {*clone}
+    values.pop("optimizer__lr")
+    assert found == values | {
+        "run__deterministic": "False", "sagemaker_program": "recipes/pretrain.py",
+        "sagemaker_torch_distributed_enabled": "true", "sagemaker_instance_type": "ml.p5.48xlarge",
+    }  # fmt: skip
+    assert tuning["HyperParameterTuningJobConfig"] == TUNING | {"ParameterRanges": ranges("__", ["cosine", "linear"])}
+    assert definition.items() >= same.items()
+    assert definition["AlgorithmSpecification"] == algorithm
+    assert (
+        channels_of(definition).items() >= {"train": "s3://example/tokens", "tokenizer": "s3://example/llama3"}.items()
+    )
+    check_shell_variables(job, tmp_path)
+
+
+@pytest.mark.skipif(not installed(SDKS["v3"]), reason="version 3 of the SageMaker SDK is not installed")
+def test_channels_of_launch_py_are_shell_variables(tmp_path: Path) -> None:
+    keys = ("data.path", "data.validation_path", "tokenizer.encoding")
+    channels = [*(Channel(key, "s3://tokens/c4") for key in keys), Channel("data.mixture", "s3://tokens/c4", number=1)]
+    check_shell_variables({"InputDataConfig": [channel.request() for channel in channels]}, tmp_path)
+
+
+def check_shell_variables(request: dict[str, Any], folder: Path) -> None:
+    """Runs the part of the container's start script that exports hyperparameters and channels."""
+    import sagemaker.train
+
+    scripts = Path(sagemaker.train.__file__).parent / "container_drivers/scripts"
+    host = {
+        "current_host": "algo-1",
+        "hosts": ["algo-1"],
+        "current_instance_type": "x",
+        "network_interface_name": "eth0",
+    }
+    config = {one["ChannelName"]: {} for one in request["InputDataConfig"]}
+    file = folder / "sm_training.env"
+    code = f"import environment; environment.set_env({host}, {config}, {request.get('HyperParameters', {})}, {str(file)!r})"
+    variables = os.environ | {"TRAINING_JOB_NAME": "job", "PYTHONPATH": str(scripts)}
+    subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, check=True)
+    done = subprocess.run(
+        ["bash", "-ec", f"source {file}; env"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SM_MODEL_DIR=/opt/ml/model\n" in done.stdout
+    for name in config:
+        assert re.search(rf"^SM_CHANNEL_{name.upper()}=/opt/ml/input/data/{name}$", done.stdout, re.MULTILINE)
+    assert (
+        json.loads(re.search("^SM_HPS=(.*)$", done.stdout, re.MULTILINE)[1]).keys()
+        == request.get(  # type: ignore[index]
+            "HyperParameters", {}
+        ).keys()
+    )

@@ -50,7 +50,8 @@ class Run:
 
     name: Name = ""
     """Name of the run directory. Starting a run of the same name again resumes it. Default: the recipe's file name and the
-    current time, which starts a new run; in a SageMaker job the recipe's file name, so that the next job resumes the run."""
+    current time, which starts a new run; in a SageMaker job the recipe's file name, so that the next job resumes the run, and in
+    a job of a tuner the job's name, too."""
     dir: FilePath = "runs"
     """Directory that contains the run directories, relative to the working directory. Default in a SageMaker job:
     `/opt/ml/checkpoints`."""
@@ -103,7 +104,8 @@ class Data:
     path: FilePath = ""
     """For `shards`: their directory. For other files: a file, a directory (read recursively) or a glob pattern such
     as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `https://`, `hf://datasets/`. A document
-    is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as `.gz` or `.zst`."""
+    is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as `.gz` or `.zst`. A SageMaker
+    job's channel `train` takes precedence over the recipe."""
     mixture: tuple[FilePath, ...] = ()
     """Several paths to mix, instead of `path`."""
     weights: tuple[PositiveFloat, ...] = ()

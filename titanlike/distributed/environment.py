@@ -3,6 +3,7 @@
 Together with `launch_config.py` and `titanlike.utils.system` the only reader of environment variables.
 """
 
+import json
 import os
 import secrets
 import signal
@@ -10,7 +11,8 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from titanlike.config import UserError
 from titanlike.config.base import printable, shown
@@ -22,6 +24,7 @@ MAX_PROCESSES = 10**6  # of a job: more is a mistake
 LAUNCHER_PID = "TITANLIKE_LAUNCHER_PID"  # set by the launcher
 LAUNCH_ID = "TITANLIKE_LAUNCH_ID"  # set by the launcher, the same for all processes and restarts
 BATCH_RECORD = "TITANLIKE_BATCH_RECORD"  # set by `titanlike verify`: the folder of `data/batches/batch_record.py`
+SAGEMAKER_OBJECTIVE = "_tuning_objective_metric"  # the hyperparameter that SageMaker adds to the jobs of a tuner
 EXIT_RANK_MISSING = 3  # exit code after a hang that the watchdog has reported
 MAX_LINE = 1200  # characters of an error
 ERROR_DELAY = 3.0  # seconds; torchrun polls its processes ten times a second
@@ -43,13 +46,21 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class SageMakerPaths:
-    """The directories of a SageMaker training job that outlive it."""
+class SageMakerJob:
+    """The directories of a SageMaker training job."""
 
     checkpoints: str
     """Synchronized with S3 during the job, and restored when a job with the same S3 location starts."""
     model: str
     """Uploaded to S3 after the job."""
+    tensorboard: str = ""
+    """Uploaded to S3 during the job, if it has a TensorBoardOutputConfig."""
+    train: str = ""
+    """The input channel `train` or `training`, if the job has one."""
+    validation: str = ""
+    """The input channel `validation`, if the job has one."""
+    tuned: str = ""
+    """The job's name, if a hyperparameter tuning job has started it. All jobs of a tuner have the same S3 location."""
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
@@ -88,11 +99,31 @@ def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
     return (environ.get("LOCAL_RANK") or "0") == "0"
 
 
-def sagemaker_paths(environ: Mapping[str, str] = os.environ) -> SageMakerPaths | None:
-    """Returns the directories of a SageMaker training job that outlive it, or None elsewhere."""
+def sagemaker_job(environ: Mapping[str, str] = os.environ) -> SageMakerJob | None:
+    """Returns the directories of a SageMaker training job, or None elsewhere."""
     model = environ.get("SM_MODEL_DIR")  # set by the toolkits of both SDKs
+    if not model:
+        return None
     base = environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
-    return SageMakerPaths(f"{base}/checkpoints", model) if model else None
+    config = f"{base}/input/config"
+    output = _read_json(environ.get("TENSORBOARD_CONFIG_FILE_PATH") or f"{config}/tensorboardoutputconfig.json")
+    is_tuned = SAGEMAKER_OBJECTIVE in _read_json(f"{config}/hyperparameters.json")
+    return SageMakerJob(
+        checkpoints=f"{base}/checkpoints",
+        model=model,
+        tensorboard=(output.get("LocalPath") or f"{base}/output/tensorboard") if output else "",
+        train=environ.get("SM_CHANNEL_TRAIN") or environ.get("SM_CHANNEL_TRAINING") or "",
+        validation=environ.get("SM_CHANNEL_VALIDATION") or "",
+        tuned=environ.get("TRAINING_JOB_NAME", "") if is_tuned else "",
+    )
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    """Returns the object of a JSON file, or an empty one if there is no such file."""
+    try:
+        return dict(json.loads(Path(path).read_text()) or {})
+    except FileNotFoundError:
+        return {}
 
 
 def new_launch_id() -> str:

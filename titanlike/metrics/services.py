@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
+from titanlike.distributed import environment
 from titanlike.metrics.background import BackgroundTracker
 from titanlike.metrics.records import RunInfo, Tracker, Values, tag
 from titanlike.utils.files import atomic_write_text
@@ -25,7 +27,10 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
         from torch.utils.tensorboard.summary import hparams
 
-        self._directory = run.folder / "tensorboard"
+        job = environment.sagemaker_job()
+        self._directory = (
+            Path(job.tensorboard, run.folder.name) if job and job.tensorboard else run.folder / "tensorboard"
+        )
         self._writer = cast(Any, SummaryWriter(str(self._directory), purge_step=run.first_step))
         self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe_text().splitlines()))
         for summary in hparams(run.hparams(), {"train/loss": None, "validation/loss": None}):

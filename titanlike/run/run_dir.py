@@ -42,7 +42,7 @@ class RunDirectory:
         self.checkpoints = f"{parent.rstrip('/')}/{recipe.run.name}" if parent else str(self.path / "checkpoints")
         self.checkpoint_owner = self.path if parent else None  # other runs may have the same name and checkpoint.dir
         self.metrics = self.path / "metrics.jsonl"
-        sagemaker = environment.sagemaker_paths()
+        sagemaker = environment.sagemaker_job()
         self.exported = Path(sagemaker.model if sagemaker else self.path, "hf")  # of checkpoint.export
 
     @contextmanager
