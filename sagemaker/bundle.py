@@ -9,8 +9,9 @@ import tomli
 from titanlike import __version__
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.load import joined
+from titanlike.config.shipped import REPOSITORY
 from titanlike.run.preflight import check_recipe
-from titanlike.run.start import REPOSITORY, program_of
+from titanlike.run.start import program_of
 from titanlike.tools.programs import SHIPPED, known_sections, run_program
 
 RECIPE = "recipe.toml"

@@ -15,6 +15,7 @@ from tests.training import GPT_, assert_same, result, resume, tiny, train
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
+from titanlike.config.shipped import train_command
 from titanlike.run.run_dir import RunDirectory, machine_metadata
 
 Ranks = Callable[[int], Pool]
@@ -202,4 +203,4 @@ def test_the_shutdown_message_shows_how_to_resume(ranks: Ranks, tmp_path: Path) 
     run = RunDirectory(recipe)
     assert run.shutdown_message() == "stopped before the first checkpoint"
     train(ranks(1), recipe)
-    assert run.shutdown_message() == f"stopped; to resume from step 5: ./run_train.sh '{run.path}/recipe.toml'"
+    assert run.shutdown_message() == f"stopped; to resume from step 5: {train_command()} '{run.path}/recipe.toml'"

@@ -57,7 +57,9 @@ def test_signal_to_the_launcher_stops_the_run(starter: Starter, undisturbed: Tra
         job.send_signal(signal.SIGTERM)
         output, errors = job.communicate(timeout=120)
     assert job.returncode == 143, errors
-    (last,) = re.findall(r"stopped by SIGTERM; to resume from step (\d): ./run_train.sh runs/run/recipe.toml\n", output)
+    (last,) = re.findall(
+        r"stopped by SIGTERM; to resume from step (\d): titanlike train runs/run/recipe.toml\n", output
+    )
     assert last in "56"
     assert "Traceback" not in errors
     assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == int(last)
@@ -93,7 +95,7 @@ def test_second_ctrl_c_reaches_the_processes(starter: Starter, undisturbed: Trai
         _, errors = job.communicate(timeout=300)  # waits neither for the write nor for the shutdown timeout
     assert job.returncode == 130
     assert "press Ctrl-C again to exit at once\n" in errors
-    assert "stopped; to resume from step 2: ./run_train.sh runs/run/recipe.toml\n" in errors
+    assert "stopped; to resume from step 2: titanlike train runs/run/recipe.toml\n" in errors
     assert "Traceback" not in errors
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
     resume(starter, tmp_path)

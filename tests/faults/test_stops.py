@@ -28,7 +28,7 @@ def test_signal_to_one_rank_stops_all(
     job = starter.start(tmp_path, Fault(what, rank=rank, step=3, do=name), **evaluation)
     number = signal.Signals[name]
     assert job.wait() == [128 + number] * 2, job.output
-    shutdown_message = f"stopped by {name}; to resume from step {last}: ./run_train.sh runs/run/recipe.toml\n"
+    shutdown_message = f"stopped by {name}; to resume from step {last}: titanlike train runs/run/recipe.toml\n"
     assert job.output.count(shutdown_message) == 1
     assert "Traceback" not in job.output
     assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == last
@@ -73,7 +73,7 @@ def test_second_ctrl_c_exits_at_once(starter: Starter, undisturbed: Trained, tmp
     assert job.codes == [None, None]
     job.signal(signal.SIGINT)
     assert job.wait(300) == [130, 130], job.output  # does not wait for the write
-    assert "stopped; to resume from step 2: ./run_train.sh runs/run/recipe.toml\n" in job.output
+    assert "stopped; to resume from step 2: titanlike train runs/run/recipe.toml\n" in job.output
     assert "Traceback" not in job.output
     assert "resumed at step 2\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)

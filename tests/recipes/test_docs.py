@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import titanlike
 from benchmarks import (
     data_batches,
     data_prepare,
@@ -48,7 +49,10 @@ KEYS = {key.name for key in describe(FinetuneRecipe)}
 
 
 LINES = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
-COMMANDS = sorted({line for line in LINES if "./run_train.sh" in line and "-e ." not in line and "custom/" not in line})
+TRAINS = re.compile(r"(?:^|\s)(?:\./run_train\.sh|titanlike train)(?= |$)")
+COMMANDS = sorted(
+    {line for line in LINES if TRAINS.search(line) and "pip install" not in line and "custom/" not in line}
+)
 
 
 def own_text(page: Path) -> str:
@@ -66,12 +70,19 @@ def test_the_readme_has_the_two_commands_that_ci_runs_once() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert lines.count("pip install -e . && ./run_train.sh") == 1
     assert lines.count('pip install -e ".[dev]" && pytest') == 1
+    assert len(lines) <= 120
+
+
+def test_the_changelog_has_the_version() -> None:
+    releases = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert releases[:2] == ["Unreleased", titanlike.__version__]
+    assert f"Version {titanlike.__version__} " in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_training_command_is_valid(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(command, comments=True)
+    words = shlex.split(TRAINS.sub(" ./run_train.sh", command), comments=True)
     arguments = Arguments(words[words.index("./run_train.sh") + 1 :])
     recipe = load_known(arguments.recipe, arguments.overrides)
     processes = next((int(word.split("=")[1]) for word in words if word.startswith("NPROC=")), None)
@@ -80,6 +91,7 @@ def test_a_training_command_is_valid(command: str, monkeypatch: pytest.MonkeyPat
 
 def test_other_commands_are_valid() -> None:
     commands = [shlex.split(line, comments=True)[1:] for line in LINES if line.startswith("titanlike ")]
+    commands = [words for words in commands if words[0] != "train"]
     assert {words[1] for words in commands if words[0] == "data"} == {"prepare", "inspect", "train-tokenizer"}
     for words in commands:
         _, overrides = build_parser().parse_known_args(words)

@@ -45,7 +45,9 @@ def invocations(folder: Path) -> dict[str, list[str]]:
     """Returns arguments with which each command prints a result: positional ones, then options."""
     run, model, text = str(folder / "run"), str(folder / "model"), str(folder / "text.txt")
     return {
+        "train": [DEBUG, "--check=1"],
         "schema": [],
+        "recipes copy": ["debug", "copied"],
         "verify": [DEBUG, "--layout=tensor=1", "--steps=1"],
         "init": ["new.toml", "--gpus=0"],
         "doctor": [],

@@ -132,7 +132,7 @@ def test_help_into_a_closed_pipe_ends_without_a_stack_trace(tmp_path: Path) -> N
     done = subprocess.run(
         ["bash", "-c", pipeline], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
-    assert done.stdout.startswith("usage: ./run_train.sh")
+    assert done.stdout.startswith("usage: titanlike train ")
     assert done.stderr == ""
 
 

@@ -203,7 +203,7 @@ def test_ctrl_c_prints_the_command_to_resume(tmp_path: Path, processes: int) -> 
     assert running.returncode == 130
     (saved,) = (tmp_path / "runs/r/checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
-    assert output.endswith(f"stopped by SIGINT; to resume from step {step}: ./run_train.sh runs/r/recipe.toml\n")
+    assert output.endswith(f"stopped by SIGINT; to resume from step {step}: titanlike train runs/r/recipe.toml\n")
     assert max(losses(tmp_path / "runs/r")) == step
     assert errors == "\nstopping after this step or the next; press Ctrl-C again to exit at once\n"
 

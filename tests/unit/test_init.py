@@ -70,9 +70,9 @@ def test_the_recipe_is_valid_and_fits(
     assert len(keys) > 15 and all(lines[number - 1].startswith("# ") for number in keys)
     assert max(map(len, lines)) <= 120
     following = [line.removeprefix("next").strip() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert following[-1] == "./run_train.sh new.toml"
+    assert following[-1] == "titanlike train new.toml"
     prepares = "titanlike data prepare TEXT --out data/train --tokenizer gpt2"
-    assert following[0] == (prepares if gpus else "./run_train.sh new.toml --check 1")
+    assert following[0] == (prepares if gpus else "titanlike train new.toml --check 1")
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_the_recipe_of_a_cpu_trains_on_text(
     assert (
         recipe.data.source == "text" and recipe.training.steps < new_recipe.MAX_CPU_STEPS
     )  # few passes over little text
-    assert capsys.readouterr().out.splitlines()[-1].strip() == "./run_train.sh train.toml"
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "titanlike train train.toml"
     short = {
         "training.steps": "2",
         "schedule.warmup_steps": "1",
@@ -137,4 +137,8 @@ def test_a_path_is_quoted(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (folder / "my text/a.txt").write_text("A text.")
     init(monkeypatch, "a b.toml", "--gpus=1", "--data=my text", "--model=124M")
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert lines[0][1:5] == ["titanlike", "data", "prepare", "my text"] and lines[1] == ["./run_train.sh", "a b.toml"]
+    assert lines[0][1:5] == ["titanlike", "data", "prepare", "my text"] and lines[1] == [
+        "titanlike",
+        "train",
+        "a b.toml",
+    ]

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from titanlike.config.base import LIMIT, UserError, shown
 from titanlike.config.credentials import refuse_credentials
 from titanlike.config.schema import describe
+from titanlike.config.shipped import shipped_recipes
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import FAMILIES, config_class
 
@@ -61,9 +62,7 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         is_no_file = path.exists() and not path.is_file()
         values: dict[str, Any] = {} if is_no_file else _parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path("train_configs")
-        near = nearest(path.name, [file.name for file in folder.glob("*.toml")])
-        raise UserError(f"{path}: recipe not found" + (f"; did you mean {folder / near}?" if near else "")) from None
+        raise UserError(f"{path}: recipe not found; {_similar_recipe(path)}") from None
     except OSError as error:
         raise UserError(f"{shown(str(path))}: cannot be read as a recipe: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -90,6 +89,17 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         raise UserError(f"{path}: extends = {show_value(base)} is circular; remove it from one of the files")
     inherited, inherited_origins = read(target, chain)
     return _merge(inherited, values), inherited_origins | origins
+
+
+def _similar_recipe(path: Path) -> str:
+    """Returns the remedy for a recipe that does not exist: a file beside it, or a shipped recipe."""
+    files = {file.name: str(file) for file in path.parent.glob("*.toml")}
+    shipped = {f"{name}.toml": name for name in shipped_recipes()}
+    name = path.name if path.suffix else f"{path.name}.toml"
+    for known in (files, shipped):
+        if near := nearest(name, list(known)):
+            return f"did you mean {known[near]}?"
+    return "give a TOML file, or the name of a shipped recipe, which `titanlike recipes` lists"
 
 
 def joined(path: Path, **changes: Any) -> str:

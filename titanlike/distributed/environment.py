@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from titanlike.config import UserError
 from titanlike.config.base import printable, shown
+from titanlike.config.shipped import train_command
 from titanlike.utils.arguments import parse_int
 from titanlike.utils.system import can_resolve, signal_at_parent_death
 
@@ -42,7 +43,7 @@ class RankInfo:
     restart_count: int = 0
     max_restarts: int = 0
     launch_id: str | None = None
-    """Identifies a launch by `./run_train.sh`; None under other launchers."""
+    """Identifies a launch by the launcher in run/launch.py; None under other launchers."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     if missing:
         present = [show_variable(environ, name) for name in required if environ.get(name)]
         raise UserError(
-            f"{', '.join(present)} set, but {', '.join(missing)} not: start with ./run_train.sh or torchrun, "
+            f"{', '.join(present)} set, but {', '.join(missing)} not: start with {train_command()} or torchrun, "
             "which set all of them, or unset them all to train in one process"
         )
     world_size = read_integer(environ, "WORLD_SIZE", least=1, most=MAX_PROCESSES)

@@ -16,12 +16,10 @@ All arguments are keywords. The function returns the text that is printed, or No
 """
 
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from titanlike.config.shipped import REPOSITORY
 
 NOT_INSTALLED = "no plan: titanlike is not installed here, or was installed by an earlier version; run pip install -e"
 

@@ -1,4 +1,4 @@
-"""The program behind `run_train.sh`: checks the recipe, then runs its program in this process or in several."""
+"""The program behind `run_train.sh` and `titanlike train`: checks the recipe, then runs its program in one process or several."""
 
 import importlib.util
 import signal
@@ -27,9 +27,9 @@ from titanlike.utils.live_line import LiveLine
 
 
 @command_line()
-def main() -> NoReturn:
+def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the training program, or launches several processes that do."""
-    argv = sys.argv[1:]
+    argv = sys.argv[1:] if argv is None else argv
     try:
         arguments = Arguments(argv)
         program = program_of(arguments.recipe, arguments.overrides.get("recipe"))

@@ -22,6 +22,7 @@ from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.sections import Training
+from titanlike.config.shipped import train_command
 from titanlike.distributed import environment, process_group
 from titanlike.distributed.watchdog import Watchdog, group_timeout
 from titanlike.metrics import Measured
@@ -143,7 +144,7 @@ class RunDirectory:
 
     def command(self) -> str:
         """Returns the command that resumes this run."""
-        return f"./run_train.sh {shlex.quote(str(self.path / 'recipe.toml'))}"
+        return f"{train_command()} {shlex.quote(str(self.path / 'recipe.toml'))}"
 
     def shutdown_message(self, number: int = 0) -> str:
         """Returns the message for a run that was stopped by a signal, or by Ctrl-C if `number` is 0."""

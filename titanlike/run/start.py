@@ -18,9 +18,10 @@ from titanlike.config.base import MAX_PATH, shown
 from titanlike.config.load import nearest, parse_value, read, show_value
 from titanlike.config.schema import describe
 from titanlike.config.sections import Run
+from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line, exit_if_output_failed
-from titanlike.run.hooks import REPOSITORY, call_hooks
+from titanlike.run.hooks import call_hooks
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.utils import system
 from titanlike.utils.arguments import parse_int, refuse_control_characters, refuse_undecodable
@@ -30,21 +31,27 @@ R = TypeVar("R", bound=PretrainRecipe)
 
 OPTIONS = ("recipe", "check", "preflight", "hardware")  # options with a value that are no keys of a section
 MAX_DERIVED_NAME = 200  # bytes; a launch id follows
-DEFAULT_RECIPE = REPOSITORY / "train_configs" / "debug.toml"
+DEFAULT_RECIPE = RECIPES / "debug.toml"
 
 USAGE = """\
-usage: ./run_train.sh [RECIPE.toml] [--section.key=value ...]
-       ./run_train.sh RECIPE.toml --check N     check the recipe for N processes on any machine, and plan its memory and
-                                                time on --hardware NAME (default: h100); starts nothing
-       ./run_train.sh RECIPE.toml --resolved    print the resolved recipe with every key
-       ./run_train.sh [RECIPE.toml] --help      print this text and the sections of a recipe
-       ./run_train.sh --help SECTION            print the keys of a section with type, default and purpose; or of one key, as in
-                                                --help training.steps; or all keys: --help all
+usage: {command} [RECIPE] [--section.key=value ...]
+       {command} RECIPE --check N     check the recipe for N processes on any machine, and plan its memory and
+       {indent}                      time on --hardware NAME (default: h100); starts nothing
+       {command} RECIPE --resolved    print the resolved recipe with every key
+       {command} [RECIPE] --help      print this text and the sections of a recipe
+       {command} --help SECTION       print the keys of a section with type, default and purpose; or of one key, as in
+       {indent}                      --help training.steps; or all keys: --help all
 
-The default recipe is train_configs/debug.toml. `--recipe RECIPE.toml` names one too, `--recipe NAME` another program. NPROC=n
-sets the number of processes on this machine (default: one per GPU, or one). MAX_RESTARTS=n restarts all processes after a
-failure, at most n times, from the newest checkpoint. Keys on the command line override those of the recipe, which override
-those of a recipe that it extends."""
+RECIPE is a TOML file, or the name of a shipped recipe (`titanlike recipes`); the default is debug. `--recipe RECIPE.toml` names
+one too, `--recipe NAME` another program. NPROC=n sets the number of processes on this machine (default: one per GPU, or one).
+MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the newest checkpoint. Keys on the command line
+override those of the recipe, which override those of a recipe that it extends."""
+
+
+def usage() -> str:
+    """Returns the text of `--help`, with the command that trains here."""
+    command = train_command()
+    return USAGE.format(command=command, indent=" " * len(command))
 
 
 class Arguments:
@@ -104,7 +111,7 @@ class Arguments:
         if paths and not (paths[0] and paths[0].isprintable()):
             raise UserError(f"{paths[0]!r} is not the name of a recipe: it is empty or contains control characters")
         if paths:
-            self.recipe, self.names_recipe = Path(paths[0]), True
+            self.recipe, self.names_recipe = recipe_path(paths[0]), True
 
 
 @command_line()
@@ -121,7 +128,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         if arguments.help is not None:
             from titanlike.config.help import help_text
 
-            print(help_text(recipe_type, USAGE, arguments.help))
+            print(help_text(recipe_type, usage(), arguments.help))
             sys.exit(0)
         _refuse_unknown_options(recipe_type, arguments)
         program = Path(sys.argv[0]).resolve()
@@ -178,7 +185,7 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             f"program {_from_here(program)}, recipe {_from_here(arguments.recipe)}\n"
             f"start   importing torch{others}"  # which takes seconds
         )
-    if program.parent != REPOSITORY / "recipes" and program.suffix == ".py":
+    if program.parent != PROGRAMS and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory
     return recipe
 
@@ -239,7 +246,7 @@ def select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) 
     if ranks.max_restarts and ranks.launch_id is None:
         raise UserError(
             f"torchrun may restart this job (--max-restarts={ranks.max_restarts}), and every restart would create a new run; "
-            "give --run.name so that a restart resumes the run, or use MAX_RESTARTS and ./run_train.sh"
+            f"give --run.name so that a restart resumes the run, or use MAX_RESTARTS and {train_command()}"
         )
     return replace(run, name=f"{name_of(arguments.recipe.stem)}-{ranks.launch_id or environment.new_launch_id()}")
 
@@ -272,11 +279,11 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
     named = Path(file) if override is not None and "/" in file else beside_recipe
     # Without a name the program is the shipped one, even if a file of that name is beside the recipe.
     is_named = override is not None or "recipe" in values
-    for program in ([named] if is_named else []) + [REPOSITORY / "recipes" / file]:
+    for program in ([named] if is_named else []) + [PROGRAMS / file]:
         with suppress(OSError):  # the name is too long
             if program.is_file():
                 return program
-    shipped = sorted(program.stem for program in (REPOSITORY / "recipes").glob("*.py"))
+    shipped = sorted(program.stem for program in PROGRAMS.glob("*.py"))
     raise UserError(
         f"{origin}: recipe = '{shown(name)}': there is no program '{shown(named.name)}' in {named.parent}, and the shipped ones "
         f"are {', '.join(shipped)}; the file of a recipe ends in .toml"
@@ -286,17 +293,17 @@ def program_of(recipe: Path, override: str | None = None) -> Path:
 def _check_program(program: Path, arguments: Arguments) -> None:
     """Raises `UserError` if another program than the running one is named, by the command line or the recipe."""
     override = arguments.overrides.get("recipe")
-    names_recipe = arguments.names_recipe or program.parent == REPOSITORY / "recipes"
+    names_recipe = arguments.names_recipe or program.parent == PROGRAMS
     is_named = override is not None or (names_recipe and "recipe" in read(arguments.recipe)[0])
     if program.suffix != ".py" or not is_named:
         return
     named = program_of(arguments.recipe, override).resolve()
     if named != program:
-        folders = (REPOSITORY / "recipes", arguments.recipe.parent.resolve())
+        folders = (PROGRAMS, arguments.recipe.parent.resolve())
         name = program.stem if program.parent in folders else program
         raise UserError(
             f"{_from_here(program)} is running, but the program of {_from_here(arguments.recipe)} is {_from_here(named)}; set "
-            f'recipe = "{name}" in the recipe, or start it with ./run_train.sh, which runs the program that it names'
+            f'recipe = "{name}" in the recipe, or start it with {train_command()}, which runs the program that it names'
         )
 
 

@@ -12,12 +12,13 @@ from pydantic import TypeAdapter
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.shipped import PROGRAMS, REPOSITORY
 from titanlike.distributed import launch_config
-from titanlike.run.start import REPOSITORY, program_of
+from titanlike.run.start import program_of
 
 SHIPPED: dict[Path, type[PretrainRecipe]] = {
-    REPOSITORY / "recipes" / "pretrain.py": PretrainRecipe,
-    REPOSITORY / "recipes" / "finetune.py": FinetuneRecipe,
+    PROGRAMS / "pretrain.py": PretrainRecipe,
+    PROGRAMS / "finetune.py": FinetuneRecipe,
 }
 
 

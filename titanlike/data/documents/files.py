@@ -134,7 +134,7 @@ def import_optional(module: str, name: str) -> Any:
     try:
         return __import__(module)
     except ImportError:
-        raise UserError(f'{name} requires the package {module}; run: pip install -e ".[data]"') from None
+        raise UserError(f'{name} requires the package {module}; run: pip install "titanlike[data]"') from None
 
 
 def _list_local(pattern: str) -> list[File]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.config.shipped import recipe_path
 from titanlike.distributed import environment
 from titanlike.run.start import Arguments
 from titanlike.tools.programs import load_known
@@ -14,8 +15,8 @@ DESCRIPTION = """\
 Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.
 For a folder of token shards: its splits, shards and document lengths.
 
-  titanlike data inspect train_configs/debug.toml --step 3 --rank 1 --ranks 4
-  titanlike data inspect train_configs/gpt2_124m.toml --data.path=data/corpus --validation
+  titanlike data inspect debug --step 3 --rank 1 --ranks 4
+  titanlike data inspect gpt2_124m --data.path=data/corpus --validation
   titanlike data inspect data/corpus --verify"""
 
 
@@ -28,7 +29,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "path", metavar="RECIPE.toml|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
+        "path", metavar="RECIPE|FOLDER", help="recipe (--section.key=value overrides it) or folder of token shards"
     )
     parser.add_argument("--step", type=positive_int, default=1, metavar="N", help="training step, from 1 (default: 1)")
     parser.add_argument(
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     try:
-        if not arguments.path.endswith(".toml"):
+        if recipe_path(arguments.path).suffix != ".toml":
             if overrides:
                 raise UserError(f"{' '.join(overrides)}: token shards have no recipe keys to override")
             inspect_shards(arguments.path, verify=arguments.verify, limit=arguments.sequences, console=console)

@@ -25,7 +25,7 @@ IMPORT = """\
 Writes a recipe that starts from the weights of a Hugging Face folder: its [model], [tokenizer] and checkpoint.initial, with a
 learning rate for fine-tuning. Set the data in it: without data.path it does not run.
 
-  titanlike import Llama-3.2-1B/ finetune.toml && ./run_train.sh finetune.toml --data.path=chats.jsonl --check 8"""
+  titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8"""
 # Lines of an imported recipe, and the comments on them.
 COMMENTS = {
     'source = "chat"': 'conversations or instructions; "text" or "shards" for continued pre-training',

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.config.shipped import train_command
 from titanlike.distributed import environment
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
@@ -82,6 +83,6 @@ def _write(arguments: argparse.Namespace) -> None:
             f"next  titanlike data prepare {text} --out {shlex.quote(values['data']['path'])} --tokenizer {shlex.quote(encoding)}"
         )
     else:
-        print(f"next  ./run_train.sh {shlex.quote(str(path))} --check {max(num_gpus, 1)}")
-    print(f"      ./run_train.sh {shlex.quote(str(path))}")
+        print(f"next  {train_command()} {shlex.quote(str(path))} --check {max(num_gpus, 1)}")
+    print(f"      {train_command()} {shlex.quote(str(path))}")
     sys.stdout.flush()

@@ -23,9 +23,9 @@ DESCRIPTION = """\
 Checks a recipe for all processes of a job, as a run does, writes what the scheduler needs into a folder, and submits it. The run's
 name is fixed, so that a job that is preempted, requeued or submitted again resumes the run.
 
-  titanlike launch slurm train_configs/llama3_8b.toml --nodes 4 --time 24:00:00 --sbatch=--partition=gpu
-  titanlike launch kubernetes train_configs/llama3_8b.toml --nodes 4 --image registry/titanlike:1 --claim training
-  titanlike launch docker train_configs/llama3_8b.toml --image registry/titanlike:1
+  titanlike launch slurm llama3_8b --nodes 4 --time 24:00:00 --sbatch=--partition=gpu
+  titanlike launch kubernetes llama3_8b --nodes 4 --image registry/titanlike:1 --claim training
+  titanlike launch docker llama3_8b --image registry/titanlike:1
 
 --dry-run writes the files and submits nothing."""
 
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     ):
         command = targets.add_parser(target, help=text, description=text[0].upper() + text[1:] + ".")
         text = "recipe; override its keys with --section.key=value"
-        command.add_argument("recipe", metavar="RECIPE.toml", help=text)
+        command.add_argument("recipe", metavar="RECIPE", help=text)
         command.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes (default: 1)")
         text = 'GPUs of a node, one process each; with run.device = "cpu", processes of a node (default: 8)'
         command.add_argument("--gpus-per-node", type=positive_int, default=8, metavar="N", help=text)

@@ -1,16 +1,18 @@
-"""`titanlike COMMAND`: all commands except training."""
+"""`titanlike COMMAND`."""
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+import titanlike
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.shipped import recipe_path
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
+from titanlike.run import launch as trainer
 from titanlike.tools.cli import (
     compare,
     data,
@@ -23,6 +25,7 @@ from titanlike.tools.cli import (
     lm_eval,
     plan,
     profile,
+    recipes,
     sweep,
 )
 from titanlike.tools.schema import editor_schema, markdown
@@ -34,11 +37,25 @@ VERIFY = """\
 Trains a reduced model with the recipe's program twice, in one process and under the layout. Prints losses, gradient norms and the
 largest difference of any weight. Exits with code 0 if they agree up to rounding, otherwise with code 1.
 
-  titanlike verify train_configs/llama3_8b.toml --layout tensor=2,pipeline=2
+  titanlike verify llama3_8b --layout tensor=2,pipeline=2
   titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
 
 # Modules of commands, in the order of --help.
-MODULES = (init, doctor, plan, launch, profile, compare, sweep, hugging_face, data, generate, evaluate, lm_eval)
+MODULES = (
+    recipes,
+    init,
+    doctor,
+    plan,
+    launch,
+    profile,
+    compare,
+    sweep,
+    hugging_face,
+    data,
+    generate,
+    evaluate,
+    lm_eval,
+)
 
 # Arguments that may have several lines.
 MULTILINE = ("prompt", "stop", "arguments")
@@ -48,6 +65,7 @@ CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
 
 COMMANDS: dict[str, Command] = {
     "schema": lambda arguments: _print_schema(as_markdown=arguments.markdown),
+    "recipes": recipes.run,
     "init": init.run,
     "doctor": lambda arguments: sys.exit(doctor.run(arguments)),
     "compare": compare.run,
@@ -73,9 +91,11 @@ WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="titanlike", description="Tools for recipes, data, runs and checkpoints. ./run_train.sh trains."
+        prog="titanlike", description="Trains, and has the tools for recipes, data, runs and checkpoints."
     )
+    parser.add_argument("--version", action="version", version=f"titanlike {titanlike.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", add_help=False, help="train a recipe; see titanlike train --help")
     schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
     schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     command = commands.add_parser(
@@ -84,7 +104,9 @@ def build_parser() -> argparse.ArgumentParser:
         description=VERIFY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("recipe", type=Path, help="recipe; override its keys with --section.key=value")
+    command.add_argument(
+        "recipe", type=recipe_path, metavar="RECIPE", help="recipe; override its keys with --section.key=value"
+    )
     command.add_argument("--layout", required=True, help="keys of [parallelism]; dimensions that are not named are 1")
     command.add_argument("--steps", type=positive_int, default=5, help="optimizer steps (default: 5)")
     command.add_argument(
@@ -102,6 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Runs the command named on the command line."""
     system.exit_on_interrupt()
+    if sys.argv[1:2] == ["train"]:  # its arguments are those of the recipe's program
+        trainer.main(sys.argv[2:])
     parser = build_parser()
     try:
         refuse_undecodable(sys.argv)

@@ -29,10 +29,10 @@ Computes what a recipe needs on N GPUs, on any machine: memory of each kind, col
 and energy. Names what limits the layout, and the change that helps most. Formulas first, then the recipe's real model with fake
 tensors for the pipeline ranks that decide (--quick leaves that out). Exits with code 0 if the recipe fits, otherwise with code 1.
 
-  titanlike plan train_configs/llama3_8b.toml --gpus 64 --hardware h100
-  titanlike plan train_configs/llama3_70b.toml --gpus 256 --search --write best.toml
-  titanlike plan train_configs/llama3_8b.toml --gpus 8,64,512,4096 --figure scaling.png
-  titanlike plan --calibrate mine.toml && titanlike plan train_configs/debug.toml --gpus 1 --hardware mine.toml"""
+  titanlike plan llama3_8b --gpus 64 --hardware h100
+  titanlike plan llama3_70b --gpus 256 --search --write best.toml
+  titanlike plan llama3_8b --gpus 8,64,512,4096 --figure scaling.png
+  titanlike plan --calibrate mine.toml && titanlike plan debug --gpus 1 --hardware mine.toml"""
 
 DOES_NOT_FIT = 1  # exit code
 MAX_BLOCKS = 1000
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE.toml", help="recipe; override its keys with --section.key=value"
+        "recipe", nargs="?", metavar="RECIPE", help="recipe; override its keys with --section.key=value"
     )
     text = "number of GPUs; several, such as 8,64,512, print a table of scaling"
     parser.add_argument("--gpus", metavar="N[,N...]", help=text)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
+from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.distributed import environment
-from titanlike.run.start import REPOSITORY
 
 if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
@@ -26,8 +26,8 @@ Runs ten steps of a recipe, traces three of them, and prints where the time went
 optimizer, exposed communication of each mesh dimension, waiting for data, and gaps in which the host launches nothing. Beside it:
 what `titanlike plan` expects. The trace itself is for ui.perfetto.dev. A run directory that has traces is not run again.
 
-  titanlike profile train_configs/debug.toml
-  NPROC=8 titanlike profile train_configs/llama3_8b.toml --ranks 0,7 --parallelism.tensor=2
+  titanlike profile debug
+  NPROC=8 titanlike profile llama3_8b --ranks 0,7 --parallelism.tensor=2
   titanlike profile runs/mine"""
 
 STEPS, FIRST_TRACED, NUM_TRACED = 10, 6, 3
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = "recipe, whose keys --section.key=value overrides; or the directory of a run with traces"
-    parser.add_argument("path", type=Path, metavar="RECIPE.toml|RUN", help=text)
+    parser.add_argument("path", type=recipe_path, metavar="RECIPE|RUN", help=text)
     parser.add_argument("--ranks", default="0", metavar="R[,R...]", help="ranks to trace (default: 0)")
     text = "hardware of the plan: a name or a file (default: that of the GPU; on a CPU, no plan)"
     parser.add_argument("--hardware", metavar="NAME|FILE", help=text)

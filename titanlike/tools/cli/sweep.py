@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import UserError
+from titanlike.config.shipped import train_command
 from titanlike.distributed import environment
 
 DESCRIPTION = """\
@@ -86,5 +87,5 @@ def _run(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         )
     best = plan.path / "best.toml"
     if best.exists():
-        print(f"best    {best}; to train it: ./run_train.sh {shlex.quote(str(best))}")
+        print(f"best    {best}; to train it: {train_command()} {shlex.quote(str(best))}")
     return 0

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlike.run.start import REPOSITORY
+from titanlike.config.shipped import REPOSITORY
 from titanlike.tools.clusters.cluster_job import STOPPED, ClusterJob
 
 SCRIPT = """\

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from titanlike.config import UserError
 from titanlike.config.base import printable
+from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import launch_config
-from titanlike.run.start import REPOSITORY
 from titanlike.tools.sweep.config import Resources, SweepPlan
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import share_cores, signal_at_parent_death, visible_gpus

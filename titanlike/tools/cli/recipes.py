@@ -1,0 +1,92 @@
+"""`titanlike recipes`: the shipped recipes, and a copy of one with its program."""
+
+import argparse
+import json
+import re
+import shlex
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titanlike.config import UserError
+from titanlike.config.base import shown
+from titanlike.config.load import joined, nearest
+from titanlike.config.shipped import shipped_recipes, train_command
+from titanlike.distributed import environment
+from titanlike.run.start import program_of
+
+DESCRIPTION = """\
+Lists the shipped recipes: name, program and purpose. `copy` writes a recipe and its program, with the same name, to be changed: the
+copied recipe runs the copied program. Replaces no file.
+
+  titanlike recipes
+  titanlike recipes copy debug my/                 my/debug.toml and my/debug.py
+  titanlike recipes copy debug my/noisy.toml       my/noisy.toml and my/noisy.py"""
+
+
+def add(commands: Any) -> None:
+    """Adds `recipes` to the commands of `titanlike`."""
+    parser = commands.add_parser(
+        "recipes",
+        help="list the shipped recipes, or copy one with its program",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="recipes_command", metavar="copy")
+    copy = actions.add_parser("copy", help="write a recipe and its program to change")
+    copy.add_argument("name", help="a shipped recipe, such as debug")
+    copy.add_argument("target", type=Path, metavar="DIR|RECIPE.toml", help="folder, or file of the copied recipe")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Lists or copies recipes, or exits with the user's error."""
+    if arguments.recipes_command != "copy":
+        found = shipped_recipes()
+        width = max(map(len, found))
+        for name, path in found.items():
+            print(f"{name:<{width}}  {program_of(path).stem:<8}  {_first_sentence(path.read_text())}")
+        return
+    try:
+        _copy(arguments.name, arguments.target)
+    except UserError as error:
+        environment.fail(error)
+
+
+def _comment(text: str) -> list[str]:
+    """Returns the lines of the comment at the top of a recipe, without the schema, which is beside the shipped ones only."""
+    lines = (line for line in text.splitlines() if not line.startswith("#:"))
+    return list(takewhile(lambda line: line.startswith("#"), lines))
+
+
+def _first_sentence(text: str) -> str:
+    comment = " ".join(line.removeprefix("# ") for line in _comment(text))
+    return re.split(r"(?<=\.) (?=[A-Z])", comment)[0]
+
+
+def _copy(name: str, target: Path) -> None:
+    found = shipped_recipes()
+    if name not in found:
+        near = nearest(name, list(found))
+        hint = f"did you mean {near}?" if near else "`titanlike recipes` lists them"
+        raise UserError(f"{shown(name)} is not a shipped recipe; {hint}")
+    recipe = target if target.suffix == ".toml" else target / f"{Path(name).name}.toml"
+    program = recipe.with_suffix(".py")
+    for path in (recipe, program):
+        if path.exists():
+            raise UserError(f"{path} exists; choose another name, as in {recipe.with_name('mine.toml')}, or remove it")
+    text = found[name].read_text()
+    if "extends" in tomli.loads(text):
+        text = "\n".join([*_comment(text), joined(found[name], recipe=recipe.stem)])
+    else:
+        text = re.sub("^recipe = .*", f"recipe = {json.dumps(recipe.stem)}", text, flags=re.MULTILINE)
+        text = re.sub("^#:.*\n", "", text)
+    try:
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(program_of(found[name]).read_text())
+        recipe.write_text(text)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; choose another folder") from None
+    print(f"wrote {program} and {recipe}, which names it")
+    print(f"next  {train_command()} {shlex.quote(str(recipe))}")
