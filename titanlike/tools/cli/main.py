@@ -41,7 +41,7 @@ largest difference of any weight. Exits with code 0 if they agree up to rounding
 MODULES = (init, doctor, plan, launch, profile, compare, sweep, hugging_face, data, generate, evaluate, lm_eval)
 
 # Arguments that may have several lines.
-MULTILINE = ("prompt", "stop", "arguments")
+MULTILINE = ("prompt", "stop", "system", "arguments")
 
 Command = Callable[[argparse.Namespace], None]
 CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]
