@@ -263,6 +263,8 @@ def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
         done = run(tmp_path, str(ROOT / recipe), **{**keys, **named})
         assert done.returncode == 0, done.stderr
         assert ("starting from the weights of runs/base" in done.stdout) == (named["run.name"] != "base")
+        assert ("titanlike generate runs/base --prompt TEXT" in done.stdout) == (named["run.name"] == "base")
+        assert (f"titanlike generate runs/{named['run.name']} --chat" in done.stdout) == (named["run.name"] != "base")
         assert ("lora    rank 8" in done.stdout) == (named["run.name"] == "sums_lora")
     reference = AutoTokenizer.from_pretrained(tmp_path / "runs/sums_lora/hf")
     chat = [{"role": "user", "content": "What is 3 plus 4?"}]
