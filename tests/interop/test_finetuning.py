@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.interop.models import CONFIGS, export_model, model_of
-from tests.launching import ROOT, SMALL, run
+from tests.launching import ROOT, SMALL, python, run
 from tests.pool import Pool
 from tests.training import assert_same, result, tiny, train, train_on_rank
 from titanlike.config import UserError
@@ -244,6 +244,10 @@ def test_an_exported_chat_model_stops_at_its_end_of_turn(ranks: Ranks, tmp_path:
     found = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(found) == "yes<|im_end|>"
     assert stop_tokens(weights, build_tokenizer(weights.tokenizer)) == {0, end_of_document, end_of_turn}
+    for path in ("run", "hf"):
+        words = ("generate", path, "--chat", "--prompt", question["content"], "--temperature=0")
+        done = python(tmp_path, "-m", "titanlike.tools.cli.main", *words, variables={"NPROC": "1"})
+        assert (done.stdout, done.stderr) == ("yes\n", "")
 
 
 @pytest.mark.slow
@@ -259,6 +263,8 @@ def test_the_commands_of_the_documentation_run(tmp_path: Path) -> None:
         done = run(tmp_path, str(ROOT / recipe), **{**keys, **named})
         assert done.returncode == 0, done.stderr
         assert ("starting from the weights of runs/base" in done.stdout) == (named["run.name"] != "base")
+        assert ("titanlike generate runs/base --prompt TEXT" in done.stdout) == (named["run.name"] == "base")
+        assert (f"titanlike generate runs/{named['run.name']} --chat" in done.stdout) == (named["run.name"] != "base")
         assert ("lora    rank 8" in done.stdout) == (named["run.name"] == "sums_lora")
     reference = AutoTokenizer.from_pretrained(tmp_path / "runs/sums_lora/hf")
     chat = [{"role": "user", "content": "What is 3 plus 4?"}]

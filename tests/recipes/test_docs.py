@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from titanlike.checkpoint import read_whole
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
-from titanlike.config.sections import Tokenizer
+from titanlike.config.sections import DType, Tokenizer
 from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
@@ -157,6 +157,34 @@ def test_the_page_for_users_of_other_projects_has_every_parallel_dimension() -> 
     for project in re.split(r"^## ", text, flags=re.MULTILINE)[2:4]:  # torchtitan, Megatron-LM
         for dimension in (*(set(DIMENSIONS) - {"replicate", "shard"}), "expert"):
             assert f"| `parallelism.{dimension}` |" in project, (project.splitlines()[0], dimension)
+
+
+def test_what_is_described_as_missing_was_not_added_later() -> None:
+    text = (ROOT / "docs/coming_from.md").read_text().split("## What it is not\n")[1]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, flags=re.MULTILINE)[1:]
+    assert len(rows) >= 12
+    files = [path for folder in ("titanlike", "recipes", "sagemaker") for path in (ROOT / folder).rglob("*.py")]
+    imported = {
+        name.partition(".")[0]
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [node.module or ""] if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        )
+    }  # fmt: skip
+    others = (
+        "tensorflow jax torch_xla torch_neuronx torchft trl peft bitsandbytes gguf vllm fastapi flask huggingface_hub"
+    )
+    assert "torch" in imported and not imported & set(others.split())
+    assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == {
+        "pretrain",
+        "finetune",
+    }  # no DPO, no distillation
+    assert set(get_args(DType)) == {"float32", "bfloat16"}
+    assert {path.stem for path in (ROOT / "titanlike/tools/clusters").glob("*.py")} == {
+        "__init__", "cluster_job", "docker", "kubernetes", "slurm",
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.data.documents.readers import BadRecord
-from titanlike.data.tokens.chat_template import ChatTemplate, build_chat_template
+from titanlike.data.tokens.chat_template import BUILT_IN_NAME, ChatTemplate, build_chat_template
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, read_json
@@ -17,18 +17,20 @@ GENERATION_CONFIG = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def generation_config(weights: Weights, tokenizer: Tokenizer) -> dict[str, Any]:
+def generation_config(weights: Weights, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> dict[str, Any]:
     """Returns the content of `generation_config.json`: that of the file beside the tokenizer, if there is one, and in
-    `eos_token_id` also the token that separates documents and, of a run on conversations, the one that ends a turn."""
+    `eos_token_id` also the token that separates documents and, with a template, the one that ends a turn. `template` is by default
+    that of a run on conversations."""
     config, ends = _source(tokenizer)
-    added = {tokenizer.separator.token, _end_of_turn(weights, tokenizer)} - {None, *ends}
+    end_of_turn = _end_of_turn(template or trained_template(weights, tokenizer))
+    added = {tokenizer.separator.token, end_of_turn} - {None, *ends}
     ends += sorted(token for token in added if token is not None)
     return config | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if added else {})
 
 
-def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens that end a text."""
-    found = generation_config(weights, tokenizer)["eos_token_id"]
+def stop_tokens(weights: Weights, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> frozenset[int]:
+    """Returns the tokens that end a text, or an answer in a chat with this template."""
+    found = generation_config(weights, tokenizer, template)["eos_token_id"]
     return frozenset(found if isinstance(found, list) else [found])
 
 
@@ -38,6 +40,15 @@ def trained_template(weights: Weights, tokenizer: Tokenizer) -> ChatTemplate | N
     if "chat" not in data.get("source", ""):
         return None
     return build_chat_template(data.get("chat_template", ""), tokenizer)
+
+
+def chat_template(weights: Weights, tokenizer: Tokenizer) -> tuple[ChatTemplate, bool]:
+    """Returns the template for a chat with a model, and whether the model is known to be fine-tuned on chats: in this run, or,
+    of a Hugging Face folder, because it has a template."""
+    if trained := trained_template(weights, tokenizer):
+        return trained, True
+    template = build_chat_template("", tokenizer)
+    return template, template.name != BUILT_IN_NAME and not isinstance(weights, CheckpointWeights)
 
 
 def _source(tokenizer: Tokenizer) -> tuple[dict[str, Any], list[int]]:
@@ -61,8 +72,7 @@ def _source(tokenizer: Tokenizer) -> tuple[dict[str, Any], list[int]]:
     return config, list(ends)
 
 
-def _end_of_turn(weights: Weights, tokenizer: Tokenizer) -> int | None:
-    template = trained_template(weights, tokenizer)
+def _end_of_turn(template: ChatTemplate | None) -> int | None:
     try:
         return template.end_of_turn() if template else None
     except BadRecord as error:

@@ -202,7 +202,7 @@ class RunDirectory:
         path = shlex.quote(str(self.path))
         return [
             f"weights {self.checkpoints}" + (f", {self.exported}" if self.exported.exists() else ""),
-            f"next    titanlike generate {path} --prompt TEXT",
+            f"next    titanlike generate {path} {'--chat' if 'chat' in self.recipe.data.source else '--prompt TEXT'}",
             f"        titanlike export {path} FOLDER",
             f"        titanlike compare {path} OTHER_RUN",
         ]

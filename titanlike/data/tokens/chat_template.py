@@ -27,6 +27,7 @@ from titanlike.data.tokens.template_environment import LABEL, LABEL_END, MARKS, 
 from titanlike.data.tokens.tokenizer import TokenIDs, Tokenizer, files_of
 from titanlike.utils.files import read_regular
 
+BUILT_IN_NAME = "the built-in chat template"
 REPLACED = str.maketrans(dict.fromkeys(MARKS, "\ufffd"))
 BUILT_IN = """\
 {%- for message in messages -%}
@@ -202,7 +203,7 @@ def build_chat_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
             found = named.get("default")
         if isinstance(found, str):
             return ChatTemplate(found, tokenizer, name=f"the chat template in {files[1]}")
-    return ChatTemplate(_built_in(tokenizer), tokenizer, name="the built-in chat template")
+    return ChatTemplate(_built_in(tokenizer), tokenizer, name=BUILT_IN_NAME)
 
 
 def _built_in(tokenizer: Tokenizer) -> str:

@@ -1,4 +1,4 @@
-"""`titanlike generate`: continues prompts with a model. Imports torch late, to start fast."""
+"""`titanlike generate`: continues prompts with a model, or chats. Imports torch late, to start fast."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.distributed import environment
+from titanlike.tools.cli.chat import chat
 from titanlike.tools.cli.processes import add_model_options, read_lines, session, start_processes
 from titanlike.utils.arguments import non_negative_int, positive_int
 
@@ -18,9 +19,13 @@ Continues prompts with the model of a run, a checkpoint or a Hugging Face folder
 the prompt. Several prompts are computed in batches, and printed in their order. NPROC=n shards the model over n processes with
 tensor parallelism, as torchrun -m titanlike.tools.cli.main generate does.
 
+--chat is a conversation: the model answers each prompt, or what is typed, with its chat template. Lines of standard input are
+messages too, so that a script can chat over a pipe.
+
   titanlike generate runs/NAME --prompt "def main" --tokens 100
   titanlike generate llama/ --prompts questions.txt --temperature 0 --stop "\\n\\n" --json > answers.jsonl
-  NPROC=8 titanlike generate runs/NAME --step 2000 < prompt.txt"""
+  NPROC=8 titanlike generate runs/NAME --step 2000 < prompt.txt
+  titanlike generate runs/NAME --chat --system "Answer briefly.\""""
 
 
 def add(commands: Any) -> None:
@@ -32,6 +37,8 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
+    parser.add_argument("--chat", action="store_true", help="converse with the model; one process")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message of a chat (none)")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", help="file with a prompt in each line; - is standard input")
     parser.add_argument(
@@ -55,15 +62,20 @@ def run(arguments: argparse.Namespace) -> None:
     stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in arguments.stop]
     if "" in stop:
         environment.fail(UserError("--stop: the text is empty; give at least one character"))
+    if arguments.system and not arguments.chat:
+        environment.fail(UserError("--system is the system message of a chat; add --chat, or omit it"))
     start_processes(default=1)
     prompts = [*arguments.prompt, *(read_lines(arguments.prompts) if arguments.prompts else [])]
     with session(arguments.device) as device:
         from titanlike.distributed import process_group
 
-        if not arguments.prompt and not arguments.prompts:
+        if arguments.chat and (count := process_group.world_size()) > 1:
+            # The other processes would wait for what the user types, no longer than the timeout of collectives.
+            raise UserError(f"--chat runs in one process, not {count}; set NPROC=1, or give prompts without --chat")
+        if not arguments.prompt and not arguments.prompts and not arguments.chat:
             prompts = [sys.stdin.read().removesuffix("\n")] if process_group.is_main() else []
         prompts = process_group.broadcast_object(prompts)
-        if not prompts:
+        if not prompts and (arguments.prompts or not arguments.chat):
             raise UserError(f"{arguments.prompts} has no prompts; give one in each line")
         _generate(arguments, prompts, stop, device)
 
@@ -85,6 +97,9 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     weights = open_weights(arguments.path, step=arguments.step, verify_share=share)
     max_length = weights.config.max_seq_len
     tokenizer = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    if arguments.chat:
+        chat(arguments, prompts, stop, weights, tokenizer, mesh, device)
+        return
     encoded = [tokenizer.opening(prompt) for prompt in prompts]
     check_prompts(encoded, max_length)
     ends = stop_tokens(weights, tokenizer)

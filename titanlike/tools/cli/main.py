@@ -58,7 +58,7 @@ MODULES = (
 )
 
 # Arguments that may have several lines.
-MULTILINE = ("prompt", "stop", "arguments")
+MULTILINE = ("prompt", "stop", "system", "arguments")
 
 Command = Callable[[argparse.Namespace], None]
 CommandWithOverrides = Callable[[argparse.Namespace, Sequence[str]], None]

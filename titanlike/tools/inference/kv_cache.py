@@ -37,6 +37,11 @@ class KVCache(AbstractContextManager["KVCache"]):
             attention.length = 0
             attention.padding = padding if padding is not None and bool(padding.any()) else None
 
+    def resize(self, length: int, max_length: int) -> None:
+        """Keeps the first tokens, and makes room for `max_length`."""
+        for attention in self._attentions:
+            attention.resize(length, max_length)
+
     def remove(self) -> None:
         """Restores the original attention and frees the memory."""
         for parent, name, original in self._owners:
@@ -126,6 +131,12 @@ class CachedAttention(nn.Module):
             if not first and not 0 < self.window < self.length:
                 return F.scaled_dot_product_attention(q, keys, values, is_causal=True, **options)
         return masked_attention(q, keys, values, self._mask(first, start, q.device), self.soft_cap)
+
+    def resize(self, length: int, max_length: int) -> None:
+        self.length, self.max_length = length, max_length
+        if self.cache is not None:
+            keys, values = (F.pad(cached[:, :, :length], (0, 0, 0, max_length - length)) for cached in self.cache)
+            self.cache = keys, values
 
     def _mask(self, first: int, start: int, device: torch.device) -> Tensor:
         """Returns a mask (B or 1, 1, T, S) of the keys from `start` on: not later, in the window, and not padding."""
