@@ -34,7 +34,12 @@ from titanlike.checkpoint import read_whole
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
+<<<<<<< HEAD
 from titanlike.config.sections import DType, Tokenizer
+=======
+from titanlike.config.sections import Tokenizer
+from titanlike.config.shipped import recipe_path
+>>>>>>> wheel
 from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
@@ -237,7 +242,7 @@ def test_the_verify_commands_are_valid() -> None:
         chosen = _parse(layout)
         processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
         overrides = {f"parallelism.{key}": value for key, value in chosen.items()}
-        check_recipe(load_known(ROOT / recipe, overrides), processes)
+        check_recipe(load_known(ROOT / recipe_path(recipe), overrides), processes)
 
 
 def test_the_parity_table_is_what_the_tests_measured() -> None:

@@ -1,0 +1,69 @@
+"""`titanlike recipes`, names of shipped recipes, and the command that messages name."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlike.config import load
+from titanlike.config.shipped import REPOSITORY, recipe_path, shipped_recipes, train_command
+from titanlike.run.start import program_of
+from titanlike.tools.cli import main as cli
+from titanlike.tools.programs import SHIPPED
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["titanlike", "recipes", *words])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # keeps pytest's own handler
+    cli.main()
+
+
+@pytest.mark.parametrize("name", ["debug", "finetune_debug", "llama3_8b_float8", "study/float8"])
+def test_a_copy_is_the_same_recipe_with_a_program_of_its_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, "copy", name, str(tmp_path / "my"))
+    shipped = recipe_path(name)
+    copied = tmp_path / "my" / shipped.name
+    assert program_of(copied) == copied.with_suffix(".py")
+    assert program_of(copied).read_text() == program_of(shipped).read_text()
+    recipe_type = SHIPPED[program_of(shipped)]
+    expected = dataclasses.replace(load(recipe_type, shipped), recipe=copied.stem)
+    assert load(recipe_type, copied) == expected
+    assert copied.read_text().startswith("# ")  # the comment, without the path of the schema
+
+
+def test_a_copy_replaces_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("mine")
+    for words, message in (
+        (("debug", str(tmp_path / "mine.toml")), f"{tmp_path}/mine.py exists; choose another name"),
+        (("debgu", str(tmp_path)), "debgu is not a shipped recipe; did you mean debug?"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run(monkeypatch, "copy", *words)
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+    assert (tmp_path / "mine.py").read_text() == "mine"
+
+
+def test_the_list_has_a_line_for_each_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_recipes())
+    assert all(line.split()[1] in ("pretrain", "finetune") and line.endswith(".") for line in lines)
+
+
+def test_messages_name_the_command_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert train_command() == "./run_train.sh"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_train.sh").write_text("")  # another program
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert train_command() == f"{REPOSITORY}/run_train.sh"  # a clone that is not installed
+    (tmp_path / "titanlike").write_text("")
+    assert train_command() == "titanlike train"
