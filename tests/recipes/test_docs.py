@@ -34,12 +34,8 @@ from titanlike.checkpoint import read_whole
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
-<<<<<<< HEAD
 from titanlike.config.sections import DType, Tokenizer
-=======
-from titanlike.config.sections import Tokenizer
 from titanlike.config.shipped import recipe_path
->>>>>>> wheel
 from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
