@@ -49,7 +49,7 @@ class Recorder:
 
             register_optimizer_step_post_hook(self._on_optimizer_step)
             _exchange_objects(self._device)
-            if "titanlike.models.experts" in sys.modules:
+            if "titanlike.models.registry" in sys.modules:
                 from benchmarks.null_gpu import balanced_routing
 
                 balanced_routing.balance()

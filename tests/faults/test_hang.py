@@ -162,8 +162,15 @@ def test_single_process_reports_its_location(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_alarm_during_long_validation_and_saving(tmp_path: Path) -> None:
     """Validation takes longer than the hang timeout, and longer on one rank than on the other."""
-    line = "    total, num_tokens = torch.zeros(2"
-    write_copy(tmp_path, line, "    time.sleep(4 + 3 * mesh.data_rank)\n")
+    slow = """
+    from titanlike.run import loop
+    validate = loop.validate
+    def slow(*arguments):
+        time.sleep(4 + 3 * mesh.data_rank)
+        return validate(*arguments)
+    loop.validate = slow
+"""
+    write_copy(tmp_path, "    measurements = Measurements(", slow)
     options = ENDLESS | {"training.steps": "6", "run.hang_timeout": "2", "validation.interval": "3"}
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **options | {"checkpoint.enabled": "true"})
     assert done.returncode == 0, done.stderr
