@@ -11,7 +11,7 @@ import pytest
 
 import titanlike
 from tests.launching import ROOT, environment, losses
-from tests.recipes.test_copy import edited
+from tests.programs import edited
 from titanlike.config.shipped import shipped_recipes
 from titanlike.tools.clusters.docker import build_wheel
 
@@ -30,6 +30,8 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
         }
         packed = {name.removeprefix("titanlike/") for name in names if name.startswith(f"titanlike/{folder}/")}
         assert packed == files
+    data = [path for path in (ROOT / "titanlike").rglob("*") if path.suffix in (".toml", ".css", ".html", ".js")]
+    assert data and {str(path.relative_to(ROOT)) for path in data} <= set(names)
 
     # What is installed here, without this clone, which an editable install would add.
     venv.create(tmp_path / "venv", with_pip=True)
