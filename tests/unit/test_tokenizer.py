@@ -137,7 +137,7 @@ def test_invalid_file_and_missing_library_are_reported(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer\.json that the tokenizers library can read"):
         build(str(file))
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"requires the package tokenizers; run: pip install -e \"\.\[data\]\""):
+    with pytest.raises(UserError, match=r"requires the package tokenizers; run: pip install \"titanlike\[data\]\""):
         build(str(file))
 
 
