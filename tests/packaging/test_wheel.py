@@ -65,7 +65,9 @@ def test_the_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     assert copied.stdout.endswith("next  titanlike train my/debug.toml\n"), copied.stderr
     assert installed("recipes copy debug my/").returncode == 2
     program = work / "my/debug.py"
-    program.write_text(edited(program.read_text(), (LOSS, f"            sys.stdout.write(f'changed {{step}}\\n')\n{LOSS}")))
+    program.write_text(
+        edited(program.read_text(), (LOSS, f"            sys.stdout.write(f'changed {{step}}\\n')\n{LOSS}"))
+    )
     done = installed(f"train my/debug.toml {SHORT} --parallelism.tensor=2 --run.name=copy", NPROC="2")
     assert done.returncode == 0, done.stderr
     assert "program my/debug.py, recipe my/debug.toml\n" in done.stdout and "changed 3\n" in done.stdout
