@@ -32,7 +32,7 @@ from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import Manifest, Shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run import run_dir
-from titanlike.run.resume import check_resume
+from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
 
 SECONDS = 10  # for one case, on a busy machine

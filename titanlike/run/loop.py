@@ -1,13 +1,14 @@
 """What the training loops of the programs share: the loss and its gradients, and what is measured at intervals."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Profiling, Training
@@ -18,7 +19,6 @@ from titanlike.inference.evaluator import Evaluator
 from titanlike.metrics import Monitor
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import num_valid
-from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.run_dir import RunDirectory
 
@@ -36,8 +36,8 @@ class GarbageCollector:
         return self
 
     def step(self) -> None:
-        """Collects everything after the first step, which leaves the garbage of the compiler, then young objects at intervals. Later
-        collections do not traverse the objects that are alive after the first step."""
+        """Collects everything after the first step, which leaves the garbage of the compiler, then young objects at intervals.
+        Later collections do not traverse the objects that are alive after the first step."""
         self.steps += 1
         if self.steps == 1:
             gc.collect()
@@ -90,7 +90,12 @@ def forward_backward(
         local_loss = cast(Any, model).forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:
         local_loss = torch.zeros((), device=num_tokens.device)
-        for batch in accumulate_gradients(model, microbatches, sync):
+        batches: Iterable[Batch] = microbatches
+        if isinstance(model, FSDPModule):
+            from titanlike.parallelisms.fsdp import accumulate_gradients
+
+            batches = accumulate_gradients(model, microbatches, sync)
+        for batch in batches:
             loss = model(**batch.inputs, labels=batch.labels) / num_tokens
             loss.backward()
             local_loss += loss.detach()
