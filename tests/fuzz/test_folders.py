@@ -21,7 +21,8 @@ import torch
 from tests.distributed.test_saving import small_model
 from tests.launching import ROOT
 from tests.training import tiny
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from titanlike.checkpoint.loader import read_whole
 from titanlike.checkpoint.store import manifest_hash
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Data

@@ -44,7 +44,7 @@ class Result:
     @classmethod
     def of(cls, folder: Path) -> "Result":
         """Reads a run directory."""
-        from titanlike.checkpoint import read_whole  # imports torch
+        from titanlike.checkpoint.loader import read_whole  # imports torch
 
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = [record for record in records if "loss" in record]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.distributed.collectives import all_gather
+from titanlike.distributed.autograd_collectives import all_gather
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
