@@ -116,8 +116,11 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         program = Path(sys.argv[0]).resolve()
         if arguments.check_files and not arguments.resolved:
             _check_program(program, arguments)  # another one may have other keys
-        overrides = _sagemaker_channels(arguments) | arguments.overrides
-        recipe = load(recipe_type, arguments.recipe, overrides, _sagemaker_defaults(arguments.recipe))
+        overrides, defaults = arguments.overrides, dict[str, Any]()
+        if job := environment.sagemaker_job():
+            overrides = job.data_paths(read(arguments.recipe)[0].get("data"), overrides) | overrides
+            defaults = job.defaults(name_of(arguments.recipe.stem))
+        recipe = load(recipe_type, arguments.recipe, overrides, defaults)
         if arguments.resolved:
             print(to_toml(recipe), end="")
             sys.exit(0)
@@ -131,7 +134,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             check_machine(recipe, arguments.check or ranks.world_size, ranks.local_world_size)
         if ranks.started_by_launcher:
             environment.check_rank_variables()
-        _check_sagemaker_checkpoints(recipe, ranks)
+        if job:
+            job.check_checkpoints(recipe, ranks)
         run = select_run_dir(recipe.run, arguments, ranks)
     except UserError as error:
         environment.fail(error)
@@ -170,45 +174,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if program.parent != PROGRAMS and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory
     return recipe
-
-
-def _sagemaker_defaults(recipe: Path) -> dict[str, Any]:
-    """Returns the run directory in a SageMaker job: one that outlives the job, and that the next job of the run finds."""
-    job = environment.sagemaker_job()
-    if job is None:
-        return {}
-    name = name_of(recipe.stem)
-    return {"run": {"dir": job.checkpoints, "name": f"{name}-{job.tuned}" if job.tuned else name}}
-
-
-def _sagemaker_channels(arguments: Arguments) -> dict[str, str]:
-    """Returns the data paths of a SageMaker job's input channels. Like the command line, they belong to one start of the recipe."""
-    job = environment.sagemaker_job()
-    if job is None:
-        return {}
-    data = read(arguments.recipe)[0].get("data")
-    is_mixed = "data.mixture" in arguments.overrides or (isinstance(data, dict) and data.get("mixture"))
-    paths = {"data.path": "" if is_mixed else job.train, "data.validation_path": job.validation}
-    return {key: path for key, path in paths.items() if path}
-
-
-def _check_sagemaker_checkpoints(recipe: PretrainRecipe, ranks: environment.RankInfo) -> None:
-    """Refuses to save to the disks of several hosts, where no host would have a complete checkpoint, and to resume the run of
-    another job of the same tuner."""
-    job = environment.sagemaker_job()
-    if job is None or not recipe.checkpoint.enabled:
-        return
-    if job.tuned and job.tuned not in f"{recipe.run.dir}/{recipe.run.name}":
-        raise UserError(
-            f"run.name = '{recipe.run.name}' is the same in all jobs of the tuner, which would resume each other's "
-            "checkpoints; remove run.name, so that it is made of the names of the recipe and the job"
-        )
-    is_local = not recipe.checkpoint.dir and recipe.run.dir == job.checkpoints
-    if is_local and ranks.world_size > ranks.local_world_size:
-        raise UserError(
-            f"checkpoint.dir is not set, and {recipe.run.dir} is a disk of each host: no host would have a complete checkpoint; "
-            "set --checkpoint.dir=s3://BUCKET/PREFIX, or --checkpoint.enabled=false"
-        )
 
 
 def select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) -> Run:
