@@ -21,6 +21,7 @@ from titanlike.models.layers import LMHead, TiedLMHead, set_loss
 from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 
 if TYPE_CHECKING:
     from titanlike.config.finetune import Lora
@@ -149,8 +150,6 @@ def parallelize(
         reshard = "never"  # every micro-batch would all-gather a stage's weights again
     # Last, so that FSDP's hooks all-gather the weights outside of the compiled code. On one rank it would only copy them.
     if mesh.fsdp.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload):
-        from titanlike.parallelisms.mixed_precision import apply_mixed_precision
-
         for part in parts:
             apply_mixed_precision(part, compute_dtype, cast_forward_inputs=False)
     else:

@@ -33,7 +33,7 @@ LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify"},
     {"data", "harness", "planning", "programs", "small_recipe", "trace"},
-    {"adapter", "inference", "schema"},
+    {"adapter", "arguments", "batches", "inference", "schema"},
 ]
 MAX_MODULES, MAX_LINES = 95, 12_400
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.distributed import environment
+from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli.chat import chat
 from titanlike.tools.cli.processes import add_model_options, read_lines, session, start_processes
-from titanlike.utils.arguments import non_negative_int, positive_int
 
 if TYPE_CHECKING:
     import torch
