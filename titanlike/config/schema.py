@@ -39,9 +39,13 @@ class Key:
         return f"{'an' if self.type.startswith('integer') else 'a'} {self.type}{suffix}"
 
 
-@cache
-def describe(recipe_type: Any) -> tuple[Key, ...]:
+def describe(recipe_type: type) -> tuple[Key, ...]:
     """Returns every key of a recipe type, in the order in which the sections define them."""
+    return _describe(recipe_type)
+
+
+@cache
+def _describe(recipe_type: Any) -> tuple[Key, ...]:
     schema = TypeAdapter(recipe_type).json_schema()
     keys = []
     for name, prop in schema["properties"].items():
