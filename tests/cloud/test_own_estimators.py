@@ -151,8 +151,8 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
 
 def test_a_program_finds_the_library_beside_it_without_an_install(tmp_path: Path) -> None:
     code = source_dir(tmp_path, copied=True)
-    start = code / "titanlike/run/start.py"
-    start.write_text(start.read_text().replace("usage: {command}", "usage: of the copy", 1))
+    usage = code / "titanlike/config/help.py"
+    usage.write_text(usage.read_text().replace("usage: {command}", "usage: of the copy", 1))
     done = subprocess.run(
         [sys.executable, "recipes/pretrain.py", "--help"], cwd=code, env=environment(PYTHONPATH=""), capture_output=True,
         text=True, check=False,
