@@ -11,24 +11,33 @@ efficiency in its file. All rows stay, with the reason where the error is large.
 
 import argparse
 import json
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published import ROWS, Row
+from benchmarks import published, published_others
+from benchmarks.published import Row
 from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
+from titanlike.tools.planning.ranges import MIXTURES, kind_of
 from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
 
 GOALS = {"tokens per second": 0.15, "ratio": 0.05, "memory": 0.10}
+MIXTURE_GOAL = 0.3
 GIB = 2**30
+FEWEST = 6  # runs of a class that has a range of its own
+
+ROWS = [*published.ROWS, *published_others.ROWS]
+BY_NAME = {row.name: row for row in ROWS}
 
 
 @dataclass(frozen=True)
@@ -36,14 +45,20 @@ class Prediction:
     """What the planner says of a row."""
 
     row: Row
-    use: str  # fit or judge
-    tokens_per_second: float  # of a GPU
+    kind: str  # class of runs, as in `titanlike.tools.planning.ranges`
+    fitted: float  # tokens per second of a GPU, with the shipped figures, which are fitted to all rows
+    tokens_per_second: float  # with the rows of all other sources fitted
     memory_gib: float
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted throughput."""
+        """Relative error of the throughput, with the row's source not fitted."""
         return self.tokens_per_second / self.row.tokens_per_second - 1.0
+
+    @property
+    def fitted_error(self) -> float:
+        """Relative error of the throughput, with all rows fitted."""
+        return self.fitted / self.row.tokens_per_second - 1.0
 
     @property
     def memory_error(self) -> float | None:
@@ -53,33 +68,28 @@ class Prediction:
         return self.memory_gib / self.row.memory_gib - 1.0
 
 
-def shipped(row: Row) -> float:
-    """Returns the efficiency in the file of a row's hardware."""
-    hardware = load_hardware(row.hardware)
-    return hardware.efficiency if row.float8 == "none" else hardware.float8_efficiency
-
-
-def tokens_per_second(row: Row, efficiency: float) -> float:
-    """Returns the predicted throughput of a GPU with this efficiency of the hardware."""
-    job = Job(row.recipe(), row.gpus)
-    hardware = replace(load_hardware(row.hardware), efficiency=efficiency, float8_efficiency=efficiency)
-    collectives = [traffic(job, rank) for rank in range(job.layout.pipeline)]
-    if row.program.gathers_once and job.layout.pipeline > 1:
-        collectives = [_gathered_once(of_rank) for of_rank in collectives]
-    time = step_time(job, hardware, collectives, row.program)
+def tokens_per_second(row: Row, **changes: float) -> float:
+    """Returns the predicted throughput of a GPU, with these changes of its hardware file."""
+    job, collectives = _job(row)
+    hardware = replace(load_hardware(row.hardware), **row.hardware_changes | changes)
+    time = step_time(job, hardware, collectives)
     return job.recipe.training.tokens_per_step / time.seconds / row.gpus
 
 
-def _gathered_once(collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns collectives that gather the weights as often as they reduce the gradients, which are as large."""
-    others = [each for each in collectives if each.purpose != "weights"]
-    gradients = [each for each in others if each.purpose == "gradients" and each.kind == "reduce-scatter"]
-    return [*others, *(replace(each, kind="all-gather", purpose="weights") for each in gradients)]
+_JOBS: dict[str, tuple[Job, list[list[Collective]]]] = {}
+
+
+def _job(row: Row) -> tuple[Job, list[list[Collective]]]:
+    """Returns the job of a row and the collectives of its pipeline ranks, which do not depend on what is fitted."""
+    if row.name not in _JOBS:
+        job = Job(row.recipe(), row.gpus, row.program)
+        _JOBS[row.name] = job, [traffic(job, rank) for rank in range(job.layout.pipeline)]
+    return _JOBS[row.name]
 
 
 def memory_gib(row: Row) -> float:
     """Returns the largest reserved memory of the pipeline ranks."""
-    job = Job(row.recipe(), row.gpus)
+    job, _ = _job(row)
     # The planner counts a float32 copy of the logits in eager code.
     extra = row.program.logit_bytes - (0 if row.compiled else 4)
     extra = max(0, round(extra * job.tokens * job.recipe.model.vocab_size / job.layout.tensor))
@@ -96,28 +106,76 @@ def memory_gib(row: Row) -> float:
     return max(found) / GIB
 
 
-def uses(rows: Iterable[Row]) -> list[str]:
-    """Returns for each row whether it is fitted or judged: every other row of a hardware and precision is fitted."""
-    seen: dict[tuple[str, str], int] = defaultdict(int)
-    found = []
-    for row in rows:
-        found.append("judge" if not row.listed or seen[row.group] % 2 else "fit")
-        seen[row.group] += row.listed
-    return found
+# What is fitted beside the efficiency of each GPU and precision, with the values that are tried.
+SEARCHED = {
+    "single_fraction": (0.45, 0.5, 0.55, 0.6, 0.7, 0.85),
+    "exchange_fraction": (0.3, 0.4, 0.5, 0.6, 0.8),
+    "grouped_half_rows": (256.0, 512.0, 1024.0, 2048.0, 4096.0),
+}
 
 
-def fit(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """Returns the efficiency of each hardware and precision: the median of those at which the prediction is the measurement."""
+@dataclass(frozen=True)
+class Fit:
+    """Figures that were fitted to some rows."""
+
+    efficiencies: dict[tuple[str, str], float]  # by GPU and precision
+    constants: dict[str, float]
+
+    def efficiency(self, group: tuple[str, str]) -> float:
+        """Returns that of a GPU and a precision; without rows of it, the median of those of this precision."""
+        alike = [value for (_, precision), value in self.efficiencies.items() if precision == group[1]]
+        return self.efficiencies.get(group) or statistics.median(alike)
+
+    def predict(self, row: Row) -> float:
+        """Returns the throughput of a row."""
+        value = self.efficiency(row.group)
+        return tokens_per_second(row, efficiency=value, float8_efficiency=value, **self.constants)
+
+
+@cache
+def _efficiency(row_name: str, constants: tuple[tuple[str, float], ...]) -> float:
+    """Returns the efficiency at which the prediction of a row is the measurement, in steps: it does not change communication that
+    is not hidden."""
+    row, efficiency = BY_NAME[row_name], 1.0
+    for _ in range(5):
+        predicted = tokens_per_second(row, efficiency=efficiency, float8_efficiency=efficiency, **dict(constants))
+        efficiency = min(2.0, max(0.1, efficiency * row.tokens_per_second / predicted))
+    return efficiency
+
+
+def fit(rows: Iterable[Row]) -> Fit:
+    """Fits to the listed ones of some rows: constants one after the other, and the median efficiency of each GPU and precision."""
+    rows = [row for row in rows if row.listed]
+    constants: dict[str, float] = {}
+    for name, values in SEARCHED.items():
+        affected = [row for row in rows if row.name in _affected(name)]
+        if affected:
+
+            def loss(value: float, name: str = name, affected: Sequence[Row] = affected) -> float:
+                trial = Fit(_efficiencies(rows, constants), constants | {name: value})
+                return sum(abs(math.log(trial.predict(row) / row.tokens_per_second)) for row in affected)
+
+            constants[name] = min(values, key=loss)
+    return Fit(_efficiencies(rows, constants), constants)
+
+
+def _efficiencies(rows: Iterable[Row], constants: Mapping[str, float]) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows:
-        efficiency = 1.0
-        for _ in range(
-            6
-        ):  # of the computation; communication that is not hidden takes its time, so this converges in steps
-            efficiency *= row.tokens_per_second / tokens_per_second(row, efficiency)
-            efficiency = min(2.0, max(0.1, efficiency))
-        found[row.group].append(efficiency)
+        if kind(row) != MIXTURES:  # whose errors are not those of a GPU
+            found[row.group].append(_efficiency(row.name, tuple(constants.items())))
     return {group: statistics.median(values) for group, values in found.items()}
+
+
+@cache
+def _affected(name: str) -> frozenset[str]:
+    """Returns the names of the rows whose prediction depends on a constant."""
+    first, *_, last = SEARCHED[name]
+    return frozenset(
+        row.name
+        for row in ROWS
+        if abs(tokens_per_second(row, **{name: first}) / tokens_per_second(row, **{name: last}) - 1) > 1e-3
+    )
 
 
 def distribution(errors: Iterable[float], goal: float) -> dict[str, Any]:
@@ -143,42 +201,109 @@ def ratio_errors(predictions: Sequence[Prediction]) -> list[tuple[str, str, floa
     return found
 
 
-def validate(rows: Sequence[Row] = ROWS) -> dict[str, Any]:
-    """Returns all predictions, the fitted efficiencies and the distributions of the errors."""
-    used = uses(rows)
-    efficiencies = fit(row for row, use in zip(rows, used, strict=True) if use == "fit")
+def validate(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns all predictions, what was fitted, and the distributions of the errors."""
+    shipped = fit(rows)
+    without = {
+        source: fit(row for row in rows if row.source != source) for source in dict.fromkeys(row.source for row in rows)
+    }
     predictions = [
-        Prediction(row, use, tokens_per_second(row, efficiencies.get(row.group) or shipped(row)), memory_gib(row))
-        for row, use in zip(rows, used, strict=True)
+        Prediction(row, kind(row), tokens_per_second(row), without[row.source].predict(row), memory_gib(row))
+        for row in rows
     ]
-    judged = [each for each in predictions if each.use == "judge"]
-    listed = [each for each in judged if each.row.listed]
-    ratios = ratio_errors(predictions)
-    listed_ratios = ratio_errors([each for each in predictions if each.row.listed])
-    memory_errors = [each.memory_error for each in predictions if each.memory_error is not None]
+    listed = [each for each in predictions if each.row.listed]
+    dense = [each for each in listed if each.kind != MIXTURES]
+    mixtures = [each for each in listed if each.kind == MIXTURES]
     speed, ratio = GOALS["tokens per second"], GOALS["ratio"]
+    first = [each.row.first_error for each in dense if each.row.first_error is not None]
+    first_mixtures = [each.row.first_error for each in mixtures if each.row.first_error is not None]
+    memory_errors = [each.memory_error for each in predictions if each.memory_error is not None]
     return {
         "command": "python -m benchmarks.planner_validation --out benchmarks/results/planner_validation.json",
-        "split": "of the listed rows of each hardware and precision, the first, third, ... are fitted, the others judged",
-        "efficiencies": {" ".join(group): round(value, 3) for group, value in efficiencies.items()},
+        "efficiencies": {" ".join(group): round(value, 3) for group, value in shipped.efficiencies.items()},
+        "constants": shipped.constants,
         "errors": {
-            "tokens per second, fitted rows": distribution((e.error for e in predictions if e.use == "fit"), speed),
-            "tokens per second, judged rows": distribution((e.error for e in listed), speed),
-            "tokens per second, further rows": distribution((e.error for e in judged if not e.row.listed), speed),
-            "ratios within tables": distribution((error for *_, error in listed_ratios), ratio),
-            "ratios within tables, with further rows": distribution((error for *_, error in ratios), ratio),
+            "dense, source not fitted": distribution((each.error for each in dense), speed),
+            "dense, all sources fitted": distribution((each.fitted_error for each in dense), speed),
+            "dense, when first compared": distribution(first, speed),
+            "mixtures, source not fitted": distribution((each.error for each in mixtures), MIXTURE_GOAL),
+            "mixtures, all sources fitted": distribution((each.fitted_error for each in mixtures), MIXTURE_GOAL),
+            "mixtures, when first compared": distribution(first_mixtures, MIXTURE_GOAL),
+            "what no plan can know": distribution((e.error for e in predictions if not e.row.listed), speed),
+            "ratios within tables": distribution((error for *_, error in ratio_errors(listed)), ratio),
             "memory": distribution(memory_errors, GOALS["memory"]),
         },
+        "order": order(listed),
+        "sources": {
+            source: distribution((e.error for e in listed if e.row.source == source), speed) for source in without
+        },
+        "ranges": ranges(listed),
+        "ratio_range": _ratio_range(listed),
         "rows": [_record(each) for each in predictions],
     }
+
+
+def kind(row: Row) -> str:
+    """Returns the class of runs that a row belongs to."""
+    return kind_of(_job(row)[0], load_hardware(row.hardware))
+
+
+def order(predictions: Sequence[Prediction]) -> dict[str, int]:
+    """Counts the pairs of rows of a table that differ by more than 5%, and those that are predicted in the right order."""
+    pairs = [
+        (first, second)
+        for first, second in combinations(predictions, 2)
+        if first.row.table == second.row.table
+        and abs(math.log(first.row.tokens_per_second / second.row.tokens_per_second)) > math.log(1.05)
+    ]
+    right = sum(
+        (first.tokens_per_second > second.tokens_per_second)
+        == (first.row.tokens_per_second > second.row.tokens_per_second)
+        for first, second in pairs
+    )
+    return {"pairs": len(pairs), "right": right}
+
+
+def ranges(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Returns for each class of runs the range that contains 90% of measured over predicted speeds, the source not fitted."""
+    found: dict[str, Any] = {}
+    for name in sorted({each.kind for each in predictions}):
+        alike = [each for each in predictions if each.kind == name]
+        if len(alike) < FEWEST and name != MIXTURES:  # with all dense runs that have not FSDP alone
+            alike = [each for each in predictions if each.kind != MIXTURES and "FSDP" not in each.kind]
+        low, high = quantiles([1 / (1 + each.error) for each in alike])
+        within = sum(low <= 1 / (1 + each.error) <= high for each in alike)
+        errors = [abs(each.error) for each in alike]
+        found[name] = {
+            "runs": len(alike), "sources": len({each.row.source for each in alike}), "low": round(low, 2), "high": round(high, 2),
+            "within": within, "median": round(statistics.median(errors), 3),
+        }  # fmt: skip
+    return found
+
+
+def _ratio_range(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Returns the range of measured over predicted ratios of two rows of a table, in both directions."""
+    found = sorted(abs(math.log1p(error)) for *_, error in ratio_errors(predictions))
+    high = math.exp(found[math.ceil(0.9 * len(found)) - 1])
+    return {"runs": len(found), "low": round(1 / high, 2), "high": round(high, 2)}
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the narrowest range, as a ratio, that contains 90% of some values."""
+    found = sorted(values)
+    number = math.ceil(0.9 * len(found))
+    starts = range(len(found) - number + 1)
+    best = min(starts, key=lambda start: found[start + number - 1] / found[start])
+    return found[best], found[best + number - 1]
 
 
 def _record(prediction: Prediction) -> dict[str, Any]:
     row, memory_error = prediction.row, prediction.memory_error
     values = {key: value for key, value in asdict(row).items() if key not in ("program", "note")}
     return {
-        "name": row.name, **values, "use": prediction.use, "predicted": round(prediction.tokens_per_second, 1),
-        "error": round(prediction.error, 4),
+        "name": row.name, **values, "source": row.source, "kind": prediction.kind,
+        "fitted": round(prediction.fitted, 1), "fitted_error": round(prediction.fitted_error, 4),
+        "predicted": round(prediction.tokens_per_second, 1), "error": round(prediction.error, 4),
         "predicted_memory_gib": round(prediction.memory_gib, 2),
         "memory_error": None if memory_error is None else round(memory_error, 4),
         "reason": row.note,
@@ -193,16 +318,28 @@ def markdown(results: dict[str, Any]) -> str:
             figures = " | ".join(f"{found[key]:.1%}" for key in ("median", "percentile_90", "largest"))
             within = f"{found['within_goal']} (of {found['goal']:.0%})"
             lines.append(f"| {name} | {found['number']} | {within} | {figures} |")
-    lines += ["", "| Measurement | Use | Published | Predicted | Error | GiB | Predicted | Error | Note |"]
-    lines.append("|" + "---|" * 9)
+    lines += [
+        "",
+        "| Class | Runs | Sources | Median error | Measured over predicted, 90% of runs |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in results["ranges"].items():
+        lines.append(
+            f"| {name} | {found['runs']} | {found['sources']} | {found['median']:.1%} | {found['low']:.2f} to {found['high']:.2f} |"
+        )
+    heads = ("Measurement", "Published", "All fitted", "Error", "Source not fitted", "Error", "First")
+    lines += ["", f"| {' | '.join(heads)} | GiB | Predicted | Error | Note |", "|" + "---|" * 11]
     for row in results["rows"]:
-        gib, predicted, error = (row[key] for key in ("memory_gib", "predicted_memory_gib", "memory_error"))
+        gib, predicted, error, first = (
+            row[key] for key in ("memory_gib", "predicted_memory_gib", "memory_error", "first_error")
+        )
         memory_cells = [
             f"{gib:.1f}" if gib else "-", f"{predicted:.1f}" if gib and predicted else "-",
             "-" if error is None else f"{error:+.1%}",
         ]  # fmt: skip
-        speeds = [f"{row['tokens_per_second']:,.0f}", f"{row['predicted']:,.0f}", f"{row['error']:+.1%}"]
-        cells = [row["name"], row["use"], *speeds, *memory_cells, row["reason"]]
+        speeds = [f"{row['tokens_per_second']:,.0f}", f"{row['fitted']:,.0f}", f"{row['fitted_error']:+.1%}"]
+        speeds += [f"{row['predicted']:,.0f}", f"{row['error']:+.1%}", "-" if first is None else f"{first:+.0%}"]
+        cells = [row["name"], *speeds, *memory_cells, row["reason"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -213,19 +350,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
     arguments = parser.parse_args()
-    results = validate()
+    results = validate(ROWS)
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     if arguments.markdown:
         print(markdown(results))
         return
     for row in results["rows"]:
-        print(
-            f"{row['error']:+7.1%}  {row['predicted']:8.0f} of {row['tokens_per_second']:8.0f}  {row['use']:5}  {row['name']}"
-        )
+        print(f"{row['error']:+7.1%}  {row['fitted_error']:+7.1%}  {row['tokens_per_second']:8.0f}  {row['name']}")
     for name, found in results["errors"].items():
         print(name, found)
-    print("efficiencies", results["efficiencies"])
+    for name in ("order", "ranges", "sources", "efficiencies", "constants"):
+        print(name, json.dumps(results[name], indent=1))
 
 
 if __name__ == "__main__":

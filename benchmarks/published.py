@@ -1,4 +1,4 @@
-"""Published measurements of Llama pre-training, and how the measured programs differ from this toolkit.
+"""Published measurements of training, and how the measured programs differ from this toolkit.
 
 Throughput is tokens per second and GPU, at the sequence length that is given. Each row is a claim of its source.
 """
@@ -8,25 +8,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.finetune import FinetuneRecipe, Lora
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.llama_config import LlamaConfig
-from titanlike.tools.planning.operators import Program
+from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
+from titanlike.models.qwen3_config import Qwen3Config
+from titanlike.tools.planning.program import Program, load_program
 
 LLAMA2 = dict(vocab_size=32000, rope_theta=10000.0, max_seq_len=4096)
+LLAMA3 = dict(vocab_size=128256, num_kv_heads=8)
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 3 8B": dict(size="3.1-8B"),
     "Llama 3 70B": dict(size="3.1-70B"),
     "Llama 3 405B": dict(size="3.1-405B"),
+    "Llama 3 13B": dict(dim=5120, num_layers=40, num_heads=40, ffn_dim=17920, **LLAMA3),
+    "Llama 3 70B, 12 blocks": dict(dim=8192, num_layers=12, num_heads=64, ffn_dim=28672, **LLAMA3),
+    "Qwen3 4B": dict(config=Qwen3Config, size="4B"),
+    "Qwen3 32B": dict(config=Qwen3Config, size="32B"),
+    "Qwen3 30B-A3B": dict(config=Qwen3MoeConfig, size="30B-A3B"),
+    "Mixtral 2048 x 24": dict(
+        config=MixtralConfig, dim=2048, num_layers=24, num_heads=16, num_kv_heads=4, ffn_dim=7168, vocab_size=128256
+    ),
     "Llama 2 7B": dict(dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_dim=11008, **LLAMA2),
     "Llama 2 13B": dict(dim=5120, num_layers=40, num_heads=40, num_kv_heads=40, ffn_dim=13824, **LLAMA2),
     "Llama 2 70B": dict(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28672, **LLAMA2),
 }
 
-# Composite RMSNorm and complex rotary embeddings in eager code; FlashAttention-2, the default of scaled_dot_product_attention; the
-# loss of all logits in float32: log-softmax and two gradients in float32.
-TORCHTITAN = Program(
-    attention="flash", norm_bytes=(36, 60), rope_bytes=24, eager_loss=True, logit_bytes=12, regathers=True
-)
+TORCHTITAN = load_program("torchtitan")
 # With tensor parallelism, the loss of sharded logits runs as DTensor's operators, with one more buffer in float32 in the backward
 # pass: the log-softmax, the gradient of the loss, their sum and its product with the scale.
 TORCHTITAN_TENSOR = replace(TORCHTITAN, logit_bytes=16)
@@ -37,9 +45,7 @@ TORCHTITAN_2025 = replace(TORCHTITAN, eager_loss=False, logit_bytes=2)
 # Early versions have a fused Triton kernel for RMSNorm.
 TORCHTITAN_0_1 = replace(TORCHTITAN, norm_bytes=(4, 10))
 FMS_FSDP = Program(attention="flash", eager_loss=True, logit_bytes=12)
-# Transformer Engine: fused kernels, as if compiled, that also cast to float8; cuDNN's attention. Collectives of tensor parallelism
-# overlap with matmuls.
-MEGATRON = Program(attention="fused", async_tensor_share=0.7, cast_share=0.5, gathers_once=True)
+MEGATRON = load_program("megatron")
 
 RING = "torch's ring attention of 2024: a kernel and a float32 merge for the keys of each other rank; here one kernel"
 FSDP1 = "FSDP1; the source itself reports 38% MFU, against 55% on A100"
@@ -48,6 +54,9 @@ MEGATRON_MEMORY = (
     "allocates {:.1f} GiB: weights and gradients in bfloat16, only the optimizer sharded; no recipe expresses that"
 )
 ROCM = "kernels of ROCm; one row is left to judge"
+
+
+UNNAMED = ("gradient_sync", "reshard_after_forward")  # keys of a layout that are the same in a source
 
 
 @dataclass(frozen=True)
@@ -71,17 +80,30 @@ class Row:
     program: Program = TORCHTITAN
     reduce_dtype: str = "float32"
     skip_small: bool = True  # float8 leaves out small matrices
+    master_dtype: str = "float32"
+    lora_rank: int = 0
+    hardware_changes: dict[str, Any] = field(default_factory=dict)  # of the file: nodes of another size
     listed: bool = True  # among the rows that efficiencies are fitted to; otherwise only judged
+    first_error: float | None = None  # of the plan when the row was first compared, before anything was fitted to it
     note: str = ""
 
     @property
     def name(self) -> str:
         """A unique description."""
-        layout = " ".join(f"{key}={value}" for key, value in self.layout.items())
+        layout = " ".join(f"{key}={value}" for key, value in self.layout.items() if key not in UNNAMED)
         parts = [self.table, self.model, f"{self.gpus} x {self.hardware}", layout or "FSDP", f"{self.seq_len} tokens"]
         parts += [f"batch {self.microbatches} x {self.batch}", self.checkpoint, self.precision]
+        parts += [f"LoRA of rank {self.lora_rank}"] * (self.lora_rank > 0)
         parts += ["eager"] * (not self.compiled) + ["loss in chunks"] * (self.program == TORCHTITAN_CHUNKS)
         return ", ".join(parts)
+
+    @property
+    def source(self) -> str:
+        """Who published it: rows of a source are fitted together, or not at all."""
+        first = self.table.partition(",")[0].split()[0]
+        if self.table == "torchtitan H200":
+            return "Trainy"
+        return {"torchao": "torchtitan", "Megatron-Bridge": "NeMo"}.get(first, first)
 
     @property
     def precision(self) -> str:
@@ -100,24 +122,29 @@ class Row:
         sizes = parallelism.resolve(self.gpus)
         replicas = sizes.replicate * sizes.shard
         fields = dict(MODELS[self.model])
+        config = fields.pop("config", LlamaConfig)
         if "size" in fields:
-            fields |= LlamaConfig.sizes[fields["size"]]
+            fields |= config.sizes[fields["size"]]
         tensorwise = self.float8 == "tensorwise"
         layers = () if self.skip_small or self.float8 == "none" else ("*",)
-        return PretrainRecipe(
-            model=LlamaConfig(**fields),
+        sections: dict[str, Any] = dict(
+            model=config(**{"max_seq_len": max(8192, self.seq_len)} | fields),
             training=Training(
                 seq_len=self.seq_len,
                 local_batch_size=self.batch,
                 global_batch_size=self.batch * self.microbatches * replicas,
                 loss_chunk=0,
                 reduce_dtype=self.reduce_dtype,
+                master_dtype=self.master_dtype,
             ),
             parallelism=parallelism,
             float8=Float8(scaling=self.float8, all_gather=tensorwise and self.all_gather, layers=layers),
             compile=Compile(mode="block" if self.compiled else "none"),
             activation_checkpoint=ActivationCheckpoint(mode=self.checkpoint),
         )
+        if self.lora_rank:
+            return FinetuneRecipe(**sections, lora=Lora(rank=self.lora_rank))
+        return PretrainRecipe(**sections)
 
 
 def _torchtitan_2024() -> Iterator[Row]:
@@ -205,14 +232,14 @@ def _others() -> Iterator[Row]:
     yield Row(**common, float8="tensorwise", all_gather=False, tokens_per_second=8624)
     yield Row(**common, float8="tensorwise", tokens_per_second=8950)
     h200 = common | dict(
-        table="torchtitan H200", program=TORCHTITAN_2025, hardware="h200", float8="tensorwise", listed=False, batch=2
+        table="torchtitan H200", program=TORCHTITAN_2025, hardware="h200", float8="tensorwise", batch=2
     )
     yield Row(**h200, tokens_per_second=10938, memory_gib=47.96)
     yield Row(**h200 | dict(gpus=64), tokens_per_second=10753, memory_gib=46.97)
     a100: dict[str, Any] = dict(hardware="a100", gpus=64, program=TORCHTITAN_0_1, compiled=False, batch=1)
     yield Row("torchtitan A100, Llama 3", model="Llama 3 8B", tokens_per_second=2973, **a100)
     yield Row("torchtitan A100, Llama 3", model="Llama 3 70B", checkpoint="full", tokens_per_second=331, **a100)
-    llama2 = a100 | dict(seq_len=4096, table="torchtitan A100, Llama 2", listed=False)
+    llama2 = a100 | dict(seq_len=4096, table="torchtitan A100, Llama 2")
     yield Row(**llama2 | dict(batch=2), model="Llama 2 13B", checkpoint="none", tokens_per_second=2162)
     yield Row(**llama2 | dict(batch=2), model="Llama 2 13B", tokens_per_second=1904)
     yield Row(**llama2, model="Llama 2 70B", tokens_per_second=355)
@@ -241,15 +268,15 @@ def _megatron() -> Iterator[Row]:
     yield Row(**seventy, layout=layout, microbatches=64, tokens_per_second=1118)
     yield Row(**seventy | dict(gpus=2048), layout=layout, microbatches=64, tokens_per_second=1118)
     layout = dict(tensor=4, pipeline=8, pipeline_stages=5, **virtual)
-    yield Row(**seventy, layout=layout, float8="tensorwise", microbatches=64, tokens_per_second=1602, listed=False)
+    yield Row(**seventy, layout=layout, float8="tensorwise", microbatches=64, tokens_per_second=1602)
     largest = common | dict(hardware="h100", model="Llama 3 405B", gpus=512, table="NeMo 405B")
     layout = dict(tensor=8, pipeline=8, context=2, pipeline_stages=8, **virtual)
     yield Row(**largest, layout=layout, microbatches=64, tokens_per_second=207)
     yield Row(**largest | dict(gpus=2048), layout=layout, microbatches=64, tokens_per_second=206)
     layout = layout | dict(replicate=1)
-    large = largest | dict(gpus=1024, listed=False)
+    large = largest | dict(gpus=1024)
     yield Row(**large, layout=layout, float8="tensorwise", microbatches=64, tokens_per_second=292)
-    blackwell = common | dict(hardware="b200", table="NeMo B200", float8="tensorwise", listed=False)
+    blackwell = common | dict(hardware="b200", table="NeMo B200", float8="tensorwise")
     yield Row(**blackwell | dict(batch=2), model="Llama 3 8B", gpus=8, microbatches=8, tokens_per_second=30624)
     layout = dict(tensor=4, pipeline=8, context=2, pipeline_stages=8, **virtual)
     yield Row(**blackwell, model="Llama 3 405B", gpus=128, layout=layout, microbatches=32, tokens_per_second=661)

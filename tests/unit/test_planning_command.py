@@ -16,6 +16,7 @@ from titanlike.tools.planning.figure import draw_memory, draw_scaling
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import make_plan
+from titanlike.tools.planning.ranges import ANCHORED
 from titanlike.tools.planning.scaling import scaling
 from titanlike.tools.programs import load_known
 
@@ -38,7 +39,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     output = capsys.readouterr().out
     for text in (
         "llama 3-8B: 8.03 billion parameters", "64 x H100 SXM 80 GB: 8 nodes", "optimizer states", "peak, reserved", "none  ",
-        "selective (recipe)", "reduce-scatter", "MFU", "limits this layout with",
+        "selective (recipe)", "reduce-scatter", "MFU", "range ", "(FSDP, Hopper and Ampere)", "limits this layout with",
     ):  # fmt: skip
         assert text in output
     assert max(map(len, output.splitlines())) <= 80 and "\x1b" not in output
@@ -52,6 +53,30 @@ def test_json_and_exit_code_of_a_recipe_that_does_not_fit(
     values = json.loads(capsys.readouterr().out)
     assert values["fits"] is False and values["peak_reserved_bytes"] > values["available_bytes"]
     assert values["advice"].startswith("It does not fit by ") and values["advice_changes"]
+
+
+def test_a_measured_speed_is_the_anchor_of_other_plans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, RECIPE, "--gpus=8,64", "--json", "--measured=6000") == 0
+    captured = capsys.readouterr()
+    first, second = json.loads(captured.out)["points"]
+    assert first["tokens_per_second_per_gpu"] == pytest.approx(6000)
+    assert second["tokens_per_second_per_gpu"] == pytest.approx(5900, rel=0.05)
+    low, high = second["tokens_per_second_per_gpu_range"]
+    assert low == pytest.approx(second["tokens_per_second_per_gpu"] * ANCHORED.low) and high > low
+    assert captured.err.startswith("measured  6,000 tokens/s per GPU on 8 GPUs: efficiency 0.6")
+
+
+def test_another_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def speed(*arguments: str) -> float:
+        assert plan(monkeypatch, RECIPE, "--gpus=8", "--quick", "--json", *arguments) == 0
+        return float(json.loads(capsys.readouterr().out)["tokens_per_second_per_gpu"])
+
+    (tmp_path / "own.toml").write_text('attention = "flash"\nwhole_logits = true\n')
+    eager = "--compile.mode=none"
+    assert speed("--program=transformers", eager) < speed(eager) < speed()
+    assert speed(f"--program={tmp_path}/own.toml") < speed()
 
 
 def test_scaling_and_search_as_json(
@@ -86,6 +111,10 @@ def test_scaling_and_search_as_json(
         (("missing.toml", "--gpus=8"), "missing.toml: recipe not found"),
         ((RECIPE, "--gpus=8", "--training.step=3"), "training.step = 3: unknown key; did you mean training.steps?"),
         ((RECIPE, "--gpus=8", "--serach"), "--serach: unknown option; did you mean --search?"),
+        ((RECIPE, "--gpus=8", "--program=torchtitn"), "--program torchtitn is unknown; did you mean torchtitan?"),
+        ((RECIPE, "--gpus=8", "--search", "--program=megatron"), "--search writes recipes of this toolkit"),
+        ((RECIPE, "--gpus=8", "--measured=1e9"), "--measured 1e+09: this recipe cannot have that speed on 8 x H100"),
+        ((RECIPE, "--gpus=8", "--measured=-1"), "--measured -1: this recipe cannot have that speed on 8 x H100"),
         ((RECIPE, "--gpus=8", "--write=best.toml"), "--write needs --search"),
         ((RECIPE, "--gpus=8,16", "--search"), "--search takes one number of GPUs"),
         ((RECIPE, "--gpus=8", "--figure=plan.pdf"), "give the name of a .png file"),

@@ -52,7 +52,7 @@ def test_a_file_with_the_required_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h10", "--hardware h10 is unknown; did you mean h100? use a100, a100_40gb, b200, h100, "),
+        ("h10", "--hardware h10 is unknown; did you mean h100? use a100, a100_40gb, b200, gb200, h100, "),
         ("tpu", "--hardware tpu is unknown; use a100, "),
         ("none/such.toml", "--hardware none/such.toml cannot be read: No such file or directory"),
     ],

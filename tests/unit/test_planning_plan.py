@@ -12,7 +12,7 @@ from titanlike.run.preflight import check_recipe
 from titanlike.tools.planning.advice import advice, checkpointing_modes, limits
 from titanlike.tools.planning.changes import apply, changes_rounding, single_changes, text_of
 from titanlike.tools.planning.hardware import Hardware, hardware_of_device, load_hardware
-from titanlike.tools.planning.hooks import compare, comparison_line
+from titanlike.tools.planning.hooks import anchor_line, compare, comparison_line
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, Moment, Usage, memory
 from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, make_plan, ranks_to_simulate
@@ -213,6 +213,8 @@ def test_a_finished_run_is_compared_with_its_plan() -> None:
     values = compare(recipe, 8, 8, H100, **measured)
     assert comparison_line(values).startswith("plan    ") and "(+10.0%)" in comparison_line(values)
     assert "(-50.0%)" in comparison_line(values)
+    assert anchor_line(Path("runs/a"), 8, 8e4).endswith("plan runs/a/recipe.toml --gpus 8 --measured 10000 --search")
+    assert anchor_line(Path("runs/a"), 8, None) == ""
     unknown = compare(recipe, 8, 8, None, **measured)
     assert unknown.keys() == {"run_memory_gib", "planned_memory_gib"} and "tokens/s" not in comparison_line(unknown)
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from titanlike.utils.live_line import LiveLine
 
 if TYPE_CHECKING:
     from titanlike.tools.planning.hardware import Hardware
+    from titanlike.tools.planning.job import Job
+    from titanlike.tools.planning.program import Program
     from titanlike.utils.rich_console import Console
 
 DESCRIPTION = """\
@@ -32,6 +34,7 @@ tensors for the pipeline ranks that decide (--quick leaves that out). Exits with
   titanlike plan llama3_8b --gpus 64 --hardware h100
   titanlike plan llama3_70b --gpus 256 --search --write best.toml
   titanlike plan llama3_8b --gpus 8,64,512,4096 --figure scaling.png
+  titanlike plan llama3_8b --gpus 8,64,512 --measured 6284
   titanlike plan --calibrate mine.toml && titanlike plan debug --gpus 1 --hardware mine.toml"""
 
 DOES_NOT_FIT = 1  # exit code
@@ -54,6 +57,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--gpus", metavar="N[,N...]", help=text)
     text = f"name of the hardware, or a hardware file (default: {DEFAULT_HARDWARE}); docs/planning.md lists the names"
     parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help=text)
+    text = "plan another program's run of this recipe: a name or file of docs/planning.md#other-programs"
+    parser.add_argument("--program", metavar="NAME|FILE", help=text)
+    text = "measured tokens/s of one GPU with this recipe on the first number of GPUs: fits the efficiency of the hardware to it"
+    parser.add_argument("--measured", type=float, metavar="SPEED", help=text)
     parser.add_argument("--quick", action="store_true", help="formulas only, without the real model under fake tensors")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     text = "draw memory over a step or, for several numbers of GPUs, scaling; requires matplotlib"
@@ -111,7 +118,19 @@ class Request:
     overrides: Mapping[str, str]
     recipe: PretrainRecipe
     hardware: "Hardware"
+    program: "Program"
     progress: Progress
+
+    def job(self, num_gpus: int) -> "Job":
+        """Returns the recipe on this number of GPUs."""
+        from titanlike.tools.planning.job import Job
+
+        return Job(self.recipe, num_gpus, self.program)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the efficiency of the hardware is fitted to a measured speed."""
+        return self.arguments.measured is not None
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Progress) -> int:
@@ -122,6 +141,8 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
         raise UserError("--write needs --search, which finds the recipe to write")
     if arguments.search and len(counts) > 1:
         raise UserError(f"--search takes one number of GPUs, not {arguments.gpus}")
+    if arguments.search and arguments.program:
+        raise UserError("--search writes recipes of this toolkit; leave out --program")
     if arguments.figure and arguments.search:
         raise UserError("--figure draws a plan or scaling; leave it out with --search")
     if arguments.figure and arguments.figure.suffix != ".png":
@@ -129,6 +150,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
 
     from titanlike.run.start import Arguments
     from titanlike.tools.planning.hardware import load_hardware
+    from titanlike.tools.planning.program import TITANLIKE, load_program
     from titanlike.tools.programs import load_known
 
     hardware = load_hardware(arguments.hardware)
@@ -138,7 +160,10 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
         raise UserError(
             f"model.num_layers = {recipe.model.num_layers:,}: plans are for up to {MAX_BLOCKS:,} blocks; use a smaller number"
         )
-    request = Request(arguments, command_line.recipe, command_line.overrides, recipe, hardware, progress)
+    program = load_program(arguments.program) if arguments.program else TITANLIKE
+    request = Request(arguments, command_line.recipe, command_line.overrides, recipe, hardware, program, progress)
+    if request.measured:
+        request = _anchored(request, counts[0])
     if arguments.figure:
         from titanlike.tools.planning.figure import require_matplotlib
 
@@ -152,15 +177,31 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     return _search(request, counts[0]) if arguments.search else _plan(request, counts[0])
 
 
+def _anchored(request: Request, num_gpus: int) -> Request:
+    """Returns the request with the efficiency at which the recipe has the measured speed, which it prints."""
+    from titanlike.run.preflight import check_recipe
+    from titanlike.tools.planning.ranges import anchored
+
+    check_recipe(request.recipe, num_gpus)
+    hardware = anchored(request.job(num_gpus), request.hardware, request.arguments.measured)
+    names = ("efficiency", "float8_efficiency")
+    values = ", ".join(
+        f"{name} {getattr(hardware, name):.3f} instead of {getattr(request.hardware, name):g}" for name in names
+    )
+    print(
+        f"measured  {request.arguments.measured:,.0f} tokens/s per GPU on {num_gpus:,} GPUs: {values}", file=sys.stderr
+    )
+    return replace(request, hardware=hardware)
+
+
 def _plan(request: Request, num_gpus: int) -> int:
     from titanlike.run.preflight import check_recipe
     from titanlike.tools.planning import report
     from titanlike.tools.planning.advice import advice, checkpointing_modes
-    from titanlike.tools.planning.job import Job
     from titanlike.tools.planning.plan import make_plan, with_simulated_memory
 
     check_recipe(request.recipe, num_gpus)
-    formula = make_plan(Job(request.recipe, num_gpus), request.hardware)
+    formula = make_plan(request.job(num_gpus), request.hardware, measured=request.measured)
     recommendation = advice(formula, check_recipe)
     if recommendation.impossible:
         raise UserError(recommendation.text)
@@ -184,7 +225,6 @@ def _plan(request: Request, num_gpus: int) -> int:
 def _search(request: Request, num_gpus: int) -> int:
     from titanlike.run.preflight import check_recipe
     from titanlike.tools.planning import report
-    from titanlike.tools.planning.job import Job
     from titanlike.tools.planning.plan import make_plan, with_simulated_memory
     from titanlike.tools.planning.search import search, simulate_best, write_recipe
     from titanlike.tools.programs import load_known
@@ -198,6 +238,7 @@ def _search(request: Request, num_gpus: int) -> int:
         request.hardware,
         check_recipe,
         fixed=request.overrides.keys(),
+        measured=request.measured,
         on_progress=on_progress,
     )
     if result.best and not request.arguments.quick:
@@ -211,7 +252,7 @@ def _search(request: Request, num_gpus: int) -> int:
     original = None
     with suppress(UserError):  # the recipe's own layout need not be valid on this number of GPUs
         check_recipe(request.recipe, num_gpus)
-        original = make_plan(Job(request.recipe, num_gpus), request.hardware)
+        original = make_plan(request.job(num_gpus), request.hardware, measured=request.measured)
     if request.arguments.json:
         print(json.dumps(report.search_as_json(result), indent=1))
     else:
@@ -229,7 +270,7 @@ def _scaling(request: Request, counts: list[int]) -> int:
     from titanlike.tools.planning.scaling import scaling
 
     mode = request.arguments.scaling
-    points = scaling(request.recipe, counts, request.hardware, check_recipe, mode)
+    points = scaling(request.recipe, counts, request.hardware, check_recipe, mode, request.program, request.measured)
     plans = [point.plan for point in points if point.plan]
     if not plans:
         raise UserError(f"none of --gpus {request.arguments.gpus} works: {points[0].problem}")
@@ -280,6 +321,8 @@ def _refuse_unknown(overrides: Sequence[str]) -> None:
     options = [
         "--gpus",
         "--hardware",
+        "--program",
+        "--measured",
         "--quick",
         "--json",
         "--figure",

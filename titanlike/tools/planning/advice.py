@@ -1,7 +1,7 @@
 """What limits a job, and the change that helps most: each candidate is planned like the job itself. Does not import torch."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.tools.planning import changes as candidates
@@ -68,7 +68,7 @@ def _valid_job(plan: Plan, changes: Changes, num_gpus: int, check: Check) -> Job
         check(recipe, num_gpus)
     except UserError:
         return None
-    return Job(recipe, num_gpus)
+    return replace(plan.job, recipe=recipe, num_gpus=num_gpus)
 
 
 def smallest_peak(job: Job) -> int:
@@ -89,7 +89,7 @@ def _shortened(job: Job) -> Job:
     if job.layout.pipeline == 1 or job.num_microbatches <= 2 * enough:
         return job
     batch = enough * job.sequences * job.num_data_ranks
-    return Job(candidates.apply(job.recipe, {"training.global_batch_size": batch}), job.num_gpus)
+    return replace(job, recipe=candidates.apply(job.recipe, {"training.global_batch_size": batch}))
 
 
 def checkpointing_modes(plan: Plan, check: Check) -> dict[str, Plan | None]:

@@ -101,17 +101,27 @@ class Links:
             return 0.0
         hardware = self.hardware
         bandwidth = hardware.node_gb_per_second * hardware.node_fraction * 1e9
+        if not hardware.node_switch:  # each two GPUs have their own link
+            local = max(2, min(size, hardware.gpus_per_node // distance))
+            bandwidth *= (local - 1) / max(1, hardware.gpus_per_node - 1)
         latency = hardware.node_latency_us * 1e-6
         if self.spans_nodes(collective):
             # A ring enters and leaves each node once, over the network links of all its ranks there.
             local = max(1, min(size, hardware.gpus_per_node // distance))
-            network = local * hardware.network_gb_per_second * hardware.network_fraction * 1e9
+            fraction = hardware.network_fraction if local > 1 else hardware.single_fraction
+            network = local * hardware.network_gb_per_second * fraction * 1e9
             bandwidth = min(bandwidth, network)
             latency += (-(-size // local) - 1) * hardware.network_latency_us * 1e-6
             if collective.axis == "expert":  # each rank sends what leaves the node over its own network link
                 outside = (size - local) / size / (network / local)
-                return collective.calls * latency + collective.bytes * max(outside, (local - 1) / size / bandwidth)
+                inside = (local - 1) / size / (bandwidth * hardware.exchange_fraction)
+                return collective.calls * latency + collective.bytes * max(outside, inside)
         if collective.kind in ("send", "receive"):
             return collective.calls * hardware.node_latency_us * 1e-6 + collective.bytes / bandwidth
         rounds = 2 if collective.kind == "all-reduce" else 1  # a reduce-scatter and an all-gather
-        return collective.calls * latency + rounds * collective.bytes * (size - 1) / size / bandwidth
+        moved = float(collective.bytes)
+        if not self.spans_nodes(collective):
+            moved += min(moved, collective.calls * hardware.node_half_mb * 1e6)
+        if collective.kind == "all-to-all":
+            bandwidth *= hardware.exchange_fraction
+        return collective.calls * latency + rounds * moved * (size - 1) / size / bandwidth

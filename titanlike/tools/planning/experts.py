@@ -1,10 +1,13 @@
 """What the router and the experts of a block compute, keep and send, from formulas. Does not import torch.
 
-Counted from `models/experts.py` and `parallelisms/expert.py`. All experts are assumed to compute the same number of tokens.
+Counted from `models/experts.py` and `parallelisms/expert.py`. Memory and traffic assume that all experts compute the same number
+of tokens; time is that of the rank whose experts have most.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from titanlike.config.sections import DTYPE_BYTES
 from titanlike.models.base_config import TransformerConfig
@@ -48,20 +51,42 @@ def routed_activations(job: Job, model: MoeConfig) -> RoutedActivations:
     return RoutedActivations(kept, selective, held + computing, max(early, 2 * ffn), 2 * rows - 4 * ffn)
 
 
-def routed_matmuls(job: Job) -> list[Matmul]:
+def largest_load(job: Job, variation: float, padded: bool) -> float:
+    """Returns the rows of the rank that computes most, relative to the mean, if the tokens of experts vary by this standard
+    deviation, relative to their mean. Without expert parallelism, each rank computes its own tokens, but for padding."""
+    model = job.recipe.model
+    if not isinstance(model, MoeConfig):
+        return 1.0
+    if padded:
+        return 1.0 + variation * largest_of(model.num_experts)
+    if job.layout.expert == 1:
+        return 1.0
+    return 1.0 + variation / math.sqrt(model.num_experts / job.layout.expert) * largest_of(job.layout.expert)
+
+
+def largest_of(number: int) -> float:
+    """Returns about the mean of the largest of some standard normal variables (Blom's approximation)."""
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
+
+
+def routed_matmuls(job: Job, load: float = 1.0) -> list[Matmul]:
     """Returns the matmuls of a router, of which each tensor-parallel rank computes all, and of its experts, in the order of the
-    forward pass. Expert-parallel ranks have fewer experts, and each of these the tokens of more ranks."""
+    forward pass. Expert-parallel ranks have fewer experts, and each of these the tokens of more ranks.
+
+    Args:
+        load: of `largest_load`.
+    """
     model, layout, tokens = job.recipe.model, job.layout, job.tokens
     if not isinstance(model, MoeConfig):
         return []
-    rows = tokens * model.experts_per_token
+    rows = tokens * model.experts_per_token * load
     number = min(model.num_experts / layout.expert, rows)
     hidden = model.ffn_dim // layout.tensor
-    gates = [Matmul(rows / number, hidden, model.dim, count=number)] * 2
+    gates = [Matmul(rows / number, hidden, model.dim, count=number, grouped="m")] * 2
     return [
         Matmul(tokens, model.num_experts, model.dim),
         *gates,
-        Matmul(rows / number, model.dim, hidden, count=number),
+        Matmul(rows / number, model.dim, hidden, count=number, grouped="m"),
     ]
 
 

@@ -6,7 +6,7 @@ The files are in `hardware_files`; `titanlike plan --calibrate` writes one for t
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import tomli
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -20,6 +20,8 @@ FILES = Path(__file__).with_name("hardware_files")
 DEFAULT_HARDWARE = "h100"
 MEMORY_TOLERANCE = 0.1  # data sheets give GB or GiB, and drivers and ECC reserve some
 OTHER_CARDS = {"PCIE", "NVL", "MIG"}  # slower cards of the same name, and instances of a GPU
+
+Described = TypeVar("Described", bound=Any)
 
 LEAST, MOST = 1e-6, 1e6  # in the unit of each key: less or more is a mistake, and gives figures of hundreds of digits
 
@@ -63,6 +65,9 @@ class Hardware:
     network_gb_per_second: Rate
     """Bandwidth of a GPU to other nodes, in one direction."""
 
+    node_switch: bool = True
+    """Whether a switch joins the GPUs of a node. Without one, each two GPUs share an equal part of that bandwidth: a pair of four
+    GPUs has a third of it."""
     float8_tflops: RateOrZero = 0.0
     """Peak dense float8 throughput. 0: the GPU has no float8 matmuls."""
     tf32_tflops: RateOrZero = 0.0
@@ -74,6 +79,8 @@ class Hardware:
     gemm_half_size: RateOrZero = 128.0
     """Size of one dimension of a bfloat16 matmul at which it reaches half of this fraction. A float8 matmul takes less time for the
     same fixed costs, so the size is larger in the ratio of their speeds."""
+    grouped_half_rows: RateOrZero = 4096.0
+    """The same for the rows of an expert, whose matmul is in one kernel with those of others."""
     attention_forward: Fraction = 0.4
     """Fraction of the bfloat16 peak that the forward pass of the fastest fused attention kernel sustains on long sequences, with a
     head dimension of 128 and a causal mask, of which half is computed."""
@@ -91,8 +98,16 @@ class Hardware:
     """Fraction of the bandwidth within a node that large all-gathers reach (the bus bandwidth of nccl-tests)."""
     node_latency_us: RateOrZero = 20.0
     """Microseconds of a small collective within a node."""
+    node_half_mb: RateOrZero = 16.0
+    """Megabytes of a collective within a node at which it reaches half of its bandwidth: what is in flight before it is at full
+    speed."""
+    exchange_fraction: Fraction = 0.3
+    """Speed of all-to-alls within a node relative to all-gathers."""
     network_fraction: Fraction = 0.8
     """Fraction of the bandwidth between nodes that large all-gathers reach."""
+    single_fraction: Fraction = 0.55
+    """The same for collectives of one rank per node, such as those of FSDP beside tensor parallelism within nodes: each rank uses
+    one network link alone, and shares multiprocessors and memory with the collectives within its node."""
     network_latency_us: RateOrZero = 40.0
     """Microseconds that each further node adds to a small collective."""
     launch_us: RateOrZero = 5.0
@@ -116,41 +131,51 @@ def hardware_names() -> list[str]:
 
 def load_hardware(name: str) -> Hardware:
     """Returns the hardware of this name, or of the TOML file at this path. Raises `UserError`."""
-    names = hardware_names()
-    path = FILES / f"{name}.toml" if name in names else Path(name)
+    return described_by(name, FILES, Hardware, "hardware")
+
+
+def described_by(name: str, folder: Path, type_: type[Described], kind: str) -> Described:
+    """Returns the description of this name in a folder, or of the TOML file at this path. Raises `UserError`.
+
+    Args:
+        kind: name of the option, and of the file in errors: `hardware` or `program`.
+    """
+    names = sorted(file.stem for file in folder.glob("*.toml"))
+    path = folder / f"{name}.toml" if name in names else Path(name)
     if name not in names and path.suffix != ".toml":
         near = nearest(name.lower(), names)
         meant = f"did you mean {near}? " if near else ""
-        raise UserError(
-            f"--hardware {shown(name)} is unknown; {meant}use {', '.join(names)}, or the path of a TOML file"
-        )
+        raise UserError(f"--{kind} {shown(name)} is unknown; {meant}use {', '.join(names)}, or the path of a TOML file")
     try:
         values = tomli.loads(read_regular(path).decode())
     except OSError as error:
-        raise UserError(f"--hardware {shown(name)} cannot be read: {error.strerror}") from None
+        raise UserError(f"--{kind} {shown(name)} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of tomli, or text that is not UTF-8
-        raise UserError(f"--hardware {shown(name)} is not valid TOML: {shown(str(error))}") from None
+        raise UserError(f"--{kind} {shown(name)} is not valid TOML: {shown(str(error))}") from None
+    keys = type_.__dataclass_fields__
     try:
-        text = json.dumps({"name": path.stem, **values}, default=str)
+        text = json.dumps(({"name": path.stem} if "name" in keys else {}) | values, default=str)
     except ValueError:  # hexadecimal digits of an integer that Python does not convert to decimal ones
         raise UserError(
-            f"hardware file {shown(name)}: an integer has thousands of digits; write a smaller number"
+            f"{kind} file {shown(name)}: an integer has thousands of digits; write a smaller number"
         ) from None
     try:
-        return TypeAdapter(Hardware).validate_json(text)
+        return TypeAdapter(type_).validate_json(text)
     except ValidationError as error:
-        raise UserError("\n".join(_message(name, dict(detail)) for detail in error.errors())) from None
+        details = [dict(detail) for detail in error.errors()]
+        raise UserError(
+            "\n".join(_message(f"{kind} file {shown(name)}", list(keys), detail) for detail in details)
+        ) from None
 
 
-def _message(name: str, detail: dict[str, object]) -> str:
+def _message(file: str, keys: list[str], detail: dict[str, object]) -> str:
     """Formats one pydantic error as: file, key, value and remedy."""
     location = detail["loc"]
     key = shown(".".join(map(str, location))) if isinstance(location, tuple) else ""
-    file = f"hardware file {shown(name)}"
     if detail["type"] == "missing":
         return f"{file}: {key} is missing; add it, as in {FILES.name}/h100.toml"
     if detail["type"] == "unexpected_keyword_argument":
-        near = nearest(key, list(Hardware.__dataclass_fields__))
+        near = nearest(key, keys)
         return f"{file}: {key} is an unknown key; " + (f"did you mean {near}?" if near else "remove it")
     value, message = show_value(detail["input"]), str(detail["msg"]).removeprefix("Value error, ")
     return f"{file}: {key} = {value} is not valid: {message[:1].lower()}{message[1:]}"

@@ -45,7 +45,7 @@ def completed(recipe: PretrainRecipe, metrics: Path, device: "torch.device", mea
     writer = JSONLWriter(metrics)
     writer.log(recipe.training.steps, values)
     writer.close()
-    return comparison_line(values)
+    return comparison_line(values) + anchor_line(metrics.parent, ranks.world_size, measured.tokens_per_second)
 
 
 def out_of_memory(recipe: PretrainRecipe) -> str:
@@ -85,6 +85,14 @@ def compare(
         plan = make_plan(job, replace(hardware, gpus_per_node=gpus_per_node))
         found |= {"run_tokens_per_second": tokens_per_second, "planned_tokens_per_second": plan.tokens_per_second}
     return found
+
+
+def anchor_line(run: Path, num_gpus: int, tokens_per_second: float | None) -> str:
+    """Returns the command that plans other layouts from the speed of a run, on a line of its own, if it was measured."""
+    if tokens_per_second is None:
+        return ""
+    speed = tokens_per_second / num_gpus
+    return f"\n        plan others from it: titanlike plan {run}/recipe.toml --gpus {num_gpus} --measured {speed:.0f} --search"
 
 
 def comparison_line(values: dict[str, float]) -> str:

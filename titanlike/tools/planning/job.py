@@ -7,6 +7,7 @@ from titanlike.config import PretrainRecipe
 from titanlike.config.finetune import Lora, lora_of
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
 from titanlike.config.sections import Parallelism
+from titanlike.tools.planning.program import TITANLIKE, Program
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Job:
 
     recipe: PretrainRecipe
     num_gpus: int
+    program: Program = TITANLIKE
 
     @cached_property
     def layout(self) -> Parallelism:

@@ -43,9 +43,8 @@ class Kernels:
             peak = (hardware.float8_tflops or hardware.bf16_tflops) * hardware.float8_gemm_fraction
             peak *= SCALING_SPEED.get(recipe.float8.scaling, 1.0)
             half *= max(1.0, peak / (hardware.bf16_tflops * hardware.gemm_fraction))
-        dimensions = (matmul.m, matmul.n, matmul.k)
-        for size in dimensions:
-            peak *= size / (size + half)
+        for name, size in (("m", matmul.m), ("n", matmul.n), ("k", matmul.k)):
+            peak *= size / (size + (hardware.grouped_half_rows if name == matmul.grouped else half))
         inputs = (matmul.m + matmul.n) * matmul.k * (1 if matmul.float8 else self.counts.element)
         moved = (inputs + matmul.m * matmul.n * self.counts.element) * matmul.count
         return max(matmul.flops / (peak * 1e12 * self.speed), moved / self.memory_speed)
@@ -59,7 +58,7 @@ class Kernels:
         factor = EFFICIENT_SPEED if training.attention in ("efficient", "math") else 1.0
         if recipe.data.document_masks or recipe.model.attention_soft_cap:
             kernel, factor = "flash", factor * FLEX_SPEED
-        kernel = self.counts.program.attention or kernel
+        kernel = self.counts.job.program.attention or kernel
         fractions = (
             (hardware.attention_forward, hardware.attention_backward)
             if kernel == "fused"

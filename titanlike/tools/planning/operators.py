@@ -1,17 +1,16 @@
 """The operators of a training step on one rank: matmuls, attention, bytes of elementwise kernels. Does not import torch.
 
 Counted from `models/llama.py`, `models/gpt.py`, `models/experts.py`, `models/loss.py` and `float8/linear.py`. Bytes are those of
-bfloat16 activations; `Counts.work` scales them to float32. All experts are assumed to compute the same number of tokens.
+bfloat16 activations; `Counts.work` scales them to float32.
 """
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal
 
 from titanlike.config.sections import DTYPE_BYTES, Float8
 from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import TransformerConfig
-from titanlike.tools.planning.experts import ends_with_experts, routed_matmuls, routing_bytes
+from titanlike.tools.planning.experts import ends_with_experts, largest_load, routed_matmuls, routing_bytes
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.workload import Matmul, Passes, Workload
 
@@ -19,27 +18,10 @@ EAGER_CASTS = 4.6  # bytes of a cast to float8 in eager code, relative to compil
 
 
 @dataclass(frozen=True)
-class Program:
-    """How a training program computes what the recipe leaves open. The defaults are this toolkit's; other programs' measurements
-    are predicted with theirs. Bytes are per element and of eager code: compiled code fuses these operations."""
-
-    attention: Literal["", "fused", "flash"] = ""  # kernel; "": that of the recipe
-    norm_bytes: tuple[int, int] = (4, 10)  # of the fused RMSNorm kernel, forward and backward
-    rope_bytes: int = 58  # forward, and the same backward: float32, two halves and their concatenation
-    eager_loss: bool = False  # not compiled, and of all logits at once
-    logit_bytes: int = 0  # memory of the loss for each logit, beyond that of the same recipe here
-    gathers_once: bool = False  # a pipeline keeps the weights of all its stages for a step
-    cast_share: float = 1.0  # of the bytes of casts to float8; less if norms and activation functions write float8
-    regathers: bool = False  # selective activation checkpointing repeats tensor-parallel all-gathers
-    async_tensor_share: float = 0.0  # share of tensor-parallel collectives that is hidden; 0: that of the recipe
-
-
-@dataclass(frozen=True)
 class Counts:
     """Counts the operators of a job for one micro-batch of one rank."""
 
     job: Job
-    program: Program = Program()
 
     @cached_property
     def element(self) -> int:
@@ -54,12 +36,17 @@ class Counts:
     @cached_property
     def local_tokens(self) -> float:
         """Tokens outside of attention and feed-forward: sequence parallelism shards them over tensor-parallel ranks."""
-        return self.job.tokens / self.job.layout.tensor
+        return self.job.tokens / (self.job.layout.tensor if self.job.program.sequence_parallel else 1)
 
     @cached_property
     def float8_names(self) -> frozenset[str]:
         """Linear layers that multiply in float8, by their full names."""
         return _float8_names(self.job.recipe.float8, self.job.recipe.model)
+
+    @cached_property
+    def load(self) -> float:
+        """Rows that the experts of the slowest rank compute, relative to the mean of ranks."""
+        return largest_load(self.job, self.job.program.load_variation, self.job.program.padded_experts)
 
     def float8_layers(self, index: int) -> frozenset[str]:
         """Returns the float8 layers of a block, by their names in it."""
@@ -91,11 +78,13 @@ class Counts:
                 weights += [Matmul(rank, width, tokens), Matmul(outputs, rank, tokens)]
             if name.startswith("attention"):
                 num_attention = len(forward)
-        routed = routed_matmuls(self.job)
+        routed = routed_matmuls(self.job, self.load)
         forward[num_attention:num_attention] = routed
-        inputs += [Matmul(each.m, each.k, each.n, count=each.count) for each in routed]
+        inputs += [replace(each, n=each.k, k=each.n) for each in routed]
         if recipe.trains_all_weights:
-            weights += [Matmul(each.n, each.k, each.m, count=each.count) for each in routed]
+            weights += [
+                replace(each, m=each.n, n=each.k, k=each.m, grouped="k" if each.grouped else "") for each in routed
+            ]
         attention = self._attention_flops(local)
         elementwise_forward, elementwise_backward = self._elementwise_bytes()
         casts_forward, casts_backward = self._cast_bytes(float8)
@@ -173,15 +162,15 @@ class Counts:
                 + (10 if gated else 6) * hidden
             )
         else:
-            norm, norm_backward = self.program.norm_bytes
+            norm, norm_backward = self.job.program.norm_bytes
             forward = (
                 ((2 + post_norms) * norm + 12) * local
-                + self.program.rope_bytes * rotated
+                + self.job.program.rope_bytes * rotated
                 + (10 if gated else 4) * hidden
             )
             forward += norm * normed
             backward = ((2 + post_norms) * norm_backward + 12) * local + (6 * gated + 12) * gathered
-            backward += self.program.rope_bytes * rotated + (18 if gated else 6) * hidden + norm_backward * normed
+            backward += self.job.program.rope_bytes * rotated + (18 if gated else 6) * hidden + norm_backward * normed
         context = self.job.layout.context
         if context > 1:  # gathered keys and values are put in order: a copy of each
             forward, backward = (size + 8 * keys * context for size in (forward, backward))
@@ -217,7 +206,7 @@ class Counts:
                 forward += 5 * outputs * inputs / tensor
                 backward += 3 * outputs * inputs / tensor
         # Eager code computes the maximum and the cast in several kernels, in float32.
-        share = self.program.cast_share if self.compiled else EAGER_CASTS
+        share = self.job.program.cast_share if self.compiled else EAGER_CASTS
         return forward * share, backward * share
 
     def embedding(self) -> Passes:
@@ -233,9 +222,13 @@ class Counts:
     def loss(self) -> Passes:
         """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too."""
         recipe, tokens = self.job.recipe, self.job.tokens
-        vocab, dim = recipe.model.vocab_size // self.job.layout.tensor, recipe.model.dim
+        vocab, dim = recipe.model.vocab_size, recipe.model.dim
+        if not self.job.program.whole_logits:
+            vocab //= self.job.layout.tensor
         in_float8 = HEAD in self.float8_names
-        chunk = tokens if in_float8 or self.program.eager_loss else min(recipe.training.loss_chunk or tokens, tokens)
+        chunk = (
+            tokens if in_float8 or self.job.program.eager_loss else min(recipe.training.loss_chunk or tokens, tokens)
+        )
         chunks = tokens / chunk
         products = (
             Matmul(chunk, vocab, dim, in_float8, chunks),
@@ -243,7 +236,7 @@ class Counts:
             Matmul(vocab, dim, chunk, in_float8, chunks),
         )
         # Compiled: three passes read the logits, and one writes them. Eager: a float32 copy, and each operation by itself.
-        fused = recipe.compile.mode == "block" and not self.program.eager_loss
+        fused = recipe.compile.mode == "block" and not self.job.program.eager_loss
         logits = (8 if fused else 42) * self.element / 2 * tokens * vocab
         norm = 14 * self.local_tokens * dim * self.element / 2
         return Passes(Workload(products, bytes=logits + norm, kernels=(6 if fused else 14) * chunks + 10))

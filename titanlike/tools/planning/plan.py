@@ -14,7 +14,7 @@ from titanlike.tools.planning.collectives import Collective
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import Memory, memory
-from titanlike.tools.planning.operators import Program
+from titanlike.tools.planning.ranges import Range, kind_of, range_of
 from titanlike.tools.planning.step_time import Rank, StepTime, step_time
 from titanlike.tools.planning.traffic import traffic
 from titanlike.utils import system
@@ -42,6 +42,7 @@ class Plan:
     traffic: tuple[tuple[Collective, ...], ...]  # of each pipeline rank, in a step
     time: StepTime
     simulated: frozenset[int] = frozenset()  # pipeline ranks whose memory is from fake tensors
+    measured: bool = False  # the hardware has the efficiency of a measured run of this recipe
 
     @cached_property
     def worst_rank(self) -> int:
@@ -79,6 +80,16 @@ class Plan:
         """Throughput of a GPU."""
         return self.tokens_per_second / self.job.num_gpus
 
+    @cached_property
+    def kind(self) -> str:
+        """The class of published runs that the plan is compared with."""
+        return kind_of(self.job, self.hardware)
+
+    @cached_property
+    def range(self) -> Range:
+        """Measured over predicted speed of those runs or, with a measured run, of their ratios."""
+        return range_of(self.job, self.hardware, self.measured)
+
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward pass, without recomputation, as a run counts them for MFU."""
@@ -109,7 +120,7 @@ class Plan:
         """Returns the time of a step of the batch-size ramp."""
         recipe = self.job.recipe
         recipe = replace(recipe, training=replace(recipe.training, global_batch_size=global_batch_size, batch_ramp=()))
-        job = Job(recipe, self.job.num_gpus)
+        job = replace(self.job, recipe=recipe)
         traffics = [list(traffic(job, rank)) for rank in range(job.layout.pipeline)]
         return step_time(job, self.hardware, traffics).seconds
 
@@ -136,19 +147,22 @@ def available_memory(hardware: Hardware) -> int:
     return round(hardware.memory_gib * GIB) - OUTSIDE_ALLOCATOR
 
 
-def make_plan(job: Job, hardware: Hardware, simulated: Mapping[int, Memory] | None = None) -> Plan:
+def make_plan(
+    job: Job, hardware: Hardware, simulated: Mapping[int, Memory] | None = None, *, measured: bool = False
+) -> Plan:
     """Plans a job.
 
     Args:
         job: The recipe and the number of GPUs. Raises `UserError` where the layout or the batch does not divide.
         hardware: What it runs on.
         simulated: Memory of pipeline ranks from fake tensors, instead of from formulas.
+        measured: The hardware is that of `ranges.anchored`.
     """
     simulated = simulated or {}
     ranks = range(job.layout.pipeline)
     memories = tuple(simulated[rank] if rank in simulated else memory(job, rank) for rank in ranks)
     traffics = tuple(tuple(traffic(job, rank)) for rank in ranks)
-    return Plan(job, hardware, memories, traffics, step_time(job, hardware, traffics), frozenset(simulated))
+    return Plan(job, hardware, memories, traffics, step_time(job, hardware, traffics), frozenset(simulated), measured)
 
 
 def ranks_to_simulate(plan: Plan) -> list[int]:
@@ -175,7 +189,7 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
 
     Much faster with a pipeline than `step_time`, which simulates its schedule.
     """
-    rank = Rank(job, hardware, traffic(job, 0), 0, Program())
+    rank = Rank(job, hardware, traffic(job, 0), 0)
     busy = sum(rank.computation.values())
     seconds = busy + sum(rank.overlap[0].values()) + sum(rank.once.values())
     if job.layout.pipeline == 1:
@@ -211,7 +225,7 @@ def with_simulated_memory(plan: Plan, progress: Callable[[str, int, int], None])
             for done, (rank, task) in enumerate(tasks.items()):
                 progress(f"simulating {len(ranks)} pipeline ranks with fake tensors", done, len(ranks))
                 simulated[rank] = task.result()
-    return make_plan(plan.job, plan.hardware, simulated)
+    return make_plan(plan.job, plan.hardware, simulated, measured=plan.measured)
 
 
 def plan_or_none(recipe: PretrainRecipe, num_gpus: int, hardware: Hardware) -> Plan | None:

@@ -16,7 +16,7 @@ from titanlike.tools.planning.plan import GIB, Plan, crosses_nodes, ranks_to_sim
 from titanlike.tools.planning.scaling import Mode, Point
 from titanlike.tools.planning.search import SearchResult
 
-NEVER_WRAPPED = ("GPUs", "tokens/s/GPU", "tok/s/GPU", "hours", "dollars", "GiB", "recompute", "batch", "")
+NEVER_WRAPPED = ("GPUs", "tokens/s/GPU", "tok/s/GPU", "at least", "hours", "dollars", "GiB", "recompute", "batch", "")
 MIN_SHARE = 5e-4  # shorter parts of a step are left out
 
 CATEGORIES = {
@@ -185,8 +185,23 @@ def result_lines(plan: Plan) -> list[str]:
     return [
         f"speed     {plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {plan.tokens_per_second:,.0f} in total, "
         f"MFU {plan.mfu:.1%}",
+        f"range     {range_text(plan)}",
         f"run       {training.steps:,} steps, {tokens:.3g} tokens: {cost_text(plan)}",
     ]
+
+
+def range_text(plan: Plan) -> str:
+    """Returns between which speeds, and which costs, the run is likely to be, and from what that follows."""
+    low, high = (plan.tokens_per_second_per_gpu * factor for factor in (plan.range.low, plan.range.high))
+    hours = f"{number(plan.hours / plan.range.high)} to {number(plan.hours / plan.range.low)} hours"
+    dollars = ""
+    if plan.dollars is not None:
+        dollars = f", ${number(plan.dollars / plan.range.high)} to ${number(plan.dollars / plan.range.low)}"
+    if plan.measured:
+        source = f"90% of {plan.range.runs} ratios of published runs"
+    else:
+        source = f"90% of {plan.range.runs} published runs of this class ({plan.kind}), not fitted"
+    return f"{low:,.0f} to {high:,.0f} tokens/s per GPU, {hours}{dollars}: {source}"
 
 
 def cost_text(plan: Plan) -> str:
@@ -202,9 +217,10 @@ def cost_text(plan: Plan) -> str:
 def brief(plan: Plan) -> str:
     """Returns memory, speed and cost in one line, for programs that print a plan beside other things."""
     verdict = "" if plan.fits else " (does not fit)"
+    low, high = (plan.tokens_per_second_per_gpu * factor for factor in (plan.range.low, plan.range.high))
     return (
         f"{plan.reserved / GIB:,.1f} of {plan.available / GIB:,.1f} GiB per GPU{verdict}, "
-        f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {cost_text(plan)}"
+        f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f}), {cost_text(plan)}"
     )
 
 
@@ -245,6 +261,11 @@ def as_json(
         "step_seconds": plan.time.seconds,
         "tokens_per_second": plan.tokens_per_second,
         "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+        "class": plan.kind,
+        "class_runs": plan.range.runs,
+        "tokens_per_second_per_gpu_range": [
+            plan.tokens_per_second_per_gpu * factor for factor in (plan.range.low, plan.range.high)
+        ],
         "mfu": plan.mfu,
         "run_seconds": plan.hours * 3600,
         "run_dollars": plan.dollars,
@@ -305,7 +326,7 @@ def print_search(result: SearchResult, original: Plan | None, console: Console) 
     console.print(counts_line(result))
     if not result.best:
         return
-    found = table("Best candidates", "#", "layout", "recompute", "float8", "batch", "GiB", "tok/s/GPU")
+    found = table("Best candidates", "#", "layout", "recompute", "float8", "batch", "GiB", "tok/s/GPU", "at least", "")
     for column in range(1, 4):
         found.columns[column].justify = "left"
     for place, candidate in enumerate(result.best, 1):
@@ -318,9 +339,14 @@ def print_search(result: SearchResult, original: Plan | None, console: Console) 
             f"{plan.job.num_microbatches} x {plan.job.sequences}",
             f"{plan.reserved / GIB:.1f}",
             f"{plan.tokens_per_second_per_gpu:,.0f}",
+            f"{plan.tokens_per_second_per_gpu * plan.range.low:,.0f}",
+            "level" if place > 1 and candidate.is_level_with(result.best[0]) else "",
         )
     console.print()
     console.print(found)
+    console.print(
+        "In the order of what they have at least: the low end of the range. Level: ranges overlap, so either may be faster."
+    )
     experts = ", EP: expert" if any(candidate.plan.job.layout.expert > 1 for candidate in result.best) else ""
     console.print(
         f"TP: tensor, CP: context, FSDP: shard, HSDP: replicate x shard{experts}, PP: pipeline. Batch: micro-batches x sequences."

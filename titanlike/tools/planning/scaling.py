@@ -9,6 +9,7 @@ from titanlike.tools.planning.advice import Check
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, make_plan
+from titanlike.tools.planning.program import TITANLIKE, Program
 
 Mode = Literal["strong", "weak"]
 
@@ -22,7 +23,15 @@ class Point:
     problem: str = ""
 
 
-def scaling(recipe: PretrainRecipe, counts: Sequence[int], hardware: Hardware, check: Check, mode: Mode) -> list[Point]:
+def scaling(
+    recipe: PretrainRecipe,
+    counts: Sequence[int],
+    hardware: Hardware,
+    check: Check,
+    mode: Mode,
+    program: Program = TITANLIKE,
+    measured: bool = False,
+) -> list[Point]:
     """Plans a recipe on several numbers of GPUs.
 
     Args:
@@ -32,6 +41,8 @@ def scaling(recipe: PretrainRecipe, counts: Sequence[int], hardware: Hardware, c
         check: Raises `UserError` for a recipe that is not valid.
         mode: "strong" keeps the global batch, and so the result of training. "weak" makes it proportional to the GPUs, from that of
             the recipe on the first of `counts`, and trains on as many tokens in fewer steps.
+        program: What trains it.
+        measured: The hardware is that of `ranges.anchored`.
     """
     free = replace(recipe, parallelism=replace(recipe.parallelism, shard=-1)) if len(counts) > 1 else recipe
     points = []
@@ -39,7 +50,7 @@ def scaling(recipe: PretrainRecipe, counts: Sequence[int], hardware: Hardware, c
         try:
             scaled = free if mode == "strong" else weakly_scaled(free, counts[0], num_gpus)
             check(scaled, num_gpus)
-            points.append(Point(num_gpus, make_plan(Job(scaled, num_gpus), hardware)))
+            points.append(Point(num_gpus, make_plan(Job(scaled, num_gpus, program), hardware, measured=measured)))
         except UserError as error:
             points.append(Point(num_gpus, None, str(error).partition("\n")[0]))
     return points

@@ -29,6 +29,7 @@ from titanlike.tools.planning.changes import (
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import Plan, available_memory, least_seconds, make_plan
+from titanlike.tools.planning.ranges import range_of
 from titanlike.tools.planning.step_time import step_time
 from titanlike.tools.planning.traffic import traffic
 from titanlike.utils.files import atomic_write_text
@@ -53,6 +54,16 @@ class Candidate:
     changes: Changes
     plan: Plan
 
+    @property
+    def slow_seconds(self) -> float:
+        """Seconds of a step at the low end of the plan's range, which orders candidates: some kinds of layouts are less sure."""
+        return self.plan.time.seconds / self.plan.range.low
+
+    def is_level_with(self, best: "Candidate") -> bool:
+        """Whether the ranges of both overlap, so that either may be the faster one."""
+        high = self.plan.tokens_per_second * self.plan.range.high
+        return high >= best.plan.tokens_per_second * best.plan.range.low
+
 
 @dataclass
 class SearchResult:
@@ -72,9 +83,10 @@ def search(
     check: Check,
     *,
     fixed: Collection[str] = (),
+    measured: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """Returns the ten candidates with the highest throughput, all of which fit.
+    """Returns the ten candidates with the highest throughput at the low end of their ranges, all of which fit.
 
     Args:
         recipe: The recipe, whose global batch size and other keys stay.
@@ -82,6 +94,7 @@ def search(
         hardware: What the recipe runs on.
         check: Raises `UserError` for a recipe that is not valid.
         fixed: Keys that keep the value of the recipe.
+        measured: The hardware is that of `ranges.anchored`.
         on_progress: Called with the number of layouts that are done, and of all layouts.
     """
     result = SearchResult([])
@@ -90,21 +103,21 @@ def search(
     limit = available_memory(hardware)
     for done, layout in enumerate(layouts):
         for changes, job in _fitting(recipe, num_gpus, hardware, layout, limit, check, fixed, result):
-            timed.append((least_seconds(job, hardware), changes, job))
+            timed.append((least_seconds(job, hardware) / range_of(job, hardware, measured).low, changes, job))
         on_progress(done + 1, len(layouts))
     # Fastest first. Once ten plans are faster than what the next candidate takes at least, no other can be among the best.
     for least, changes, job in sorted(timed, key=lambda entry: entry[0]):
-        if len(result.best) == NUM_BEST and result.best[-1].plan.time.seconds <= least:
+        if len(result.best) == NUM_BEST and result.best[-1].slow_seconds <= least:
             break
         ranks = [traffic(job, rank) for rank in range(job.layout.pipeline)]
-        seconds = step_time(job, hardware, ranks).seconds
-        if len(result.best) == NUM_BEST and result.best[-1].plan.time.seconds <= seconds:
+        seconds = step_time(job, hardware, ranks).seconds / range_of(job, hardware, measured).low
+        if len(result.best) == NUM_BEST and result.best[-1].slow_seconds <= seconds:
             continue
-        plan = make_plan(job, hardware)
+        plan = make_plan(job, hardware, measured=measured)
         if plan.fits:  # on all pipeline ranks
             differing = {name: value for name, value in changes.items() if value != value_of(recipe, name)}
             result.best.append(Candidate(differing, plan))
-            result.best = sorted(result.best, key=lambda candidate: candidate.plan.time.seconds)[:NUM_BEST]
+            result.best = sorted(result.best, key=lambda candidate: candidate.slow_seconds)[:NUM_BEST]
     return result
 
 
@@ -117,7 +130,7 @@ def simulate_best(result: SearchResult, simulate: Callable[[Plan], Plan], number
         plan = simulate(candidate.plan)
         if plan.fits:
             best.append(Candidate(candidate.changes, plan))
-    best.sort(key=lambda candidate: -candidate.plan.tokens_per_second)
+    best.sort(key=lambda candidate: candidate.slow_seconds)
     return replace(result, best=best + remaining)
 
 

@@ -57,16 +57,16 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
         device: whose operators to assume, where those of GPUs and CPUs save different tensors for the backward pass.
     """
     if job.recipe.compile.mode != "none":
-        eager = Job(replace(job.recipe, compile=replace(job.recipe.compile, mode="none")), job.num_gpus)
+        eager = replace(job, recipe=replace(job.recipe, compile=replace(job.recipe.compile, mode="none")))
         return _as_compiled(simulate(eager, rank, device), eager, job)
     if (
         job.recipe.parallelism.async_tensor_parallel
     ):  # needs symmetric memory of GPUs; only compiled code overlaps anything
         section = replace(job.recipe.parallelism, async_tensor_parallel=False)
-        return simulate(Job(replace(job.recipe, parallelism=section), job.num_gpus), rank, device)
+        return simulate(replace(job, recipe=replace(job.recipe, parallelism=section)), rank, device)
     if job.layout.cpu_offload:
         section = replace(job.recipe.parallelism, cpu_offload=False)
-        found = simulate(Job(replace(job.recipe, parallelism=section), job.num_gpus), rank, device)
+        found = simulate(replace(job, recipe=replace(job.recipe, parallelism=section)), rank, device)
         on_host = {"parameters": 0, "gradients": 0, "optimizer": 0}
         moments = tuple(replace(m, usage=replace(m.usage, **on_host)) for m in found.moments)
         return replace(found, moments=moments)
@@ -117,7 +117,7 @@ def _with_depth(job: Job, depth: int) -> Job:
     recipe = job.recipe
     model = replace(cast(Any, recipe.model), num_layers=sum(split))
     parallelism = replace(recipe.parallelism, pipeline_split=tuple(split) if len(split) > 1 else ())
-    return Job(replace(recipe, model=model, parallelism=parallelism), job.num_gpus)
+    return replace(job, recipe=replace(recipe, model=model, parallelism=parallelism))
 
 
 def _with_microbatches(job: Job, rank: int) -> Job:
@@ -134,7 +134,7 @@ def _with_microbatches(job: Job, rank: int) -> Job:
     target = in_flight(job.num_microbatches)
     counts = [n for n in range(1, job.num_microbatches + 1) if in_flight(n) == target]
     training = replace(job.recipe.training, global_batch_size=counts[:2][-1] * job.sequences * job.num_data_ranks)
-    return Job(replace(job.recipe, training=training), job.num_gpus)
+    return replace(job, recipe=replace(job.recipe, training=training))
 
 
 def _extrapolate(small: Moments, large: Moments, more: float, num_blocks: int) -> list[Moment]:

@@ -17,7 +17,7 @@ from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.kernels import Kernels
 from titanlike.tools.planning.muon import Matrix, rounds
-from titanlike.tools.planning.operators import Counts, Program
+from titanlike.tools.planning.operators import Counts
 from titanlike.tools.planning.parameters import stage_of
 from titanlike.tools.planning.schedules import Action, Kind, actions, simulate_time
 from titanlike.tools.planning.workload import Matmul, Passes
@@ -32,6 +32,9 @@ ASYNC_TENSOR_SHARE = 0.5
 # overlap on H100 and MI250 report 19% on average and up to 40%; FSDP's collectives are large.
 OVERLAP_SLOWDOWN = 0.3
 
+# With expert parallelism, the host reads how many tokens a rank receives, once per block and micro-batch, and then launches again.
+HOST_WAIT = 1e-4  # seconds
+
 # What FSDP and replicas run beside the computation.
 OVERLAPPED = ("weights", "gradients")
 
@@ -45,15 +48,9 @@ class StepTime:
     hidden: dict[str, float]  # seconds of communication behind computation, by mesh axis
 
 
-def step_time(
-    job: Job, hardware: Hardware, traffic: Sequence[Sequence[Collective]], program: Program | None = None
-) -> StepTime:
-    """Returns the time of a step, given the collectives of each pipeline rank.
-
-    Args:
-        program: of which to predict the time. Default: this toolkit.
-    """
-    ranks = [Rank(job, hardware, each, index, program or Program()) for index, each in enumerate(traffic)]
+def step_time(job: Job, hardware: Hardware, traffic: Sequence[Sequence[Collective]]) -> StepTime:
+    """Returns the time of a step, given the collectives of each pipeline rank."""
+    ranks = [Rank(job, hardware, each, index) for index, each in enumerate(traffic)]
     rank, bubble = ranks[0], 0.0
     if job.layout.pipeline > 1:
         durations = {key: seconds for rank in ranks for key, seconds in rank.durations.items()}
@@ -87,12 +84,11 @@ class Rank:
     hardware: Hardware
     collectives: Sequence[Collective]
     index: int
-    program: Program
 
     @cached_property
     def counts(self) -> Counts:
         """Numbers of operators."""
-        return Counts(self.job, self.program)
+        return Counts(self.job)
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -158,14 +154,21 @@ class Rank:
     @cached_property
     def hidden_tensor(self) -> float:
         """Seconds of tensor-parallel collectives that async tensor parallelism overlaps with matmuls."""
-        share = self.program.async_tensor_share or ASYNC_TENSOR_SHARE * self.job.layout.async_tensor_parallel
+        share = self.job.program.async_tensor_share or ASYNC_TENSOR_SHARE * self.job.layout.async_tensor_parallel
         return share * self._seconds("tensor", "activations")
 
     @cached_property
     def critical(self) -> dict[str, tuple[float, float]]:
         """Seconds of a step that computation waits for collectives of an axis, in the forward and in the backward pass."""
         tensor = self._seconds("tensor", "activations", "replicated gradients", "loss", "float8 maxima")
-        if self.program.regathers and self.job.recipe.activation_checkpoint.mode == "selective":
+        if (
+            self.job.sequences > 1
+        ):  # NCCL gathers along the first dimension, and the sequence is the second: a copy puts it in order
+            moved = sum(
+                each.bytes for each in self.collectives if (each.axis, each.purpose) == ("tensor", "activations")
+            )
+            tensor += 2 * moved / self.kernels.memory_speed
+        if self.job.program.regathers and self.job.recipe.activation_checkpoint.mode == "selective":
             tensor *= 5 / 4  # two of eight collectives of a block
         context = self._seconds("context", "keys and values", "document ids", "float8 maxima", "expert counts")
         # A block has as many collectives in the backward pass; with full checkpointing, three of four again.
@@ -173,7 +176,11 @@ class Rank:
         exposed = {"tensor": tensor - self.hidden_tensor, "context": context}
         found = {axis: (seconds * share, seconds * (1 - share)) for axis, seconds in exposed.items()}
         if self.job.layout.expert > 1:
-            expert = self._seconds("expert", "routed tokens", "expert counts")
+            expert = (
+                self._seconds("expert", "routed tokens") * self.counts.load * (1 - self.job.program.hidden_exchange)
+            )
+            blocks = sum(self.job.split[stage] for stage in self.modules)
+            expert += self._seconds("expert", "expert counts") + blocks * self.job.num_microbatches * HOST_WAIT
             share = 1 / 3 if self.job.recipe.activation_checkpoint.mode == "full" else 1 / 2
             found["expert"] = expert * share, expert * (1 - share)
         return found
@@ -204,7 +211,7 @@ class Rank:
             job.num_microbatches if job.layout.pipeline == 1 else max(1, min(calls // num_units, job.num_microbatches))
         )
         reductions = job.num_microbatches if job.layout.pipeline == 1 else 1
-        free = {"forward": forward * passes, "backward": backward * reductions}
+        free = {"forward": forward * passes, "backward": backward * reductions} if self.job.program.overlaps else {}
         exposed, hidden = dict[str, float](), dict[str, float]()
         for each in self.collectives:
             if each.purpose not in OVERLAPPED:
@@ -220,8 +227,8 @@ class Rank:
                 wanted = {"forward": in_forward, "backward": seconds - ends - in_forward}
             for phase, rest in wanted.items():
                 # Replicas reduce gradients in the last micro-batch only.
-                hides = min(rest, free[phase], backward if each.axis == "replicate" else rest)
-                free[phase] -= hides
+                hides = min(rest, free.get(phase, 0.0), backward if each.axis == "replicate" else rest)
+                free[phase] = free.get(phase, 0.0) - hides
                 _add(hidden, {each.axis: hides})
                 _add(exposed, {f"exposed {each.axis}": rest - hides})
             _add(exposed, {f"exposed {each.axis}": ends})

@@ -8,7 +8,7 @@ the same number of tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from titanlike.config.sections import DTYPE_BYTES
@@ -48,7 +48,15 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
         _pipeline(job, stages, totals)
     _scalars(job, stages, totals)
     _whole_matrices(job, list(stages), totals)
-    return totals.collectives()
+    collectives = totals.collectives()
+    return _gathered_once(collectives) if job.program.gathers_once and job.layout.pipeline > 1 else collectives
+
+
+def _gathered_once(collectives: Sequence[Collective]) -> list[Collective]:
+    """Returns collectives that gather the weights as often as they reduce the gradients, which are as large."""
+    others = [each for each in collectives if each.purpose != "weights"]
+    gradients = [each for each in others if each.purpose == "gradients" and each.kind == "reduce-scatter"]
+    return [*others, *(replace(each, kind="all-gather", purpose="weights") for each in gradients)]
 
 
 def fsdp_axis(job: Job) -> str:

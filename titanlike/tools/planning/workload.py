@@ -1,6 +1,7 @@
 """What a rank computes: matmuls, attention, and bytes of elementwise kernels. Does not import torch."""
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,7 @@ class Matmul:
     k: float
     float8: bool = False
     count: float = 1.0
+    grouped: Literal["", "m", "k"] = ""  # dimension that differs between matmuls which are grouped in one kernel
 
     @property
     def flops(self) -> float:
