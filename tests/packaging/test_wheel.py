@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomli
 
 import titanlike
 from tests.launching import ROOT, environment, losses
@@ -48,6 +49,23 @@ def check_files(wheel: Path) -> None:
         assert packed == files
     data = [path for path in (ROOT / "titanlike").rglob("*") if path.suffix in (".toml", ".css", ".html", ".js")]
     assert data and {str(path.relative_to(ROOT)) for path in data} <= set(names)
+
+
+def test_all_packages_are_in_the_wheel() -> None:
+    """A setup.py could find them, but SageMaker's toolkit does not run torchrun in a source directory with one."""
+    listed = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(path.relative_to(ROOT).parent.parts) for path in (ROOT / "titanlike").rglob("__init__.py")}
+    assert sorted(listed) == sorted([*found, "titanlike.recipes", "titanlike.train_configs"])
+    assert not (ROOT / "setup.py").exists()
+
+
+def test_the_requirements_of_a_job_are_those_of_the_package() -> None:
+    """A job's source directory can be read-only, so pip cannot build the package in it. The image has torch."""
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    expected = {*project["dependencies"], *extras["data"], *extras["s3"]}
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert sorted(lines) == sorted(line for line in expected if not re.match("torch[<>=]", line))
 
 
 @pytest.mark.slow

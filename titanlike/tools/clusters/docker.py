@@ -16,7 +16,7 @@ from titanlike.tools.clusters.cluster_job import ClusterJob
 
 CUDA_INDEX = "https://pypi.org/simple"  # on Linux, its torch is the build with CUDA libraries
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-SOURCES = ("titanlike", "recipes", "train_configs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("titanlike", "recipes", "train_configs", "pyproject.toml", "README.md", "LICENSE")
 
 DOCKERFILE = """\
 # Trains {name}. Build and run:
