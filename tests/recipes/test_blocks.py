@@ -63,6 +63,8 @@ class Block:
 def fenced(page: Path) -> list[Block]:
     """Returns the blocks of a page, or the indented commands in the docstring of an example."""
     text = page.read_text()
+    if page.suffix == ".txt":  # the record of a terminal
+        return [Block(page, 1, "text", text)]
     if page.suffix == ".py":
         lines = [line for line in (ast.get_docstring(ast.parse(text)) or "").splitlines() if line.startswith("    ")]
         return [Block(page, 1, "bash", "\n".join(map(str.strip, lines)))] if lines else []
@@ -74,7 +76,8 @@ def fenced(page: Path) -> list[Block]:
     return found
 
 
-BLOCKS = [block for page in (*PAGES, *sorted((ROOT / "examples").glob("*.py"))) for block in fenced(page)]
+OTHERS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "docs/captures").glob("*.txt"))]
+BLOCKS = [block for page in (*PAGES, *OTHERS) for block in fenced(page)]
 
 
 def commands(text: str) -> Iterator[tuple[list[str], dict[str, str]]]:
@@ -97,7 +100,7 @@ def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
     assert program in PROGRAMS, f"{program}: no rule covers this program"
     for word in words:  # files of this repository
         path = Path(word.rpartition("=")[2])
-        is_here = path.parts and not path.is_absolute() and (ROOT / path.parts[0]).exists()
+        is_here = path.parts and not path.is_absolute() and Path(path.parts[0]).exists()
         assert not is_here or path.exists(), f"{path} does not exist"
     PROGRAMS[program](rest, variables)
 
@@ -226,7 +229,7 @@ def any_words(words: Sequence[str], variables: dict[str, str]) -> None:
 PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
     "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
     "peers/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
-    **dict.fromkeys(("ruff", "mypy", "bash", ".ci/busy", "cp", "printf", "prometheus"), any_words),
+    **dict.fromkeys("ruff mypy bash .ci/busy prometheus cp printf git cd ls sed grep".split(), any_words),
 }  # fmt: skip
 
 
@@ -281,12 +284,12 @@ def check_output(text: str) -> None:
     lines = text.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if line.startswith("$ "):
-            words, variables = next(commands(re.sub(r" {2,}\(.*\)$", "", line[2:])))
-            if following.startswith("error: "):
-                with pytest.raises(UserError, match=f"^{re.escape(following.removeprefix('error: '))}$"):
+            for words, variables in commands(re.sub(r" {2,}\(.*\)$", "", line[2:])):
+                if following.startswith("error: "):
+                    with pytest.raises(UserError, match=f"^{re.escape(following.removeprefix('error: '))}$"):
+                        check_command(words, variables)
+                else:
                     check_command(words, variables)
-            else:
-                check_command(words, variables)
         else:
             assert not re.match(r"(titanlike|python|pip|\./run_train\.sh|torchrun) ", line), "tag the block with bash"
 

@@ -19,6 +19,7 @@ from benchmarks import (
     data_prepare,
     figures,
     float8_quality,
+    install,
     optimizers,
     restart_bytes,
     save_stall,
@@ -242,6 +243,13 @@ def test_the_startup_table_is_the_measurement() -> None:
     page = (ROOT / "docs/speed.md").read_text()
     assert f"\n\n{startup.table(measured)}\n\n" in page
     assert f"\n{measured['command']}\n" in page
+
+
+def test_the_size_of_an_installation_is_the_measurement() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/install.json").read_text())
+    page = (ROOT / "docs/installing.md").read_text()
+    assert install.sentence(measured) in " ".join(page.split())
+    assert f"<!-- {measured['command']} -->" in page
 
 
 def test_the_checkpoint_tables_are_the_measurements() -> None:
