@@ -32,23 +32,21 @@ KEYS = {
     "recipe": "train_configs/debug.toml", "training.steps": 60, "training.global_batch_size": 8, "metrics.interval": 5,
     "checkpoint.interval": 20, "sample.tokens": 0,
 }  # fmt: skip
-# Runs a block of docs/sagemaker.md, and prints the request that the SDK sends to a local AWS.
+# Runs a block of docs/sagemaker.md, and prints the request that the SDK sends to an emulated AWS.
 REQUEST = """
-import json, os, sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(port=0, verbose=False)
-server.start()
-os.environ["AWS_ENDPOINT_URL"] = "http://{}:{}".format(*server.get_host_and_port())
+import json, sys
+from moto import mock_aws
+mock_aws().start()
 import boto3
 boto3.setup_default_session(region_name="us-east-1")
 def show(params, **_):
     print("REQUEST" + json.dumps(params, indent=2, default=str), flush=True)
 boto3.DEFAULT_SESSION.events.register("provide-client-params.sagemaker.CreateTrainingJob", show)
 exec(sys.stdin.read(), {"ROLE": "arn:aws:iam::123456789012:role/training"})
-server.stop()
 """
 
-
+# Programs of packages that pip does not install, because they are there.
+SCRIPTS = (("torchrun", "torch.distributed.run", "main"), ("pytest", "pytest", "console_main"))
 # Progress of pip.
 PIP = re.compile(
     r" *(Requirement already|Processing|Obtaining|Collecting|Downloading|Using cached|Installing|Preparing|Getting|Building|Created"
@@ -62,10 +60,15 @@ class Terminal:
     def __init__(self, base: Path, packages: Path | None) -> None:
         self.home, self.venv = base, base / "venv"
         venv.create(self.venv, with_pip=True)
-        self.has_packages = packages is not None
         if packages:
             (site,) = self.venv.glob("lib/python*/site-packages")
             (site / "packages.pth").write_text(f"{packages.resolve()}\n")
+            for name, module, call in SCRIPTS:
+                script = self.venv / "bin" / name
+                script.write_text(
+                    f"#!{self.venv}/bin/python\nimport sys\nfrom {module} import {call}\nsys.exit({call}())\n"
+                )
+                script.chmod(0o755)
         self.folder = base
         self.lines: list[str] = []
 

@@ -226,10 +226,11 @@ def any_words(words: Sequence[str], variables: dict[str, str]) -> None:
     """A program of the system, or one that CI runs."""
 
 
+SYSTEM = ("ruff", "mypy", "bash", ".ci/busy", "prometheus", "cp", "printf", "git", "cd", "ls", "sed", "grep")
 PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
     "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
     "peers/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
-    **dict.fromkeys("ruff mypy bash .ci/busy prometheus cp printf git cd ls sed grep".split(), any_words),
+    **dict.fromkeys(SYSTEM, any_words),
 }  # fmt: skip
 
 
