@@ -29,8 +29,8 @@ from tests.programs import INSTALLED, blocks
 
 FOLDER = ROOT / "docs/captures"
 KEYS = {
-    "recipe": "train_configs/debug.toml", "training.steps": 60, "training.global_batch_size": 8, "metrics.interval": 5,
-    "checkpoint.interval": 20, "sample.tokens": 0,
+    "recipe": "train_configs/debug.toml", "training.steps": 40, "training.global_batch_size": 4, "training.local_batch_size": 2,
+    "checkpoint.interval": 10, "validation.interval": 0, "sample.tokens": 0,
 }  # fmt: skip
 # Runs a block of docs/sagemaker.md, and prints the request that the SDK sends to an emulated AWS.
 REQUEST = """
@@ -99,7 +99,7 @@ class Terminal:
         for line in self.lines:
             is_pip = PIP.match(line)
             step = re.match(r"step +(\d+)/\d+  loss", line)
-            if is_pip or (step and int(step[1]) % 20 and int(step[1]) > 5):
+            if is_pip or (step and int(step[1]) % 10 and int(step[1]) > 5):
                 kept += ["..."] * (kept[-1] != "...")
             else:
                 kept.append(line.replace(str(self.home), "~"))
@@ -165,7 +165,7 @@ def estimator(terminal: Terminal, sdk: str, python: Path) -> None:
     for is_killed in (True, False):
         job, line = start_job(terminal, sdk, code, base)
         if is_killed:
-            wait_for(base / "checkpoints/debug/checkpoints/step-00000040/manifest.json", 600)
+            wait_for(base / "checkpoints/debug/checkpoints/step-00000020/manifest.json", 600)
             time.sleep(2)
             for process in descendants(job.pid):
                 os.kill(process, 9)
