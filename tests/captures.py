@@ -91,7 +91,7 @@ class Terminal:
     def show(self, *texts: str) -> None:
         """Adds lines."""
         for text in texts:
-            self.lines += text.rstrip("\n").splitlines()
+            self.lines += text.rstrip("\n").splitlines() or [""]
 
     def text(self) -> str:
         """Returns the lines without the temporary folder, pip's progress and most steps."""
