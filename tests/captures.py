@@ -1,6 +1,6 @@
 """Records what a new user sees: terminals of a clone, of the wheel in an empty folder, and of SageMaker jobs, in docs/captures.
 
-    python -m tests.captures clone                       a clone and its two commands
+    python -m tests.captures clone --tests               a clone and its two commands; without --tests, the first
     python -m tests.captures wheel                       the wheel in an empty folder
     python -m tests.captures estimator_v2 --sdk PYTHON   an estimator of SDK v2: its request, and its job, killed and resumed
     python -m tests.captures estimator_v3 --sdk PYTHON   the same with SDK v3
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.cloud import test_own_estimators as jobs
@@ -106,14 +105,15 @@ class Terminal:
         return "\n".join(kept) + "\n"
 
 
-def clone(terminal: Terminal) -> None:
-    """The two commands of the README, of which the second runs the tests."""
+def clone(terminal: Terminal, *, tests: bool) -> None:
+    """The two commands of the README. The second one runs the tests."""
     terminal.show("$ git clone https://HOST/titanlike && cd titanlike")
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(terminal.home / "titanlike")], check=True)
     terminal.folder = terminal.home / "titanlike"
     train, test = (line for block in blocks(ROOT / "README.md")[:2] for line in block.splitlines())
     terminal.run(train)
-    terminal.run(test)
+    if tests:
+        terminal.run(test)
 
 
 def wheel(terminal: Terminal) -> None:
@@ -199,21 +199,26 @@ def main() -> None:
     """Records the captures that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=["clone", "wheel", "estimator_v2", "estimator_v3"])
+    parser.add_argument("--tests", action="store_true", help="clone: run the tests, too")
     parser.add_argument("--packages", type=Path, help="folder with installed packages")
     parser.add_argument("--sdk", type=Path, metavar="PYTHON", help="of an environment with the SDK and moto")
     options = parser.parse_args()
-    made: dict[str, Callable[[Terminal], None]] = {"clone": clone, "wheel": wheel}
     with tempfile.TemporaryDirectory() as folder:
         terminal = Terminal(Path(folder), options.packages)
-        if options.name in made:
-            made[options.name](terminal)
+        if options.name == "clone":
+            clone(terminal, tests=options.tests)
+        elif options.name == "wheel":
+            wheel(terminal)
         else:
             assert options.sdk, "--sdk is missing: the Python of an environment with the SDK"
             estimator(terminal, options.name.removeprefix("estimator_"), options.sdk)
         text = terminal.text()
     present = ", with torch and the other dependencies already in the environment" if options.packages else ""
+    shown = f"{options.name}{' --tests' if options.tests else ''}"
     machine = f"{os.cpu_count()} CPU cores, Linux, Python {platform.python_version()}"
-    heading = f"Recorded by `python -m tests.captures {options.name}` on {time.strftime('%Y-%m-%d')}, on {machine}{present}.\n\n"
+    heading = (
+        f"Recorded by `python -m tests.captures {shown}` on {time.strftime('%Y-%m-%d')}, on {machine}{present}.\n\n"
+    )
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{options.name}.txt").write_text(heading + text)
     print(f"{FOLDER / options.name}.txt", file=sys.stderr)
