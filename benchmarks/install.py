@@ -84,8 +84,8 @@ def sentence(measured: dict[str, Any]) -> str:
     lines = ", ".join(f"`{name}` {number}" for name, number in programs().items())
     return (
         f"The wheel has {measured['wheel_kb']} kB. Where torch is present, pip installs it with its other dependencies in "
-        f"{min(measured['seconds']):.0f} s, of which {statistics.median(measured['cpu_seconds']):.0f} s are CPU time (two cores, "
-        f"without pip's cache, beside other work). Lines of the programs: {lines}."
+        f"{statistics.median(measured['cpu_seconds']):.0f} s of CPU time; without pip's cache, and with the two cores busy with other "
+        f"work, this took {min(measured['seconds']):.0f} s. Lines of the programs: {lines}."
     )
 
 

@@ -48,7 +48,7 @@ exec(sys.stdin.read(), {"ROLE": "arn:aws:iam::123456789012:role/training"})
 SCRIPTS = (("torchrun", "torch.distributed.run", "main"), ("pytest", "pytest", "console_main"))
 # Progress of pip.
 PIP = re.compile(
-    r" *(Requirement already|Processing|Obtaining|Collecting|Downloading|Using cached|Installing|Preparing|Getting|Building|Created"
+    r" *(Requirement already|Processing|Obtaining|Collecting|Downloading|Using cached|Installing|Preparing|Getting|Checking|Building|Created"
     r"|Stored|Attempting|Found existing|Uninstalling|Successfully (built|unin)|Looking in|━|WARNING|\[notice)"
 )
 
