@@ -84,8 +84,8 @@ def sentence(measured: dict[str, Any]) -> str:
     lines = ", ".join(f"`{name}` {number}" for name, number in programs().items())
     return (
         f"The wheel has {measured['wheel_kb']} kB. Where torch is present, pip installs it with its other dependencies in "
-        f"{statistics.median(measured['cpu_seconds']):.0f} s of CPU time; without pip's cache, and with the two cores busy with other "
-        f"work, this took {min(measured['seconds']):.0f} s. Lines of the programs: {lines}."
+        f"{statistics.median(measured['cpu_seconds']):.0f} s of CPU time; without pip's cache, and with the two cores busy with "
+        f"other work, this took {min(measured['seconds']):.0f} s. Lines of the programs: {lines}."
     )
 
 
