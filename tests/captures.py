@@ -48,8 +48,8 @@ exec(sys.stdin.read(), {"ROLE": "arn:aws:iam::123456789012:role/training"})
 SCRIPTS = (("torchrun", "torch.distributed.run", "main"), ("pytest", "pytest", "console_main"))
 # Progress of pip.
 PIP = re.compile(
-    r" *(Requirement already|Checking|Processing|Obtaining|Collecting|Downloading|Using cached|Installing|Preparing|Getting|Building"
-    r"|Created|Stored|Attempting|Found existing|Uninstalling|Successfully (built|unin)|Looking in|━|WARNING|\[notice)"
+    r" *(Requirement already|Checking|Processing|Obtaining|Collecting|Downloading|Using cached|Installing|Preparing|Getting"
+    r"|Building|Created|Stored|Attempting|Found existing|Uninstalling|Successfully (built|unin)|Looking in|━|WARNING|\[notice)"
 )
 
 

@@ -65,6 +65,7 @@ def test_titanlike_alone_lists_its_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["titanlike"])
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(SystemExit, match="2"):
         cli.main()
