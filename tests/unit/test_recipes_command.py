@@ -65,11 +65,10 @@ def test_titanlike_alone_lists_its_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["titanlike"])
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert "    recipes             list the shipped recipes" in capsys.readouterr().out
+    assert "recipes list the shipped recipes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_list_has_a_line_for_each_recipe(
