@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from titanlike.checkpoint import read_whole
-from titanlike.checkpoint.format import CheckpointCorrupt, verify_file
-from titanlike.checkpoint.store import LocalStore, name_of, read_manifest
+from titanlike.checkpoint.format import CheckpointCorrupt
+from titanlike.checkpoint.loader import read_manifest, read_whole
+from titanlike.checkpoint.reader import verify_file
+from titanlike.checkpoint.store import LocalStore, name_of
 
 
 class RunCorrupt(Exception):

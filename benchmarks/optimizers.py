@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titanlike.checkpoint import read_whole
+from titanlike.checkpoint.loader import read_whole
 
 ROOT = Path(__file__).parents[1]
 BF16 = {"training.master_dtype": "bfloat16"}

@@ -23,7 +23,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from benchmarks.models import MODELS, config_of
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, loader
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, staging
 from titanlike.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
@@ -92,7 +92,7 @@ def work(sizes: dict[str, int], model_name: str, folder: Path, *, saves: bool) -
             metadata = checkpoints.find()
             assert metadata is not None
             checkpoints.load(model, optimizer, metadata)
-        tensors = loader.named_tensors(model, optimizer, {})
+        tensors = staging.named_tensors(model, optimizer, {})
         found = {"read": CountingFileSystem.read["bytes"], "shards": sum(local_tensor(t).nbytes for _, t in tensors)}
         gathered = process_group.all_gather_object(found)
         if process_group.is_main():

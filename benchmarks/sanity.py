@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.null_gpu.values import compare_values
-from titanlike.distributed.collectives import all_gather_no_grad, reduce_scatter_no_grad
+from titanlike.distributed.autograd_collectives import all_gather_no_grad, reduce_scatter_no_grad
 from titanlike.metrics.hardware import device_name, peak_flops
 from titanlike.models.document_mask import block_mask_attention, document_block_mask, document_causal_mask
 from titanlike.models.layers import ATTENTION_BACKENDS, attention_backend

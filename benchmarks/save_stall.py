@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.figures import cpu_name, format_ratio
 from benchmarks.models import MODELS, config_of
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, loader
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, staging
 from titanlike.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
@@ -113,7 +113,7 @@ class Bench:
             self.checkpoints.save(self.model, self.optimizer, metadata, wait=row == "titanlike sync")
             return self._save_seconds
         started, durations = time.perf_counter(), list[float]()
-        tensors = dict(loader.named_tensors(self.model, self.optimizer, {}))
+        tensors = dict(staging.named_tensors(self.model, self.optimizer, {}))
         location = {"checkpoint_id": str(self.folder / f"dcp-{self.num_steps}"), "process_group": self.group}
         if row == "dcp sync":
             dcp.save(tensors, **location)

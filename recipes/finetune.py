@@ -25,7 +25,7 @@ from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.inference.evaluator import Evaluator
-from titanlike.metrics import Monitor, Profiler
+from titanlike.metrics import Monitor
 from titanlike.models.init import initialize
 from titanlike.models.registry import build_model
 from titanlike.optim import (
@@ -38,7 +38,7 @@ from titanlike.optim import (
 )
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
-from titanlike.run.loop import Measurements, forward_backward, is_due, loop_settings, num_labels
+from titanlike.run.loop import Measurements, forward_backward, is_due, loop_settings, num_labels, trace_steps
 from titanlike.run.resume import find_resume_point, restore
 from titanlike.run.run_dir import RunDirectory, run_metadata, summary
 
@@ -95,7 +95,7 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
     with (
         monitor,
         checkpoints,
-        Profiler(recipe.profiling, run.path, device, monitor.exclude_from_throughput) as profiler,
+        trace_steps(recipe.profiling, run.path, device, monitor) as trace_step,
         GracefulShutdown() as shutdown,
         loop_settings(training) as garbage_collector,
         data.training.prefetch(recipe.data.prefetch, resume.first_step, training.steps),
@@ -105,7 +105,7 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
         measurements.missing(run, resume.first_step - 1)
         for step in range(resume.first_step, training.steps + 1):
             watchdog.step(step)
-            profiler.step(step)
+            trace_step(step)
             with monitor.data_wait():
                 microbatches = data.training.microbatches(step)
 

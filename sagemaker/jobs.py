@@ -12,8 +12,8 @@ from logs import GROUP
 from request import PREFIX, TIMESTAMP, base_name
 from service import Clients, make_clients
 
+from titanlike.tools.arguments import positive_int
 from titanlike.utils import system
-from titanlike.utils.arguments import positive_int
 
 COMMANDS = {
     "list": "list the jobs whose names begin with --prefix, newest first",

@@ -6,7 +6,7 @@ from typing import Any
 
 from request import PREFIX
 
-from titanlike.utils.arguments import positive_int
+from titanlike.tools.arguments import positive_int
 
 DESCRIPTION = """\
 Submits a recipe to SageMaker. Arguments after the recipe that are not listed below are overrides, as with ./run_train.sh.

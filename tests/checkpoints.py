@@ -9,7 +9,8 @@ import torch
 
 from tests.pool import Pool
 from tests.training import build
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from titanlike.checkpoint.loader import read_whole
 from titanlike.config import PretrainRecipe
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.run.run_dir import RunDirectory, recipe_as_json

@@ -94,7 +94,7 @@ ERRORS = {
     ),
     "resume": Planted(
         "titanlike/checkpoint/saver.py",
-        'restore_generators(format.read_header(files[file_of(dist.get_rank())]).notes["generators"])',
+        'restore_generators(reader.read_header(files[file_of(dist.get_rank())]).notes["generators"])',
         "pass",
         "tests/faults",
     ),

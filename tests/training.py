@@ -34,7 +34,7 @@ from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelisms.pipeline import GRADIENT_GROUP
 from titanlike.parallelize import parallelize
-from titanlike.run.resume import check_resume
+from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import recipe_as_json
 from titanlike.tools.verify import Result, differences
 from titanlike.utils import compat

@@ -20,7 +20,6 @@ from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import LMHead, TiedLMHead, set_loss
 from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
 from titanlike.models.registry import blocks
-from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 
@@ -149,27 +148,28 @@ def parallelize(
     reshard = parallelism.reshard_after_forward
     if reshard == "auto" and len(split) > 1:
         reshard = "never"  # every micro-batch would all-gather a stage's weights again
-    # FSDP on one rank would only copy the weights.
-    no_fsdp = mesh.fsdp.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload)
-    # FSDP last: its hooks all-gather the weights outside of the compiled code.
-    for part in parts:
-        if no_fsdp:
+    # Last, so that FSDP's hooks all-gather the weights outside of the compiled code. On one rank it would only copy them.
+    if mesh.fsdp.size() * mesh.tensor.size() == 1 and not (float8.all_gather or parallelism.cpu_offload):
+        for part in parts:
             apply_mixed_precision(part, compute_dtype, cast_forward_inputs=False)
-            continue
-        if float8.all_gather:
-            wrap_weights(part)
-        apply_fsdp(
-            part,
-            mesh.fsdp,
-            units=fsdp_units(part),
-            gradient_reduction="sum",  # the loss is already divided by the number of tokens in the global batch
-            cast_forward_inputs=False,  # activations take the weights' dtype, and rotary angles must stay in float32
-            compute_dtype=compute_dtype,
-            reduce_dtype=getattr(torch, training.reduce_dtype),
-            reshard_after_forward=reshard,
-            cpu_offload=parallelism.cpu_offload,
-            inner_units=inner_units,
-        )
+    else:
+        from titanlike.parallelisms.fsdp import apply_fsdp
+
+        for part in parts:
+            if float8.all_gather:
+                wrap_weights(part)
+            apply_fsdp(
+                part,
+                mesh.fsdp,
+                units=fsdp_units(part),
+                gradient_reduction="sum",  # the loss is already divided by the number of tokens in the global batch
+                cast_forward_inputs=False,  # activations take the weights' dtype, and rotary angles must stay in float32
+                compute_dtype=compute_dtype,
+                reduce_dtype=getattr(torch, training.reduce_dtype),
+                reshard_after_forward=reshard,
+                cpu_offload=parallelism.cpu_offload,
+                inner_units=inner_units,
+            )
     if mesh.pipeline.size() > 1:
         cast(Any, model).register_parts()
     return model

@@ -21,7 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.forkserver import Forked
 from tests.launching import ROOT, SMALL, descendants, environment, free_port, losses, wait_for
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.distributed.environment import RankInfo, SageMakerJob, sagemaker_job
+from titanlike.distributed.environment import RankInfo, sagemaker_job
+from titanlike.distributed.sagemaker import SageMakerJob
 from titanlike.run.start import Arguments, start
 
 RECIPE = "train_configs/debug.toml"
@@ -153,8 +154,8 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
 
 def test_a_program_finds_the_library_beside_it_without_an_install(tmp_path: Path) -> None:
     code = source_dir(tmp_path, copied=True)
-    start = code / "titanlike/run/start.py"
-    start.write_text(start.read_text().replace("usage: {command}", "usage: of the copy", 1))
+    usage = code / "titanlike/config/help.py"
+    usage.write_text(usage.read_text().replace("usage: {command}", "usage: of the copy", 1))
     done = subprocess.run(
         [sys.executable, "recipes/pretrain.py", "--help"], cwd=code, env=environment(PYTHONPATH=""), capture_output=True,
         text=True, check=False,
@@ -270,16 +271,13 @@ def test_the_jobs_of_a_tuner_do_not_share_a_run(
     assert "run.name = 'mine' is the same in all jobs of the tuner" in capsys.readouterr().err
 
 
-def test_checkpoints_on_the_disks_of_several_hosts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlike.run.start import _check_sagemaker_checkpoints
-
-    monkeypatch.setenv("SM_MODEL_DIR", "/opt/ml/model")
-    monkeypatch.delenv("SAGEMAKER_BASE_DIR", raising=False)
+def test_checkpoints_on_the_disks_of_several_hosts_are_refused() -> None:
+    job = SageMakerJob("/opt/ml/checkpoints", "/opt/ml/model")
     hosts, one = RankInfo(world_size=4, local_world_size=2), RankInfo(world_size=2, local_world_size=2)
     keys = {"run.dir": "/opt/ml/checkpoints", "checkpoint.dir": ""}
     local = load(PretrainRecipe, ROOT / RECIPE, keys)
     with pytest.raises(UserError, match=r"disk of each host.*set --checkpoint\.dir=s3://BUCKET/PREFIX"):
-        _check_sagemaker_checkpoints(local, hosts)
-    _check_sagemaker_checkpoints(local, one)
+        job.check_checkpoints(local, hosts)
+    job.check_checkpoints(local, one)
     for changes in ({"checkpoint.dir": "s3://bucket/runs"}, {"checkpoint.enabled": "false"}, {"run.dir": "/fsx"}):
-        _check_sagemaker_checkpoints(load(PretrainRecipe, ROOT / RECIPE, keys | changes), hosts)
+        job.check_checkpoints(load(PretrainRecipe, ROOT / RECIPE, keys | changes), hosts)

@@ -21,7 +21,7 @@ from simulate import Simulation
 
 from tests.checkpoints import assert_equal_state
 from tests.forkserver import ROOT, Forked
-from titanlike.checkpoint import read_whole
+from titanlike.checkpoint.loader import read_whole
 
 DEBUG = ROOT / "train_configs/debug.toml"
 STEPS = 60

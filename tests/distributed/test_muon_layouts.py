@@ -15,7 +15,7 @@ from tests.distributed.test_traffic import count, planned
 from tests.parity import CASES, MUON, Case, tiers
 from tests.pool import Pool
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
-from titanlike.checkpoint.loader import shard_range_of
+from titanlike.checkpoint.staging import shard_range_of
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.optim.optimizer import build_optimizer

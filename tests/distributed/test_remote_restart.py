@@ -17,8 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.checkpoints import assert_equal_state
 from tests.pool import Pool
 from tests.training import build, tiny
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
-from titanlike.checkpoint.loader import named_tensors
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from titanlike.checkpoint.loader import read_whole
+from titanlike.checkpoint.staging import named_tensors
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Parallelism
 from titanlike.distributed import process_group

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import build, tiny, train
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.files import LocalFile
-from titanlike.checkpoint.format import read_header
+from titanlike.checkpoint.loader import read_whole
+from titanlike.checkpoint.reader import read_header
 from titanlike.checkpoint.staging import Stage
 from titanlike.checkpoint.store import LocalStore
 from titanlike.config import PretrainRecipe, UserError

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.pool import Pool
 from tests.training import GPT_, LLAMA, Operations, mesh_of
 from titanlike.config.sections import Float8
-from titanlike.distributed import collectives
+from titanlike.distributed import autograd_collectives as collectives
 from titanlike.float8.linear import apply_float8
 from titanlike.float8.tensor_parallel import share_scales
 from titanlike.models.init import initialize

@@ -19,8 +19,8 @@ from titanlike.models.init import initialize
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
+from titanlike.run import loop
 from titanlike.tools.verify import Result
-from titanlike.utils import garbage_collector
 
 Ranks = Callable[[int], Pool]
 
@@ -194,7 +194,7 @@ def test_all_blocks_share_one_compiled_graph(model: str) -> None:
 
 def _collections(recipe: PretrainRecipe, interval: int) -> tuple[list[int], int]:
     """Returns the generations that the recipe collects, and the number of automatic collections after the first of them."""
-    default, garbage_collector.INTERVAL = garbage_collector.INTERVAL, interval
+    default, loop.COLLECTION_INTERVAL = loop.COLLECTION_INTERVAL, interval
     explicit: list[int] = []
     collections: list[int] = []
     before: list[int] = []
@@ -216,7 +216,7 @@ def _collections(recipe: PretrainRecipe, interval: int) -> tuple[list[int], int]
     finally:
         gc.callbacks.remove(callback)
         gc.collect = collect
-        garbage_collector.INTERVAL = default
+        loop.COLLECTION_INTERVAL = default
     return explicit, len(collections) - before[0] - len(explicit)
 
 

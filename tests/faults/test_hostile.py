@@ -14,7 +14,8 @@ from tests.faults.starting import Starter
 from tests.faults.test_damage import contents, copied
 from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
 from titanlike.checkpoint.format import CheckpointCorrupt
-from titanlike.checkpoint.store import LocalStore, manifest_hash, read_manifest, read_state
+from titanlike.checkpoint.loader import read_manifest, read_state
+from titanlike.checkpoint.store import LocalStore, manifest_hash
 
 
 class Payload:

@@ -9,7 +9,7 @@ import torch
 from tests.faults.faulty import Fault
 from tests.faults.starting import Job, Starter
 from tests.launching import losses, records
-from titanlike.checkpoint import format, read_whole, store
+from titanlike.checkpoint import loader, reader, store
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ def valid_steps(checkpoints: Path) -> list[int]:
     """Returns the steps of all checkpoints, after verifying every byte of them."""
     local = store.LocalStore(checkpoints)
     for step in local.steps():
-        files = store.read_manifest(local, step)
+        files = loader.read_manifest(local, step)
         assert {path.name for path in (checkpoints / store.name_of(step)).iterdir()} == {*files, store.MANIFEST}
         for name, expected in files.items():
-            format.verify_file(local.open(step, name), expected, content=True)
-        assert store.read_state(local, step).step == step
+            reader.verify_file(local.open(step, name), expected, content=True)
+        assert loader.read_state(local, step).step == step
     return local.steps()
 
 
 def digest(checkpoint: Path) -> str:
     """Returns a hash of all weights and optimizer state."""
     sha256 = hashlib.sha256()
-    for module, tensors in sorted(read_whole(checkpoint).items()):
+    for module, tensors in sorted(loader.read_whole(checkpoint).items()):
         assert tensors, f"{checkpoint} has no {module}"
         for name, value in sorted(tensors.items()):
             sha256.update(f"{module} {name} {value.dtype} {tuple(value.shape)}".encode())

@@ -21,7 +21,8 @@ import torch
 from tests.distributed.test_saving import small_model
 from tests.launching import ROOT
 from tests.training import tiny
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from titanlike.checkpoint.loader import read_whole
 from titanlike.checkpoint.store import manifest_hash
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint, Data
@@ -32,7 +33,7 @@ from titanlike.data.tokens.shard_writer import ShardWriter
 from titanlike.data.tokens.shards import Manifest, Shards
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run import run_dir
-from titanlike.run.resume import check_resume
+from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
 
 SECONDS = 10  # for one case, on a busy machine

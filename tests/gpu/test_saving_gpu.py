@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, run
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from titanlike.checkpoint.loader import read_whole
 from titanlike.config.sections import Checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.interop.models import LLAMA, MemoryWeights, model_of
 from tests.pool import Pool
 from tests.training import mesh_of, tiny, train, train_on_rank
-from titanlike.checkpoint import read_whole
+from titanlike.checkpoint.loader import read_whole
 from titanlike.config import UserError
 from titanlike.config.sections import Data, Evaluation, Parallelism, Sample, Training
 from titanlike.config.sections import Tokenizer as TokenizerSection

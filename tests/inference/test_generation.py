@@ -13,7 +13,7 @@ from tests.pool import Pool
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as TokenizerSection
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
-from titanlike.inference.generation import TextStream, check_prompts, generate
+from titanlike.inference.generation import TextStream, generate
 from titanlike.inference.logits import NextLogits, recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
 from titanlike.models.base_config import TransformerConfig
@@ -21,7 +21,7 @@ from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import CausalAttention
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh, build_mesh
-from titanlike.tools.inference.cached_logits import CachedLogits
+from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts
 from titanlike.tools.inference.kv_cache import CachedAttention, apply_kv_cache
 from titanlike.tools.inference.load import load_for_generation
 

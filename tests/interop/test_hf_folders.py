@@ -19,9 +19,10 @@ import safetensors.torch
 import torch
 
 from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
-from titanlike.checkpoint import format
+from titanlike.checkpoint import reader
 from titanlike.checkpoint.files import File
-from titanlike.checkpoint.format import Entry, ShardRange
+from titanlike.checkpoint.format import ShardRange
+from titanlike.checkpoint.reader import Entry
 from titanlike.config import UserError
 from titanlike.interop import export as export_module
 from titanlike.interop import weights as weights_module
@@ -274,7 +275,7 @@ def test_a_shard_of_experts_is_a_slice_and_reads_no_other_expert(
 
     def read_part(file: File, entry: Entry, part: list[slice]) -> torch.Tensor:
         num_read.append(math.prod(entry.shape))
-        return format.read_part(file, entry, part)
+        return reader.read_part(file, entry, part)
 
     monkeypatch.setattr(weights_module, "read_part", read_part)
     for name in (f"layers.1.feed_forward.experts.{matrix}" for matrix in ("w1", "w2", "w3")):

@@ -30,7 +30,7 @@ from tests.launching import ROOT, SMALL, free_port, python, run
 from tests.parity import CASES, MOE_CASES, moe_table, summary, table
 from tests.programs import PAGES, blocks
 from tests.training import tiny, train
-from titanlike.checkpoint import read_whole
+from titanlike.checkpoint.loader import read_whole
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe

@@ -16,12 +16,12 @@ from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
 from titanlike.config.sections import Data, Tokenizer
-from titanlike.data.batches.batch_record import first_difference, read_batches
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.batches import first_difference, read_batches
 from titanlike.tools.programs import load_known
 from titanlike.tools.small_recipe import fitting_batch, shrink
 from titanlike.tools.verify import TOLERANCES, Result, _parse, differences, parse_tolerance

@@ -9,7 +9,7 @@ from tests.launching import SMALL, run
 from tests.web import web
 from titanlike.checkpoint.store import open_store
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.credentials import CREDENTIALS, refuse_credentials
+from titanlike.config.base import CREDENTIALS, refuse_credentials
 from titanlike.data.documents.files import list_files
 from titanlike.data.documents.remote import file_system
 

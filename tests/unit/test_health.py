@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlike.metrics.health import RankStatistics, SpikeDetector, parameter_statistics
+from titanlike.metrics.health import RankStatistics, parameter_statistics
+from titanlike.metrics.monitor import SpikeDetector
 
 
 def decreasing_losses(num: int) -> list[float]:

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from titanlike.tools.arguments import positive_int
 from titanlike.utils import live_line
-from titanlike.utils.arguments import positive_int
 from titanlike.utils.live_line import LiveLine
 
 PROGRAM = """

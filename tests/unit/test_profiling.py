@@ -10,7 +10,8 @@ import torch
 
 from titanlike.config import UserError
 from titanlike.config.sections import Profiling
-from titanlike.metrics.profiler import DATA_WAIT, Profiler, trace_name
+from titanlike.metrics.monitor import DATA_WAIT
+from titanlike.metrics.profiler import Profiler, trace_name
 from titanlike.tools.cli.profile import _print
 from titanlike.tools.trace import Profile, read_profile, traces
 

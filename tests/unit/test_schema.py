@@ -64,7 +64,7 @@ def test_the_schema_rejects_what_the_loader_rejects(recipe: dict[str, object]) -
 
 
 def test_help_has_every_key_with_its_type_default_and_documentation() -> None:
-    text = " ".join(help_text(FinetuneRecipe, "usage", "all").split())
+    text = " ".join(help_text(FinetuneRecipe, "all").split())
     for key in describe(FinetuneRecipe):
         assert f"--{key.name} ({key.type}; default {json.dumps(key.default)})" in text
         assert key.doc, f"{key.name} has no docstring"
@@ -72,22 +72,24 @@ def test_help_has_every_key_with_its_type_default_and_documentation() -> None:
 
 
 def test_help_lists_the_sections_and_explains_one_of_them() -> None:
-    overview = help_text(FinetuneRecipe, "usage", "").splitlines()
-    names = [line.split()[0] for line in overview[3:]]
-    assert overview[:3] == ["usage", "", "sections (--help SECTION):"]
+    overview = help_text(FinetuneRecipe, "").splitlines()
+    start = overview.index("sections (--help SECTION):")
+    usage, overview = overview[:start], overview[start:]
+    names = [line.split()[0] for line in overview[1:]]
+    assert usage[0].startswith("usage: ") and usage[-1] == ""
     assert names == list(dict.fromkeys(key.name.partition(".")[0] for key in describe(FinetuneRecipe)))
     assert len(overview) < 30 and all(len(line) <= 120 for line in overview)
     assert next(line for line in overview if " schedule " in line).split()[1:3] == ["4", "keys"]
     for topic in ("schedule", "[schedule]"):
-        found = help_text(FinetuneRecipe, "usage", topic)
+        found = help_text(FinetuneRecipe, topic)
         assert re.findall(r"^  --(\S+)", found, flags=re.MULTILINE) == [
             key.name for key in describe(FinetuneRecipe) if key.name.startswith("schedule.")
         ]
-    assert re.findall(r"^  --(\S+)", help_text(FinetuneRecipe, "", "training.steps"), flags=re.MULTILINE) == [
+    assert re.findall(r"^  --(\S+)", help_text(FinetuneRecipe, "training.steps"), flags=re.MULTILINE) == [
         "training.steps"
     ]
     with pytest.raises(UserError, match=r"^--help trainin: no such section or key; did you mean --help training\?$"):
-        help_text(FinetuneRecipe, "", "trainin")
+        help_text(FinetuneRecipe, "trainin")
 
 
 def test_titanlike_schema_prints_both_forms(

@@ -13,17 +13,8 @@ import safetensors
 import torch
 
 from titanlike.checkpoint.files import LocalFile
-from titanlike.checkpoint.format import (
-    DTYPES,
-    CheckpointCorrupt,
-    FileDigest,
-    Reader,
-    ShardRange,
-    ShardSpec,
-    read_header,
-    verify_file,
-    write,
-)
+from titanlike.checkpoint.format import DTYPES, CheckpointCorrupt, FileDigest, ShardRange, ShardSpec, write
+from titanlike.checkpoint.reader import Reader, read_header, verify_file
 from titanlike.config import UserError
 
 

@@ -33,9 +33,9 @@ LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify"},
     {"data", "harness", "planning", "programs", "small_recipe", "trace"},
-    {"adapter", "inference", "schema"},
+    {"adapter", "arguments", "batches", "inference", "schema"},
 ]
-MAX_MODULES, MAX_LINES = 95, 12_400
+MAX_MODULES, MAX_LINES = 85, 10_700
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.pool import Pool
-from titanlike.distributed.heartbeat import Heartbeat, diagnose_missing_ranks, format_ranks
-from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Watchdog, group_timeout, stack_location
+from titanlike.distributed.heartbeat import diagnose_missing_ranks, format_ranks
+from titanlike.distributed.watchdog import PAUSE_TIMEOUT, Heartbeat, Watchdog, group_timeout, stack_location
 from titanlike.utils.compat import flight_records
 
 
@@ -110,6 +110,7 @@ def run_watchdogs(run_dir: Path, count: int) -> list[int]:
     found = []
     for _ in range(count):
         with Watchdog(600, run_dir) as watchdog:
+            assert watchdog._heartbeats
             watchdog.step(1)
             end = time.monotonic() + 60
             num_ranks = 0
@@ -123,6 +124,7 @@ def run_watchdogs(run_dir: Path, count: int) -> list[int]:
 
 def _first_heartbeats(folder: Path) -> list[bool]:
     with Watchdog(600, folder) as watchdog:
+        assert watchdog._heartbeats
         dist.barrier()
         found = watchdog._heartbeats.call(watchdog._heartbeats.read_all) if dist.get_rank() == 0 else None
         dist.barrier()

@@ -1,7 +1,6 @@
 """Checkpoints: saving and resuming under any parallel layout."""
 
-from titanlike.checkpoint.loader import read_whole
 from titanlike.checkpoint.saver import CheckpointManager, SaveResult
 from titanlike.checkpoint.store import CheckpointMetadata
 
-__all__ = ["CheckpointManager", "CheckpointMetadata", "SaveResult", "read_whole"]
+__all__ = ["CheckpointManager", "CheckpointMetadata", "SaveResult"]

@@ -1,48 +1,95 @@
-"""Checkpoint contents: the tensors of a model and its optimizer, under names that do not depend on the layout."""
+"""Verifies and loads checkpoints, whatever layout saved them."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from titanlike.checkpoint.files import LocalFile
-from titanlike.checkpoint.format import CheckpointCorrupt, Entry, Reader, ShardRange, read_header
+from titanlike.checkpoint import store
+from titanlike.checkpoint.files import LocalFile, content_of
+from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, ShardRange
 from titanlike.checkpoint.optimizer_values import OptimizerValues
+from titanlike.checkpoint.reader import Entry, Reader, corrupt_unless_read, read_header, verify_file
+from titanlike.checkpoint.staging import named_tensors, shard_range_of
+from titanlike.checkpoint.store import CheckpointMetadata
 from titanlike.config import UserError
-from titanlike.utils.compat import local_shape_and_offset
+from titanlike.distributed import process_group
 from titanlike.utils.dtensor import local_tensor
 from titanlike.utils.json_values import is_exact
 
 
-def named_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, nn.Module]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors of a checkpoint: "model.NAME", "optimizer.NAME.KEY" and, for other modules, "MODULE.NAME". A copy of a
-    parameter, such as a tied embedding on the last pipeline stage, has the name of that parameter."""
-    copies: dict[str, str] = getattr(model, "copies", {})
-    for name, value in model.state_dict().items():  # before named_parameters: FSDP reshards in this call
-        yield f"model.{copies.get(name, name)}", value
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield f"optimizer.{copies.get(name, name)}.{key}", value
-    for module_name, module in others.items():
-        for name, value in module.state_dict().items():
-            yield f"{module_name}.{name}", value
+def verify(
+    location: store.Store, step: int, *, content: bool
+) -> tuple[str, CheckpointMetadata | None, dict[str, dict[str, Entry]]]:
+    """Verifies a checkpoint, each rank a part of its files: their size and, with `content`, their hash.
+
+    Returns the first problem, or an empty string and the metadata; and the tensor shards in each file. Raises `UserError` if the
+    location cannot be read: falling back to an earlier checkpoint would discard a valid one.
+    """
+    problem, is_corrupt, metadata = "", True, None
+    entries: dict[str, dict[str, Entry]] = {}  # by file
+    try:
+        files = read_manifest(location, step)
+        rank, world_size = process_group.rank(), process_group.world_size()
+        # Consecutive files: a rank needs most of their shards itself. All ranks read the state, below.
+        share = sorted(files)[rank * len(files) // world_size : (rank + 1) * len(files) // world_size]
+        for name in dict.fromkeys((store.STATE, *share)):
+            hashed = content or name == store.STATE  # the latter is small
+            with corrupt_unless_read(f"{location}/{store.name_of(step)}/{name}"):
+                file = location.open(step, name, download=hashed)
+            verify_file(file, files[name], content=hashed)
+            if name != store.STATE:
+                entries[name] = read_header(file).entries
+        metadata = read_state(location, step)
+    except UserError as error:
+        problem, is_corrupt = str(error), isinstance(error, CheckpointCorrupt)
+    found = process_group.all_gather_object((problem, is_corrupt, entries))
+    for problem, is_corrupt, _ in found:
+        if problem and not is_corrupt:
+            raise UserError(problem)
+    problem = next((problem for problem, *_ in found if problem), "")
+    shards = {name: content for *_, part in found for name, content in part.items()}
+    return problem, None if problem else metadata, shards
 
 
-def shard_range_of(tensor: Tensor) -> ShardRange:
-    """Returns the position of this rank's shard in the global tensor."""
-    if not isinstance(tensor, DTensor):
-        return ShardRange(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
-    shape, offset = local_shape_and_offset(tensor)
-    assert tuple(shape) == tuple(local_tensor(tensor).shape), "the shards of a rank must be contiguous in the tensor"
-    return ShardRange(tuple(tensor.shape), tuple(offset), tuple(shape))
+def read_manifest(location: store.Store, step: int) -> dict[str, FileDigest]:
+    """Reads and validates a manifest. Returns the files of the checkpoint."""
+    directory = f"{location}/{store.name_of(step)}"
+    with corrupt_unless_read(f"{directory}/{store.MANIFEST}"):
+        try:
+            manifest = json.loads(content_of(location.open(step, store.MANIFEST, download=True)))
+        except FileNotFoundError:
+            raise CheckpointCorrupt(f"{directory} has no {store.MANIFEST}") from None
+        if manifest.pop("sha256") != store.manifest_hash(manifest):
+            raise ValueError("SHA-256 mismatch")
+        if manifest["step"] != step:
+            raise ValueError(f"it belongs to step {manifest['step']}")
+        if manifest["format"] != store.FORMAT:
+            raise UserError(
+                f"{directory} has format {manifest['format']}; this version of titanlike reads format {store.FORMAT}"
+            )
+        files = {name: FileDigest(**digest) for name, digest in manifest["files"].items()}
+        if not all(store.FILE.fullmatch(name) for name in files):
+            raise ValueError("unknown file names")
+        if not {store.STATE, store.file_of(0)} <= files.keys():
+            raise ValueError(f"{store.STATE} or {store.file_of(0)} is missing")
+    return files
+
+
+def read_state(location: store.Store, step: int) -> CheckpointMetadata:
+    """Reads the metadata of a checkpoint. The caller verifies the file against the manifest."""
+    with corrupt_unless_read(f"{location}/{store.name_of(step)}/{store.STATE}"):
+        state = json.loads(content_of(location.open(step, store.STATE, download=True)))
+        state.pop("format")
+        metadata = CheckpointMetadata(**state)
+        if metadata.step != step:
+            raise ValueError(f"it belongs to step {metadata.step}")
+    return metadata
 
 
 @torch.no_grad()

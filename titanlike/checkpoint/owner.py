@@ -15,7 +15,7 @@ import uuid
 from dataclasses import asdict
 from pathlib import Path
 
-from titanlike.checkpoint.store import Store
+from titanlike.checkpoint.store import LocationLost, Store
 from titanlike.config import UserError
 from titanlike.config.base import record, validate
 from titanlike.utils.files import atomic_write_text, read_regular
@@ -40,14 +40,14 @@ class Owner:
 class Claim:
     """This start's claim to a location. Used by rank 0 only."""
 
-    def __init__(self, store: Store, run: Path | None, *, allow_other: bool = False) -> None:
-        """`run` is the directory of the run; None: there is no claim, and all runs may write. `allow_other`: the location may
-        belong to a run in another directory, which this one then replaces."""
+    def __init__(self, store: Store, run: Path, *, allow_other: bool = False) -> None:
+        """`run` is the directory of the run. `allow_other`: the location may belong to a run in another directory, which this one
+        then replaces."""
         self.store = store
         self.run = run
         self.allow_other = allow_other
         self.owner = Owner(
-            run=str(run and run.resolve()),
+            run=str(run.resolve()),
             host=platform.node(),
             process=os.getpid(),
             started=time.strftime("%Y-%m-%d %H:%M:%S%z"),
@@ -57,7 +57,7 @@ class Claim:
 
     def check(self) -> None:
         """Raises `UserError` if the location belongs to another run."""
-        recorded = self._recorded() if self.run else None
+        recorded = self._recorded()
         if recorded and not self.allow_other and self.owner.run != recorded.run and not self._has_token(recorded):
             raise UserError(
                 f"{self.store} holds the checkpoints of {recorded}; give --run.name or --checkpoint.dir to start another run, or "
@@ -66,8 +66,6 @@ class Claim:
 
     def acquire(self) -> None:
         """Records this start as the owner."""
-        if self.run is None:
-            return
         self.check()
         text = json.dumps(asdict(self.owner), indent=1) + "\n"
         self.run.mkdir(parents=True, exist_ok=True)
@@ -77,8 +75,6 @@ class Claim:
 
     def verify(self) -> None:
         """Raises `UserError` if another start owns the location by now."""
-        if self.run is None:
-            return
         if not self._acquired:
             self.acquire()
         recorded = self._recorded()
@@ -101,12 +97,7 @@ class Claim:
             ) from None
 
     def _has_token(self, recorded: Owner) -> bool:
-        assert self.run
         try:
             return bool(json.loads(read_regular(self.run / FILE))["token"] == recorded.token)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
-
-
-class LocationLost(UserError):
-    """Another start has taken over the location: this one cannot save again."""

@@ -14,7 +14,7 @@ import numpy as np
 from titanlike.checkpoint.files import Bytes, File, LocalFile
 from titanlike.checkpoint.store import MANIFEST, STEP, name_of
 from titanlike.config import UserError
-from titanlike.config.credentials import refuse_credentials
+from titanlike.config.base import refuse_credentials
 
 
 class RemoteFile:

@@ -12,23 +12,26 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike.checkpoint import format, loader, optimizer_values, store
-from titanlike.checkpoint.format import CheckpointCorrupt, Entry, FileDigest, Header, Reader, ShardSpec
+from titanlike.checkpoint import format, optimizer_values, store
+from titanlike.checkpoint.format import FileDigest, ShardSpec
 from titanlike.checkpoint.optimizer_values import OptimizerValues, ValuesDiffer
-from titanlike.checkpoint.owner import Claim, LocationLost
-from titanlike.checkpoint.staging import Stage
-from titanlike.checkpoint.store import CheckpointMetadata, file_of, name_of, open_store
+from titanlike.checkpoint.staging import Stage, named_tensors
+from titanlike.checkpoint.store import CheckpointMetadata, LocationLost, file_of, name_of, open_store
 from titanlike.config import UserError
 from titanlike.config.sections import Checkpoint
 from titanlike.distributed import process_group
 from titanlike.utils.daemon_thread import start_daemon_thread
 from titanlike.utils.rng import generator_states, restore_generators
+
+if TYPE_CHECKING:
+    from titanlike.checkpoint.owner import Claim
+    from titanlike.checkpoint.reader import Entry
 
 T = TypeVar("T")
 CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for a save, whose thread may wait for a dead rank
@@ -49,6 +52,8 @@ class SaveResult:
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves, finds and loads the checkpoints of one run, in a directory or at a URL. All ranks call its methods together."""
 
+    _claim: "Claim | None" = None  # to a location outside of the run directory
+
     def __init__(
         self, location: str, section: Checkpoint, *, owner: Path | None = None, shutdown_timeout: float = 30.0
     ) -> None:
@@ -56,7 +61,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         not needed for a location inside of the run directory, which has a lock."""
         self.store = open_store(location)
         self.section = section
-        self._claim = Claim(self.store, owner, allow_other="run.dir" in section.allow_changed)
+        if owner:
+            from titanlike.checkpoint.owner import Claim
+
+            self._claim = Claim(self.store, owner, allow_other="run.dir" in section.allow_changed)
         self._must_stop = False  # no later save can succeed
         self.shutdown_timeout = shutdown_timeout
         self.step = 0  # of the newest valid checkpoint known
@@ -79,53 +87,30 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if step and step not in steps:
             available = f"contains steps {', '.join(map(str, steps))}" if steps else "contains no checkpoints"
             raise UserError(f"checkpoint.resume_from = {step}: no such checkpoint; {self.store} {available}")
+        if not steps:
+            return None
+        from titanlike.checkpoint import loader
+
         problem = ""
         for candidate in [step] if step else reversed(steps):
             if problem:
                 process_group.warn(f"{problem}; falling back to the previous checkpoint")
-            problem, metadata = self._verify(candidate)
+            problem, metadata, self._entries = loader.verify(
+                self.store, candidate, content=self.section.verify == "content"
+            )
             if metadata:
                 self.step, self._records = candidate, metadata.optimizer
                 return metadata
         if problem and step:
             raise UserError(f"checkpoint.resume_from = {step}: {problem}; choose another step, or omit the key")
-        if problem:
-            raise UserError(
-                f"{problem}, and there is no earlier checkpoint; restore the file, or set --run.name to start a new run"
-            )
-        return None
+        raise UserError(
+            f"{problem}, and there is no earlier checkpoint; restore the file, or set --run.name to start a new run"
+        )
 
     def _owned_steps(self) -> list[int]:
-        self._claim.check()
+        if self._claim:
+            self._claim.check()
         return self.store.steps()
-
-    def _verify(self, step: int) -> tuple[str, CheckpointMetadata | None]:
-        """Verifies a checkpoint, each rank a part of its files. Returns the first problem, or an empty string and the metadata.
-        Raises `UserError` if the location cannot be read: falling back to an earlier checkpoint would discard a valid one."""
-        problem, is_corrupt, metadata = "", True, None
-        entries: dict[str, dict[str, Entry]] = {}  # by file
-        try:
-            files = store.read_manifest(self.store, step)
-            rank, world_size = dist.get_rank(), process_group.world_size()
-            # Consecutive files: a rank needs most of their shards itself. All ranks read the state, below.
-            share = sorted(files)[rank * len(files) // world_size : (rank + 1) * len(files) // world_size]
-            for name in dict.fromkeys((store.STATE, *share)):
-                content = self.section.verify == "content" or name == store.STATE  # the latter is small
-                with format.corrupt_unless_read(f"{self.store}/{name_of(step)}/{name}"):
-                    file = self.store.open(step, name, download=content)
-                format.verify_file(file, files[name], content=content)
-                if name != store.STATE:
-                    entries[name] = format.read_header(file).entries
-            metadata = store.read_state(self.store, step)
-        except UserError as error:
-            problem, is_corrupt = str(error), isinstance(error, CheckpointCorrupt)
-        found = process_group.all_gather_object((problem, is_corrupt, entries))
-        for problem, is_corrupt, _ in found:
-            if problem and not is_corrupt:
-                raise UserError(problem)
-        self._entries = {name: content for *_, part in found for name, content in part.items()}
-        problem = next((problem for problem, *_ in found if problem), "")
-        return problem, None if problem else metadata
 
     def register(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_new: bool = True) -> OptimizerValues:
         """Registers an optimizer before its first step, after which state that cannot be saved is refused. Options of parameter
@@ -139,14 +124,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     ) -> None:
         """Loads the checkpoint that `find` returned, once, into the model, the optimizer and other modules, whatever layout saved
         it. Restores the random generators of each rank if the number of ranks is the same."""
+        from titanlike.checkpoint import loader, reader
+
         if not self._entries or metadata.step != self.step:
             raise UserError(f"step {metadata.step} was not verified; call find() before load()")
         files = {name: self.store.open(metadata.step, name) for name in sorted(self._entries)}
-        reader = Reader(Header(file, self._entries[name], {}) for name, file in files.items())
+        shards = reader.Reader(reader.Header(file, self._entries[name], {}) for name, file in files.items())
         values, num_threads = self.register(model, optimizer), self.store.num_readers
-        loader.load_tensors(model, optimizer, others, reader, values, self._records, num_threads=num_threads)
+        loader.load_tensors(model, optimizer, others, shards, values, self._records, num_threads=num_threads)
         if len(files) == process_group.world_size():
-            restore_generators(format.read_header(files[file_of(dist.get_rank())]).notes["generators"])
+            restore_generators(reader.read_header(files[file_of(dist.get_rank())]).notes["generators"])
         self._entries = {}
         self.store.delete_downloads()
 
@@ -157,7 +144,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             process_group.warn(f"archived the checkpoint of step {later} as {name_of(later)}.archived")
 
     def _archive_after(self, step: int) -> list[int]:
-        if self.section.enabled:
+        if self._claim and self.section.enabled:
             self._claim.acquire()
         archived = [later for later in self.store.steps() if later > step]
         for later in archived:
@@ -200,7 +187,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         started = time.perf_counter()
         self.wait()
         values = self.register(model, optimizer, is_new=False).as_text()
-        shards = self._stage.copy(loader.named_tensors(model, optimizer, others), optimizer)
+        shards = self._stage.copy(named_tensors(model, optimizer, others), optimizer)
         run = functools.partial(self._run_save, metadata, shards, {"generators": generator_states()}, values, started)
         self._save = start_daemon_thread(f"save of step {metadata.step}", run)
         if wait or self.section.mode == "sync":
@@ -231,7 +218,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def newest(self) -> Path:
         """Returns the directory of the newest checkpoint, which must be local. Called by rank 0 only."""
         assert isinstance(self.store, store.LocalStore)
-        self._claim.verify()  # else it may be a checkpoint of another run
+        self._verify_claim()  # else it may be a checkpoint of another run
         return self.store.path / name_of(self.step)
 
     def close(self, *, wait: bool = True) -> None:
@@ -272,8 +259,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             error, self._must_stop = str(failure), isinstance(failure, ValuesDiffer) or failure.location_lost
         return SaveResult(metadata.step, size, stall, time.perf_counter() - started, error, cleanup_error)
 
+    def _verify_claim(self) -> None:
+        if self._claim:
+            self._claim.verify()
+
     def _begin(self, step: int, size: int) -> None:
-        self._claim.verify()
+        self._verify_claim()
         self.store.begin(step, size)
 
     def _write(self, step: int, shards: list[ShardSpec], notes: dict[str, Any]) -> FileDigest:
@@ -283,7 +274,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def _commit(self, metadata: CheckpointMetadata, digests: list[FileDigest]) -> str:
         """Commits, then deletes old checkpoints. Returns the error of the latter: the checkpoint is valid all the same."""
-        self._claim.verify()
+        self._verify_claim()
         store.commit(self.store, metadata, {file_of(rank): digest for rank, digest in enumerate(digests)})
         try:
             store.prune(self.store, metadata.step, keep=self.section.keep, keep_every=self.section.keep_every)

@@ -1,16 +1,44 @@
-"""Staging: the copy of a checkpoint's tensors to host memory, and the assignment of shards to ranks."""
+"""The tensors of a checkpoint, under names that do not depend on the layout, their copy to host memory, and the assignment of
+shards to ranks."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titanlike.checkpoint.format import ShardRange, ShardSpec
-from titanlike.checkpoint.loader import shard_range_of
 from titanlike.distributed import process_group
+from titanlike.utils.compat import local_shape_and_offset
 from titanlike.utils.dtensor import local_tensor
+
+
+def named_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields all tensors of a checkpoint: "model.NAME", "optimizer.NAME.KEY" and, for other modules, "MODULE.NAME". A copy of a
+    parameter, such as a tied embedding on the last pipeline stage, has the name of that parameter."""
+    copies: dict[str, str] = getattr(model, "copies", {})
+    for name, value in model.state_dict().items():  # before named_parameters: FSDP reshards in this call
+        yield f"model.{copies.get(name, name)}", value
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"optimizer.{copies.get(name, name)}.{key}", value
+    for module_name, module in others.items():
+        for name, value in module.state_dict().items():
+            yield f"{module_name}.{name}", value
+
+
+def shard_range_of(tensor: Tensor) -> ShardRange:
+    """Returns the position of this rank's shard in the global tensor."""
+    if not isinstance(tensor, DTensor):
+        return ShardRange(tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+    shape, offset = local_shape_and_offset(tensor)
+    assert tuple(shape) == tuple(local_tensor(tensor).shape), "the shards of a rank must be contiguous in the tensor"
+    return ShardRange(tuple(tensor.shape), tuple(offset), tuple(shape))
 
 
 class Stage:

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Union
 
-from titanlike.checkpoint.files import File, LocalFile, content_of
-from titanlike.checkpoint.format import CheckpointCorrupt, FileDigest, corrupt_unless_read
+from titanlike.checkpoint.files import File, LocalFile
+from titanlike.checkpoint.format import FileDigest
 from titanlike.config import UserError
 from titanlike.utils.files import atomic_write_text, fsync_directory, read_regular, write_all
 
@@ -29,6 +29,10 @@ FILE = re.compile(r"rank-\d{5,}\.safetensors|state\.json")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
+
+
+class LocationLost(UserError):
+    """Another start has taken over the location: this one cannot save again."""
 
 
 @dataclass(frozen=True)
@@ -189,41 +193,6 @@ def prune(store: Store, step: int, *, keep: int, keep_every: int) -> None:
     for step in store.steps()[:-keep]:
         if not keep_every or step % keep_every:
             store.remove(step)
-
-
-def read_manifest(store: Store, step: int) -> dict[str, FileDigest]:
-    """Reads and validates a manifest. Returns the files of the checkpoint."""
-    directory = f"{store}/{name_of(step)}"
-    with corrupt_unless_read(f"{directory}/{MANIFEST}"):
-        try:
-            manifest = json.loads(content_of(store.open(step, MANIFEST, download=True)))
-        except FileNotFoundError:
-            raise CheckpointCorrupt(f"{directory} has no {MANIFEST}") from None
-        if manifest.pop("sha256") != manifest_hash(manifest):
-            raise ValueError("SHA-256 mismatch")
-        if manifest["step"] != step:
-            raise ValueError(f"it belongs to step {manifest['step']}")
-        if manifest["format"] != FORMAT:
-            raise UserError(
-                f"{directory} has format {manifest['format']}; this version of titanlike reads format {FORMAT}"
-            )
-        files = {name: FileDigest(**digest) for name, digest in manifest["files"].items()}
-        if not all(FILE.fullmatch(name) for name in files):
-            raise ValueError("unknown file names")
-        if not {STATE, file_of(0)} <= files.keys():
-            raise ValueError(f"{STATE} or {file_of(0)} is missing")
-    return files
-
-
-def read_state(store: Store, step: int) -> CheckpointMetadata:
-    """Reads the metadata of a checkpoint. The caller verifies the file against the manifest."""
-    with corrupt_unless_read(f"{store}/{name_of(step)}/{STATE}"):
-        state = json.loads(content_of(store.open(step, STATE, download=True)))
-        state.pop("format")
-        metadata = CheckpointMetadata(**state)
-        if metadata.step != step:
-            raise ValueError(f"it belongs to step {metadata.step}")
-    return metadata
 
 
 def manifest_hash(manifest: Mapping[str, Any]) -> str:

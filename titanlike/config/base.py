@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeVar, cast
@@ -31,6 +32,10 @@ MAX_PART = 255  # bytes of one name in a path, the limit of common file systems
 
 # Characters that end a line, control a terminal, or reverse the text around them.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+# In an address, a user and a password before the host, where a password may contain "/" but a port is not one; or a user of a web
+# server, who may be a token.
+CREDENTIALS = re.compile(r"://(?:[^/@:\s]*:(?!\d+/)[^@\s]*|(?<=https://)[^/@\s]+|(?<=http://)[^/@\s]+)@")
 
 
 def has_control_characters(text: str) -> bool:
@@ -63,6 +68,23 @@ T = TypeVar("T")
 
 class UserError(ValueError):
     """An error that the user can correct. Programs print its message without a stack trace."""
+
+
+def refuse_credentials(name: str, value: Any) -> None:
+    """Raises `UserError` if a text, or a text in a list or table, is an address with credentials, which would be written to run
+    directories and logs. The message masks them."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            refuse_credentials(f"{name}.{key}".removeprefix("."), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            refuse_credentials(name, inner)
+    elif isinstance(value, str) and CREDENTIALS.search(value):
+        raise UserError(
+            f"{name} = {CREDENTIALS.sub('://***@', value)!r} contains credentials, which would be written to the run directory, "
+            "checkpoints and logs; remove them, and use ~/.netrc for web servers, or what the storage's client reads, such as "
+            "~/.aws/credentials"
+        )
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

@@ -6,7 +6,6 @@ Precedence: defaults < `extends` < file < command line. `to_toml` writes a resol
 import dataclasses
 import difflib
 import json
-import math
 import typing
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,16 +15,13 @@ from typing import Any, TypeVar
 import tomli
 from pydantic import TypeAdapter, ValidationError
 
-from titanlike.config.base import LIMIT, UserError, shown
-from titanlike.config.credentials import refuse_credentials
-from titanlike.config.schema import describe
+from titanlike.config.base import UserError, refuse_credentials, shown
 from titanlike.config.shipped import shipped_recipes
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import FAMILIES, config_class
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
-MANY_UNKNOWN = 4  # keys, which are not typos but those of another program
 MAX_DEPTH = 8  # of tables and lists in a recipe; sections have two
 
 
@@ -47,12 +43,9 @@ def load(
     try:
         return TypeAdapter(recipe_type).validate_json(json.dumps(values, default=partial(_refuse_dates, path)))
     except ValidationError as error:
-        lines = [_format_error(recipe_type, dict(detail), origins, path) for detail in error.errors()]
-        if sum("unknown key" in line for line in lines) >= MANY_UNKNOWN:
-            lines.append(
-                f"{path} has many unknown keys; docs/coming_from.md has those of torchtitan, Megatron-LM and HF Trainer"
-            )
-        raise UserError("\n".join(dict.fromkeys(lines))) from None
+        from titanlike.config.errors import explain
+
+        raise UserError(explain(recipe_type, error, origins, path)) from None
 
 
 def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
@@ -213,8 +206,11 @@ def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 def _apply_overrides(
     recipe_type: type, values: dict[str, Any], origins: dict[str, str], overrides: Mapping[str, str]
 ) -> None:
-    # Describing the keys imports all model families.
-    string_keys = {key.name for key in describe(recipe_type) if key.is_string} if overrides else ()
+    if not overrides:
+        return
+    from titanlike.config.schema import describe  # imports all model families
+
+    string_keys = {key.name for key in describe(recipe_type) if key.is_string}
     for name, text in overrides.items():
         *tables, leaf = name.split(".")
         if len(tables) >= MAX_DEPTH:
@@ -249,71 +245,3 @@ def _apply_model_size(recipe_type: type, values: dict[str, Any]) -> None:
 
 def _refuse_dates(path: Path, value: Any) -> str:
     raise UserError(f"{path}: {value} is a date or time, and no key has that type; write it as a string, in quotes")
-
-
-def _format_error(recipe_type: type, detail: dict[str, Any], origins: Mapping[str, str], path: Path) -> str:
-    """Formats one pydantic error as: origin, key, value and remedy."""
-    location = [str(part) for part in detail["loc"]]
-    # pydantic puts the variant of a table, such as "llama", between the table and the key.
-    variants = {key.variant for key in describe(recipe_type) if key.name.startswith(f"{location[0]}.")}
-    variant = location.pop(1) if location[1:] and location[1] in variants else ""
-    keys = {key.name: key for key in describe(recipe_type) if key.variant in ("", variant)}
-    name = ".".join(location[:2])
-    is_list_of_tables = any(key.startswith(f"{name}.") for key in keys) and len(location) > 1
-    if is_list_of_tables:  # a key of a table; other parts are indices into a list
-        name = ".".join([name, *(part for part in location[2:] if not part.isdigit())])
-    name = shown(name)
-    elsewhere: Mapping[str, str] = getattr(recipe_type, "elsewhere", {})
-    error_type, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    origin = origins.get(name) or next((origins[key] for key in origins if key.startswith(name + ".")), str(path))
-    if error_type in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{origin}: {_unknown_key(name, value, list(keys), elsewhere.get(name))}"
-    setting = f"{origin}: {name} = {show_value(value)}"
-    if error_type == "union_tag_invalid":
-        tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
-        return f"{origin}: {name}.name = {show_value(context['tag'])} {_unknown_choice(context['tag'], tags)}"
-    if error_type == "literal_error":
-        return f"{setting} {_unknown_choice(str(value), keys[name].choices, elsewhere.get(f'{name}={value}'))}"
-    if error_type in ("dataclass_type", "dict_type"):
-        table = f"[[{name}]]" if is_list_of_tables else f"[{name}]"
-        return f"{setting} is not a table; write {table} and its keys below it"
-    if error_type == "value_error":
-        return f"{setting} {context['error']}"
-    if error_type == "less_than_equal" and context["le"] == LIMIT:
-        return f"{setting} must be at most {LIMIT}"
-    if name in keys and isinstance(value, float) and not math.isfinite(value):
-        return f"{origin}: {name} = {value} is not finite; it must be {keys[name].expected}"
-    if name in keys:
-        return f"{setting} must be {keys[name].expected}"
-    return f"{setting}: {detail['msg']}"
-
-
-def _unknown_choice(value: str, choices: Sequence[str], program: str | None = None) -> str:
-    if program:
-        return f'is for the program {program}; set recipe = "{program}"'
-    near = nearest(value, choices)
-    hint = f"did you mean {json.dumps(near)}? " if near else ""
-    return f"is not valid; {hint}choose from {', '.join(choices)}"
-
-
-def _unknown_key(name: str, value: Any, keys: Sequence[str], program: str | None) -> str:
-    section, _, leaf = name.rpartition(".")
-    siblings = [key for key in keys if key.rpartition(".")[0] == section]
-    sections = sorted({key.partition(".")[0] for key in keys})
-    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
-    setting = name or '""'
-    setting += "" if isinstance(value, dict) else f" = {show_value(value)}"
-    near = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
-    if program:
-        remedy = f'recipes/{program}.py has it; set recipe = "{program}"'
-    elif near:
-        remedy = f"did you mean {section + '.' if section else ''}{near}?"
-    elif same_leaf:
-        remedy = f"did you mean {same_leaf[0]}?"
-    elif not section and nearest(leaf, sections):
-        remedy = f"did you mean [{nearest(leaf, sections)}]?"
-    elif siblings and section:
-        remedy = f"the keys of [{section}] are {', '.join(key.rpartition('.')[2] for key in siblings)}"
-    else:
-        remedy = f"the sections of a recipe are {', '.join(sections)}"
-    return f"{setting}: unknown key; {remedy}"

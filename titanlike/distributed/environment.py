@@ -3,7 +3,6 @@
 Together with `launch_config.py` and `titanlike.utils.system` the only reader of environment variables.
 """
 
-import json
 import os
 import secrets
 import signal
@@ -11,14 +10,16 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from titanlike.config import UserError
 from titanlike.config.base import printable, shown
 from titanlike.config.shipped import train_command
 from titanlike.utils.arguments import parse_int
 from titanlike.utils.system import can_resolve, signal_at_parent_death
+
+if TYPE_CHECKING:
+    from titanlike.distributed.sagemaker import SageMakerJob
 
 DEFAULT_PORT = 29500
 MAX_PROCESSES = 10**6  # of a job: more is a mistake
@@ -44,24 +45,6 @@ class RankInfo:
     max_restarts: int = 0
     launch_id: str | None = None
     """Identifies a launch by the launcher in run/launch.py; None under other launchers."""
-
-
-@dataclass(frozen=True)
-class SageMakerJob:
-    """The directories of a SageMaker training job."""
-
-    checkpoints: str
-    """Synchronized with S3 during the job, and restored when a job with the same S3 location starts."""
-    model: str
-    """Uploaded to S3 after the job."""
-    tensorboard: str = ""
-    """Uploaded to S3 during the job, if it has a TensorBoardOutputConfig."""
-    train: str = ""
-    """The input channel `train` or `training`, if the job has one."""
-    validation: str = ""
-    """The input channel `validation`, if the job has one."""
-    tuned: str = ""
-    """The job's name, if a hyperparameter tuning job has started it. All jobs of a tuner have the same S3 location."""
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
@@ -100,31 +83,13 @@ def is_first_on_node(environ: Mapping[str, str] = os.environ) -> bool:
     return (environ.get("LOCAL_RANK") or "0") == "0"
 
 
-def sagemaker_job(environ: Mapping[str, str] = os.environ) -> SageMakerJob | None:
+def sagemaker_job(environ: Mapping[str, str] = os.environ) -> "SageMakerJob | None":
     """Returns the directories of a SageMaker training job, or None elsewhere."""
-    model = environ.get("SM_MODEL_DIR")  # set by the toolkits of both SDKs
-    if not model:
+    if not environ.get("SM_MODEL_DIR"):  # set by the toolkits of both SDKs
         return None
-    base = environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
-    config = f"{base}/input/config"
-    output = _read_json(environ.get("TENSORBOARD_CONFIG_FILE_PATH") or f"{config}/tensorboardoutputconfig.json")
-    is_tuned = SAGEMAKER_OBJECTIVE in _read_json(f"{config}/hyperparameters.json")
-    return SageMakerJob(
-        checkpoints=f"{base}/checkpoints",
-        model=model,
-        tensorboard=(output.get("LocalPath") or f"{base}/output/tensorboard") if output else "",
-        train=environ.get("SM_CHANNEL_TRAIN") or environ.get("SM_CHANNEL_TRAINING") or "",
-        validation=environ.get("SM_CHANNEL_VALIDATION") or "",
-        tuned=environ.get("TRAINING_JOB_NAME", "") if is_tuned else "",
-    )
+    from titanlike.distributed.sagemaker import read_job
 
-
-def _read_json(path: str) -> dict[str, Any]:
-    """Returns the object of a JSON file, or an empty one if there is no such file."""
-    try:
-        return dict(json.loads(Path(path).read_text()) or {})
-    except FileNotFoundError:
-        return {}
+    return read_job(environ)
 
 
 def new_launch_id() -> str:

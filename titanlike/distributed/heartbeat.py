@@ -1,44 +1,25 @@
-"""Rank heartbeats, used to identify a missing rank."""
+"""Rank heartbeats, used to identify a missing rank of several."""
 
 import dataclasses
 import json
 import queue
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
 from titanlike.distributed.process_group import connect_to_store
+from titanlike.distributed.watchdog import Heartbeat
 
 T = TypeVar("T")
 
 MAX_LINES = 8  # of a diagnosis, for each kind of finding
 RECONNECT_INTERVAL = 60.0  # seconds
-
-
-@dataclass
-class Heartbeat:
-    """The state that a rank publishes."""
-
-    step: int
-    host: str
-    pid: int
-    ppid: int
-    time: float = 0.0  # wall clock of its host
-    paused: bool = True  # its current work may take longer than a step, as the first step that compiles
-    location: str = ""  # of its training thread, once a hang is detected
-    dumped: bool = False  # its stack traces are on disk
-    finished: bool = False  # it has left the training loop
-
-    @property
-    def is_final(self) -> bool:
-        """Whether no rank has to wait for another heartbeat."""
-        return self.dumped or self.finished
 
 
 class HeartbeatThread(threading.Thread):
@@ -126,6 +107,46 @@ class HeartbeatThread(threading.Thread):
             if now - self._last_changes[rank][1] > (silence or self.timeout) and not (heartbeat and heartbeat.is_final):
                 silent.append(rank)
         return heartbeats, silent
+
+    def diagnose(self, *, is_reporter: bool) -> list[str]:
+        """Returns which ranks are missing and where the others wait, once all live ranks have dumped their stacks."""
+        found = self._wait_for_dumps() if is_reporter else None
+        if found is None:
+            return [
+                "the job's key-value store does not answer: rank 0's process is stopped, or its host is down",
+                f"rank {self.rank} waits in {self.heartbeat.location}",
+            ]
+        heartbeats, silent = found
+        for rank in silent:
+            heartbeat = heartbeats[rank]
+            if heartbeat and (heartbeat.host, heartbeat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
+                # The common launcher would wait half a minute for a stopped process. It has to see our exit code first.
+                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {heartbeat.pid}"], stderr=subprocess.DEVNULL)
+        return diagnose_missing_ranks(heartbeats, silent, time.time())
+
+    def _wait_for_dumps(self) -> tuple[dict[int, Heartbeat | None], list[int]] | None:
+        """Returns the heartbeats and the silent ranks when all live ranks have dumped their stacks."""
+        end = time.monotonic() + 4 * self.timeout
+        while found := self.call(self.read_all):
+            heartbeats, silent = found
+            pending = [
+                rank
+                for rank, heartbeat in heartbeats.items()
+                if rank not in silent and not (heartbeat and heartbeat.is_final)
+            ]
+            if not pending or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        return found
+
+    def wait_for_report(self) -> None:
+        """Waits until another rank has reported the hang."""
+        end = time.monotonic() + 8 * self.timeout
+        is_reported: bool | None = False
+        while is_reported is False and time.monotonic() < end:
+            # None if the reporter hosted the store and has exited.
+            is_reported = self.call(lambda store: store.check(["reported"]))
+            time.sleep(0.1)
 
 
 def diagnose_missing_ranks(

@@ -156,20 +156,20 @@ def subgroup(partition: Sequence[Sequence[int]], name: str | None = None) -> dis
     if len(partition) == 1:
         return cast(dist.ProcessGroup, dist.group.WORLD)
     key = tuple(map(tuple, partition))
-    if not compat.exists(_subgroups.get(key)):  # not created yet, or destroyed since
-        ranks = next(list(each) for each in key if dist.get_rank() in each)
-        # Every rank creates its own group only. NCCL splits the communicator of all ranks once, into all groups of the partition;
-        # a call for each group would be a split each, in which all ranks take part.
-        _subgroups[key] = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True, group_desc=name)
-    return cast(dist.ProcessGroup, _subgroups[key])
+    return _group_of(key, next(list(each) for each in key if dist.get_rank() in each), name)
 
 
 def copy_of(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """Returns a group of the same ranks with a communicator of its own, the same one for each name. All ranks call this together,
     each with its group of one partition."""
     ranks = dist.get_process_group_ranks(group)
-    key = (*ranks, name)
-    if not compat.exists(_subgroups.get(key)):
+    return _group_of((*ranks, name), ranks, name)
+
+
+def _group_of(key: tuple[Any, ...], ranks: list[int], name: str | None) -> dist.ProcessGroup:
+    if not compat.exists(_subgroups.get(key)):  # not created yet, or destroyed since
+        # Every rank creates its own group only. NCCL splits the communicator of all ranks once, into all groups of the partition;
+        # a call for each group would be a split each, in which all ranks take part.
         _subgroups[key] = dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True, group_desc=name)
     return cast(dist.ProcessGroup, _subgroups[key])
 

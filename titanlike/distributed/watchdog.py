@@ -1,14 +1,13 @@
 """Watchdog for a hanging run: names the missing rank, dumps the stacks of the others, and ends the job.
 
-Each rank runs two threads beside the training thread. The watchdog thread measures the time without a training step. The heartbeat
-thread accesses the job's key-value store, which may block forever: the watchdog thread detects that as well.
+The watchdog thread measures the time without a training step. Of several ranks, each has a second thread, which publishes its
+heartbeat: it accesses the job's key-value store, which may block forever. The watchdog thread detects that as well.
 """
 
 import faulthandler
 import os
 import platform
 import signal
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -16,14 +15,17 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from titanlike.distributed import environment, process_group
-from titanlike.distributed.heartbeat import Heartbeat, HeartbeatThread, diagnose_missing_ranks
 from titanlike.utils import compat
+
+if TYPE_CHECKING:
+    from titanlike.distributed.heartbeat import HeartbeatThread
 
 PAUSE_TIMEOUT = 600.0  # seconds, at least, for a first step that compiles, validation and checkpointing
 
@@ -31,6 +33,26 @@ PAUSE_TIMEOUT = 600.0  # seconds, at least, for a first step that compiles, vali
 def group_timeout(hang_timeout: float) -> float:
     """Returns a process group timeout in seconds, long enough for the watchdog to report a hang first."""
     return max(hang_timeout, PAUSE_TIMEOUT) + 120.0
+
+
+@dataclass
+class Heartbeat:
+    """The state that a rank publishes."""
+
+    step: int
+    host: str
+    pid: int
+    ppid: int
+    time: float = 0.0  # wall clock of its host
+    paused: bool = True  # its current work may take longer than a step, as the first step that compiles
+    location: str = ""  # of its training thread, once a hang is detected
+    dumped: bool = False  # its stack traces are on disk
+    finished: bool = False  # it has left the training loop
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no rank has to wait for another heartbeat."""
+        return self.dumped or self.finished
 
 
 class Watchdog:
@@ -64,13 +86,17 @@ class Watchdog:
         self._training_thread = threading.get_ident()
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="watchdog", daemon=True)
-        self._heartbeats = HeartbeatThread(
-            self.heartbeat,
-            self.rank,
-            self.world_size,
-            interval=self.interval,
-            timeout=self.store_timeout,
-        )
+        self._heartbeats: HeartbeatThread | None = None
+        if self.world_size > 1:
+            from titanlike.distributed import heartbeat
+
+            self._heartbeats = heartbeat.HeartbeatThread(
+                self.heartbeat,
+                self.rank,
+                self.world_size,
+                interval=self.interval,
+                timeout=self.store_timeout,
+            )
 
     def step(self, step: int) -> None:
         """Records the start of a training step."""
@@ -95,7 +121,7 @@ class Watchdog:
             self.heartbeat.paused = before
 
     def __enter__(self) -> "Watchdog":
-        if self.world_size > 1:
+        if self._heartbeats:
             self._heartbeats.start()
             self._heartbeats.call(lambda _: None)  # publishes: a rank that is stopped in its first step is known, too
         self._thread.start()
@@ -107,7 +133,8 @@ class Watchdog:
         self.heartbeat.paused, self.heartbeat.finished = False, True
         self._stop_event.set()
         self._thread.join(self.store_timeout)
-        self._heartbeats.stop()
+        if self._heartbeats:
+            self._heartbeats.stop()
 
     def _monitor(self) -> None:
         progress, stalled, before = 0, 0.0, time.monotonic()
@@ -118,13 +145,13 @@ class Watchdog:
             before = now
             if self._progress != progress:
                 progress, stalled = self._progress, 0.0
-            if self._heartbeats.is_alarm_raised or self._is_hang(stalled):
+            if (self._heartbeats and self._heartbeats.is_alarm_raised) or self._is_hang(stalled):
                 self._end(stalled)
 
     def _is_hang(self, stalled: float) -> bool:
         if self._is_training and stalled > max(self.timeout, PAUSE_TIMEOUT):
             return True
-        if self.world_size == 1:
+        if self._heartbeats is None:
             return stalled > self.timeout and not self.heartbeat.paused
         if stalled <= self.timeout / 2:
             self._last_answer = stalled
@@ -142,65 +169,27 @@ class Watchdog:
 
     def _end(self, stalled: float) -> NoReturn:
         """Raises the alarm, or responds to it: dumps stacks, reports, and exits together with the other ranks."""
-        self._ending = True
+        self._ending, heartbeats = True, self._heartbeats
         signal.alarm(int(15 * self.store_timeout))  # ends the process if this hangs, too
         try:
-            is_reporter = self._heartbeats.call(lambda store: store.add("alarm", 1) == 1)
+            is_reporter = heartbeats.call(lambda store: store.add("alarm", 1) == 1) if heartbeats else None
             self.heartbeat.location = stack_location(sys._current_frames().get(self._training_thread))
             dump = threading.Thread(target=self._dump, daemon=True)  # a hanging file system may be the cause
             dump.start()
             dump.join(self.store_timeout)
             self.heartbeat.dumped = True
-            if is_reporter is False:
-                self._wait_for_report()
+            if heartbeats is None:
+                self._report(stalled, [f"the process waits in {self.heartbeat.location}"])
+            elif is_reporter is False:
+                heartbeats.wait_for_report()
             # Without the store no rank can be elected, and rank 0's host may be down.
             elif is_reporter or environment.is_first_on_node() or self.rank == 1:
-                self._report(stalled, self._diagnose(is_reporter))
-            if is_reporter:
-                self._heartbeats.call(lambda store: store.set("reported", ""))
+                self._report(stalled, heartbeats.diagnose(is_reporter=bool(is_reporter)))
+            if heartbeats and is_reporter:
+                heartbeats.call(lambda store: store.set("reported", ""))
                 time.sleep(0.5)  # the other ranks exit first: this process may host the store
         finally:
             os._exit(environment.EXIT_RANK_MISSING)
-
-    def _diagnose(self, is_reporter: bool | None) -> list[str]:
-        if self.world_size == 1:
-            return [f"the process waits in {self.heartbeat.location}"]
-        found = self._wait_for_dumps() if is_reporter else None
-        if found is None:
-            return [
-                "the job's key-value store does not answer: rank 0's process is stopped, or its host is down",
-                f"rank {self.rank} waits in {self.heartbeat.location}",
-            ]
-        heartbeats, silent = found
-        for rank in silent:
-            heartbeat = heartbeats[rank]
-            if heartbeat and (heartbeat.host, heartbeat.ppid) == (self.heartbeat.host, self.heartbeat.ppid):
-                # The common launcher would wait half a minute for a stopped process. It has to see our exit code first.
-                subprocess.Popen(["/bin/sh", "-c", f"sleep 3; kill -9 {heartbeat.pid}"], stderr=subprocess.DEVNULL)
-        return diagnose_missing_ranks(heartbeats, silent, time.time())
-
-    def _wait_for_dumps(self) -> tuple[dict[int, Heartbeat | None], list[int]] | None:
-        """Returns the heartbeats and the silent ranks when all live ranks have dumped their stacks."""
-        end = time.monotonic() + 4 * self.store_timeout
-        while found := self._heartbeats.call(self._heartbeats.read_all):
-            heartbeats, silent = found
-            pending = [
-                rank
-                for rank, heartbeat in heartbeats.items()
-                if rank not in silent and not (heartbeat and heartbeat.is_final)
-            ]
-            if not pending or time.monotonic() > end:
-                break
-            time.sleep(0.1)
-        return found
-
-    def _wait_for_report(self) -> None:
-        end = time.monotonic() + 8 * self.store_timeout
-        is_reported: bool | None = False
-        while is_reported is False and time.monotonic() < end:
-            # None if the reporter hosted the store and has exited.
-            is_reported = self._heartbeats.call(lambda store: store.check(["reported"]))
-            time.sleep(0.1)
 
     def _report(self, stalled: float, findings: list[str]) -> None:
         step, directory = self.heartbeat.step, self.directory

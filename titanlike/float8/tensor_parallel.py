@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.distributed.collectives import all_gather_no_grad, reduce_scatter_no_grad
+from titanlike.distributed.autograd_collectives import all_gather_no_grad, reduce_scatter_no_grad
 from titanlike.float8.all_gather import Float8Shard
 from titanlike.float8.linear import GRADIENT, INPUT, Float8TrainingTensor, float8_dtype, matmul_of, to_float8
 from titanlike.float8.weight_maxima import WeightChanges, weight_maxima

@@ -164,11 +164,3 @@ class Evaluator:
 
     def _samples(self, step: int) -> bool:
         return self.sample.tokens > 0 and self.sample.interval > 0 and step % self.sample.interval == 0
-
-
-def format_metrics(metrics: Metrics) -> str:
-    """Formats metrics on one line."""
-    return "  ".join(
-        f"{name} {value:,.0f}" if name in ("tokens", "bytes") else f"{name} {value:.4f}"
-        for name, value in metrics.items()
-    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from titanlike.config import UserError
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.distributed import process_group
 from titanlike.inference.logits import NextLogits
@@ -110,13 +109,3 @@ def generate(
     for index, stream in enumerate(streams):
         emit(index, stream.finish())
     return [stream.text for stream in streams]
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
-    """Raises `UserError` if a prompt leaves no room for a token in a model's context."""
-    for number, tokens in enumerate(prompts, start=1):
-        if len(tokens) >= max_length:
-            raise UserError(
-                f"prompt {number} has {len(tokens)} tokens, but the context of the model is {max_length} tokens "
-                f"(model.max_seq_len); shorten it to {max_length - 1} tokens or less"
-            )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.distributed.collectives import all_gather
+from titanlike.distributed.autograd_collectives import all_gather
 from titanlike.parallelisms.context import context_position_ids, gather_sequence
 from titanlike.parallelisms.mesh import Mesh
 

@@ -12,19 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from titanlike.checkpoint import store
+from titanlike.checkpoint import loader, store
 from titanlike.checkpoint.files import File, LocalFile
-from titanlike.checkpoint.format import (
-    CHUNK_SIZE,
-    Entry,
-    Reader,
-    ShardRange,
-    corrupt_unless_read,
-    read_header,
-    read_part,
-    verify_file,
-)
-from titanlike.checkpoint.loader import shard_range_of
+from titanlike.checkpoint.format import CHUNK_SIZE, ShardRange
+from titanlike.checkpoint.reader import Entry, Reader, corrupt_unless_read, read_header, read_part, verify_file
+from titanlike.checkpoint.staging import shard_range_of
 from titanlike.config import UserError
 from titanlike.config.base import shown, validate
 from titanlike.config.finetune import Lora
@@ -207,11 +199,11 @@ class CheckpointWeights(Weights):
 
     def __init__(self, location: store.Store, step: int, verify_share: tuple[int, int]) -> None:
         self.path = f"{location}/{store.name_of(step)}"
-        files = store.read_manifest(location, step)
+        files = loader.read_manifest(location, step)
         rank, num_ranks = verify_share
         for name in sorted(files)[rank::num_ranks]:
             verify_file(location.open(step, name), files[name], content=True)
-        self.metadata = store.read_state(location, step)
+        self.metadata = loader.read_state(location, step)
         names = [name for name in sorted(files) if name != store.STATE]
         self._reader = Reader(read_header(location.open(step, name)) for name in names)
         self._entries = {name: entry for header in self._reader.headers for name, entry in header.entries.items()}

@@ -1,9 +1,7 @@
-"""Training health: loss spikes, statistics of each parameter, and ranks that are slow."""
+"""Training health: statistics of each parameter, and ranks that are slow. A run imports it if it measures one of the two."""
 
-import math
 import statistics
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,34 +13,8 @@ from titanlike.distributed import collectives, process_group
 from titanlike.metrics.hardware import peak_memory_gib
 from titanlike.utils.dtensor import local_tensor, shard_groups
 
-SPIKE_WINDOW = 50  # records
-SPIKE_THRESHOLD = 10.0  # standard deviations above the median
-SPIKE_MIN_RECORDS = 10
-STANDARD_DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
-MIN_DEVIATION = 1e-3  # of the median: a loss that hardly changes is not a spike
 SLOW_RATIO = 1.3  # of the median
 SLOW_RECORDS = 3  # in a row
-
-
-class SpikeDetector:
-    """Detects a loss far above the recent ones. The median and the median absolute deviation of a window do not depend on a few
-    spikes in it, and follow a new level after half of the window."""
-
-    def __init__(self) -> None:
-        self._window: deque[float] = deque(maxlen=SPIKE_WINDOW)
-
-    def deviations(self, loss: float) -> float:
-        """Adds a loss. Returns its distance from the median in standard deviations if it is a spike, otherwise 0."""
-        result = 0.0
-        if len(self._window) >= SPIKE_MIN_RECORDS and math.isfinite(loss):
-            median = statistics.median(self._window)
-            deviation = STANDARD_DEVIATION * statistics.median(abs(value - median) for value in self._window)
-            scale = max(deviation, MIN_DEVIATION * abs(median))
-            distance = (loss - median) / scale if scale else 0.0  # 0 if recent losses are 0
-            result = distance if distance > SPIKE_THRESHOLD else 0.0
-        if math.isfinite(loss):
-            self._window.append(loss)
-        return result
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,20 @@ from torch.profiler import record_function
 from titanlike.checkpoint import SaveResult
 from titanlike.config.sections import Metrics
 from titanlike.metrics.hardware import device_name, peak_flops, peak_memory_gib
-from titanlike.metrics.health import RankStatistics, SpikeDetector, parameter_statistics
-from titanlike.metrics.profiler import DATA_WAIT
 from titanlike.metrics.records import Records, RunInfo
 from titanlike.metrics.terminal import Console
 from titanlike.utils.async_d2h import AsyncD2H
+
+if TYPE_CHECKING:
+    from titanlike.metrics.health import RankStatistics
+
+DATA_WAIT = "data wait"  # annotation in a trace
+
+SPIKE_WINDOW = 50  # records
+SPIKE_THRESHOLD = 10.0  # standard deviations above the median
+SPIKE_MIN_RECORDS = 10
+STANDARD_DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
+MIN_DEVIATION = 1e-3  # of the median: a loss that hardly changes is not a spike
 
 
 @dataclass(frozen=True)
@@ -58,8 +68,11 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
         self._spikes, self._in_spike = SpikeDetector(), False
-        is_distributed = dist.is_initialized() and dist.get_world_size() > 1
-        self._ranks = RankStatistics(self.device) if is_distributed else None
+        self._ranks: RankStatistics | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            from titanlike.metrics import health
+
+            self._ranks = health.RankStatistics(self.device)
         self._started = self._window_started = time.perf_counter()
         self._window_steps = 0
         self._rates: list[float] = []  # tokens per second of each record
@@ -152,7 +165,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         if not interval or step % interval:
             yield
             return
-        with parameter_statistics(model) as values:
+        from titanlike.metrics import health
+
+        with health.parameter_statistics(model) as values:
             yield
         self._flush()
         self._track(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
@@ -231,3 +246,24 @@ class Monitor(AbstractContextManager["Monitor"]):
     def _track(self, step: int, values: Mapping[str, float | str | None]) -> None:
         for message in self._records.log(step, values) if self._records else ():
             self.print(message)
+
+
+class SpikeDetector:
+    """Detects a loss far above the recent ones. The median and the median absolute deviation of a window do not depend on a few
+    spikes in it, and follow a new level after half of the window."""
+
+    def __init__(self) -> None:
+        self._window: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def deviations(self, loss: float) -> float:
+        """Adds a loss. Returns its distance from the median in standard deviations if it is a spike, otherwise 0."""
+        result = 0.0
+        if len(self._window) >= SPIKE_MIN_RECORDS and math.isfinite(loss):
+            median = statistics.median(self._window)
+            deviation = STANDARD_DEVIATION * statistics.median(abs(value - median) for value in self._window)
+            scale = max(deviation, MIN_DEVIATION * abs(median))
+            distance = (loss - median) / scale if scale else 0.0  # 0 if recent losses are 0
+            result = distance if distance > SPIKE_THRESHOLD else 0.0
+        if math.isfinite(loss):
+            self._window.append(loss)
+        return result

@@ -12,7 +12,6 @@ from titanlike.distributed import environment
 from titanlike.utils import compat
 
 DIRECTORY = "profile"  # in the run directory
-DATA_WAIT = "data wait"  # annotation in a trace
 
 
 def trace_name(step: int, rank: int) -> str:

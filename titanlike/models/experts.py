@@ -25,8 +25,6 @@ from titanlike.models.moe_config import MoeConfig
 from titanlike.utils import compat
 from titanlike.utils.modules import without_owner
 
-EXPERT_BIAS = "expert_bias"  # name of the parameter that balances the load
-
 
 class Routes(NamedTuple):
     """What a router returns."""

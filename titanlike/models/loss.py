@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlike.config import UserError
-from titanlike.distributed.collectives import gather
 from titanlike.utils.compat import all_reduce
 
 IGNORE = -100  # label of a token that does not contribute to the loss
@@ -197,7 +196,11 @@ def _full_vocab_loss(
     token_loss: TokenLoss, logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None, soft_cap: float
 ) -> Tensor:
     """Returns a user's loss of logits (N, V). The ranks of `vocab_group` all-gather the vocabulary, and each computes the same."""
-    logits = (logits if vocab_group is None else gather(logits, 1, vocab_group)).float()
+    if vocab_group is not None:
+        from titanlike.distributed.autograd_collectives import gather
+
+        logits = gather(logits, 1, vocab_group)
+    logits = logits.float()
     return token_loss((logits / soft_cap).tanh() * soft_cap if soft_cap else logits, labels)
 
 

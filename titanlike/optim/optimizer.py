@@ -1,6 +1,6 @@
 """The optimizer of a recipe: AdamW, Muon for the matrices of blocks, and the rule of the biases that balance experts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +50,11 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
         from titanlike.optim.balance import BalanceBias
 
         optimizers.append(BalanceBias(balanced, rate=balanced[0].config.balance_bias_rate))
-    return CombinedOptimizer(optimizers) if len(optimizers) > 1 else adamw
+    if len(optimizers) == 1:
+        return adamw
+    from titanlike.optim.combined import CombinedOptimizer
+
+    return CombinedOptimizer(optimizers)
 
 
 def _build_adamw(
@@ -66,41 +70,6 @@ def _build_adamw(
     if section.stochastic_rounding:
         seeds = {p: derive_seed(seed, f"rounding of {copies.get(name, name)}") for name, p in model.named_parameters()}
     return LowPrecisionAdamW(groups, **options, state_dtype=section.state_dtype, seeds=seeds)
-
-
-class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, with the parameter groups and the state of all of them."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """The optimizers must have no state yet."""
-        self.optimizers = optimizers
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        self._share()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the state, as `load_state_dict` does."""
-        super().__setstate__(state)
-        self._share()
-
-    def _share(self) -> None:
-        """Gives each optimizer its groups of this one, and the state of all parameters."""
-        groups = iter(self.param_groups)
-        for optimizer in self.optimizers:
-            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
-            optimizer.state = self.state
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs a single optimization step. Returns the result of `closure`, which is called first."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, and what an optimizer has besides them."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
 
 
 class AdamW(torch.optim.AdamW):

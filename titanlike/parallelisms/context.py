@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
-from titanlike.distributed.collectives import all_gather
+from titanlike.distributed.autograd_collectives import all_gather
 from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
 from titanlike.models.layers import CausalAttention
 from titanlike.parallelisms.blocks import Blocks, list_blocks

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlike.config import UserError
-from titanlike.distributed.collectives import all_to_all
+from titanlike.distributed.autograd_collectives import all_to_all
 from titanlike.models.experts import Experts, MixtureOfExperts, inverse_of, permute_rows
 from titanlike.parallelisms.recomputation import KEEPS, keep_for_recomputation
 from titanlike.utils import compat

@@ -35,7 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanlike.config import UserError
 from titanlike.config.load import nearest
-from titanlike.distributed.collectives import (
+from titanlike.distributed.autograd_collectives import (
     all_gather,
     all_reduce,
     all_reduce_gradient,

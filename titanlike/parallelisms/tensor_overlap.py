@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlike.config import UserError
-from titanlike.distributed.collectives import all_gather_by_cat
+from titanlike.distributed.autograd_collectives import all_gather_by_cat
 from titanlike.parallelisms.tensor import TensorParallelModule
 from titanlike.utils import compat
 

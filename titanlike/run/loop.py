@@ -1,14 +1,17 @@
 """What the training loops of the programs share: the loss and its gradients, and what is measured at intervals."""
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import Training
+from titanlike.config.sections import Profiling, Training
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
 from titanlike.distributed.watchdog import Watchdog
@@ -16,10 +19,35 @@ from titanlike.inference.evaluator import Evaluator
 from titanlike.metrics import Monitor
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import num_valid
-from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.run_dir import RunDirectory
-from titanlike.utils.garbage_collector import GarbageCollector
+
+COLLECTION_INTERVAL = 50  # steps
+
+
+class GarbageCollector:
+    """Replaces Python's automatic collection, which stops each rank at a different step and makes all others wait for it."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __enter__(self) -> "GarbageCollector":
+        gc.disable()
+        return self
+
+    def step(self) -> None:
+        """Collects everything after the first step, which leaves the garbage of the compiler, then young objects at intervals.
+        Later collections do not traverse the objects that are alive after the first step."""
+        self.steps += 1
+        if self.steps == 1:
+            gc.collect()
+            gc.freeze()
+        elif self.steps % COLLECTION_INTERVAL == 0:
+            gc.collect(1)
+
+    def __exit__(self, *error: object) -> None:
+        gc.unfreeze()
+        gc.enable()
 
 
 @contextmanager
@@ -29,6 +57,20 @@ def loop_settings(training: Training) -> Iterator[GarbageCollector]:
     torch.set_float32_matmul_precision(training.matmul_precision)
     with attention_backend(training.attention), GarbageCollector() as garbage_collector:
         yield garbage_collector
+
+
+@contextmanager
+def trace_steps(
+    section: Profiling, run: Path, device: torch.device, monitor: Monitor
+) -> Iterator[Callable[[int], None]]:
+    """Traces the steps that `[profiling]` names. Yields a function to call at the beginning of each step."""
+    if not section.steps and not section.memory:
+        yield lambda step: None
+        return
+    from titanlike.metrics.profiler import Profiler
+
+    with Profiler(section, run, device, monitor.exclude_from_throughput) as profiler:
+        yield profiler.step
 
 
 def num_labels(microbatches: Sequence[Batch]) -> Tensor:
@@ -48,7 +90,12 @@ def forward_backward(
         local_loss = cast(Any, model).forward_backward(microbatches, lambda loss: loss / num_tokens)
     else:
         local_loss = torch.zeros((), device=num_tokens.device)
-        for batch in accumulate_gradients(model, microbatches, sync):
+        batches: Iterable[Batch] = microbatches
+        if isinstance(model, FSDPModule):
+            from titanlike.parallelisms.fsdp import accumulate_gradients
+
+            batches = accumulate_gradients(model, microbatches, sync)
+        for batch in batches:
             loss = model(**batch.inputs, labels=batch.labels) / num_tokens
             loss.backward()
             local_loss += loss.detach()

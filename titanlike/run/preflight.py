@@ -17,7 +17,6 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import LIMIT, divisors, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
-from titanlike.config.schema import describe
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Optimizer, Parallelism
 from titanlike.models.configs import all_configs
 from titanlike.utils.system import num_gpus, total_memory
@@ -218,12 +217,15 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
 
 def _checkpoint(recipe: PretrainRecipe) -> Iterator[str]:
     checkpoint, model = recipe.checkpoint, recipe.model
-    keys = [key.name for key in describe(type(recipe))] if checkpoint.allow_changed else []
-    for key in checkpoint.allow_changed:
-        if key not in keys:
-            near = nearest(key, keys)
-            hint = f"did you mean {near}?" if near else "see --help"
-            yield f"checkpoint.allow_changed: {shown(key)} is not a key; {hint}"
+    if checkpoint.allow_changed:
+        from titanlike.config.schema import describe
+
+        keys = [key.name for key in describe(type(recipe))]
+        for key in checkpoint.allow_changed:
+            if key not in keys:
+                near = nearest(key, keys)
+                hint = f"did you mean {near}?" if near else "see --help"
+                yield f"checkpoint.allow_changed: {shown(key)} is not a key; {hint}"
     if checkpoint.export != "none" and not model.hf_architecture:
         yield f"checkpoint.export: transformers has no model that computes what model.name = {model.name!r} does"
     elif checkpoint.export != "none":

@@ -1,168 +1,16 @@
-"""Rules for resuming a run: which recipe changes are refused, and which make the resume inexact."""
+"""Where a run starts: from a checkpoint, from initial weights, or from random ones."""
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
-from titanlike.config import PretrainRecipe, UserError
-from titanlike.config.base import validate
-from titanlike.config.layout import BatchSizes
-from titanlike.config.sections import Schedule
+from titanlike.config import PretrainRecipe
 from titanlike.data.batches.packed_dataset import BatchSource
-from titanlike.optim.schedule import learning_rate
-from titanlike.run.run_dir import RunDirectory, recipe_as_json
+from titanlike.run.run_dir import RunDirectory
 from titanlike.utils.rng import seed_generators
-
-# Sections that may change: they affect placement, logging and storage, and not what is computed. All other sections, including
-# those that a copied program defines, determine the next steps.
-FREE_SECTIONS = {
-    "run",
-    "parallelism",
-    "compile",
-    "activation_checkpoint",
-    "checkpoint",
-    "validation",
-    "evaluation",
-    "sample",
-    "metrics",
-    "profiling",
-}
-# Keys of other sections that may change. The location of the data is irrelevant: its fingerprint is compared.
-FREE_KEYS = {
-    "training.local_batch_size", "training.loss_chunk", "training.non_finite", "training.skip_limit",
-    "training.attention", "tokenizer.encoding", "data.source", "data.path",
-    "data.mixture", "data.validation_path", "data.cache", "data.prefetch", "data.workers", "data.bad_records",
-    "data.chat_template", "float8.all_gather",
-    "float8.emulate",
-}  # fmt: skip
-# Keys that may change if the batches of the steps taken do not.
-BATCH_SIZE_KEYS = {"training.batch_ramp", "training.global_batch_size"}
-# Free keys that change rounding: the resumed run is not bit-exact.
-INEXACT = (
-    "training.local_batch_size", "training.loss_chunk", "training.attention", "parallelism.cpu_offload",
-    "parallelism.pipeline_", "parallelism.async_tensor_parallel", "float8.", "compile.mode", "compile.backend",
-    "activation_checkpoint.",
-)  # fmt: skip
-
-
-def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: PretrainRecipe) -> list[str]:
-    """Raises `UserError` if a checkpoint does not fit a recipe, where `now` describes a checkpoint that this recipe would write.
-
-    Returns the reasons why the resumed run is not bit-exact.
-    """
-    before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
-    differences = _differences(before, now.recipe)
-    run = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
-    or_new_run = "or give --run.name to start a new run"
-    if saved.step > recipe.training.steps:
-        raise UserError(
-            f"{run}, past training.steps = {recipe.training.steps}; set it to {saved.step} or more, {or_new_run}"
-        )
-    # The schedule may change if every step taken so far has the same learning rate under both: as in the stable phase.
-    scheduled = {key for key in differences if key == "training.steps" or key.startswith("schedule.")}
-    problem = _learning_rate_problem(before, recipe, saved.step) if scheduled else ""
-    if not problem:
-        differences = {key: line for key, line in differences.items() if key not in scheduled}
-    if _same_batches(before, recipe, saved.step):
-        differences = {key: line for key, line in differences.items() if key not in BATCH_SIZE_KEYS}
-    changed = {
-        key: line
-        for key, line in differences.items()
-        if key == "run.seed" or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
-    }
-    refused = {key: line for key, line in changed.items() if key not in recipe.checkpoint.allow_changed}
-    if refused and refused.keys() <= scheduled:
-        raise UserError(
-            f"{run}, but {problem} ({'; '.join(refused.values())}); restore these values, resume from an earlier step with "
-            f"--checkpoint.resume_from, {or_new_run}; to resume with the changes: "
-            f"--checkpoint.allow_changed='{json.dumps(list(refused))}'"
-        )
-    if refused:
-        raise UserError(
-            f"{run} that was trained with another recipe: {'; '.join(refused.values())}. Restore these values to resume, "
-            f"{or_new_run}; to resume with the changes: --checkpoint.allow_changed='{json.dumps(list(refused))}'"
-        )
-    if saved.tokenizer not in ("", now.tokenizer):
-        raise UserError(
-            f"{run} that was trained with another tokenizer (fingerprint {saved.tokenizer}, now {now.tokenizer}). Restore it to "
-            f"resume, {or_new_run}"
-        )
-    if saved.data != now.data:
-        raise UserError(
-            f"{run} that was trained on other data (fingerprint {saved.data}, now {now.data}). Restore the data to resume, "
-            f"{or_new_run}"
-        )
-    inexact = [line for key, line in differences.items() if key in changed or key.startswith(INEXACT)]
-    machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
-    inexact += _differences(machine_before, machine_now).values()
-    if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:
-        inexact.append("run.deterministic = false, and kernels of a GPU are not deterministic")
-    return inexact
-
-
-def _learning_rate_problem(before: dict[str, Any], recipe: PretrainRecipe, num_taken: int) -> str:
-    """Names the first of the steps taken that has another learning rate under this recipe. Returns "" if there is none."""
-    try:
-        schedule, steps = validate(Schedule, before.get("schedule")), before["training"]["steps"]
-    except ValueError:
-        schedule = None
-    if schedule is None or type(recipe.schedule) is not Schedule:
-        return (
-            "the learning rates of the steps taken cannot be compared, because the program has its own schedule section"
-        )
-    for step in range(1, num_taken + 1):  # relative to the peak: `optimizer.lr` is compared by itself
-        old = learning_rate(step, steps, 1.0, schedule)
-        new = learning_rate(step, recipe.training.steps, 1.0, recipe.schedule)
-        if old != new:
-            return f"the learning rate of step {step} was {old:.4g} of the peak and would be {new:.4g}"
-    return ""
-
-
-def _same_batches(before: dict[str, Any], recipe: PretrainRecipe, num_taken: int) -> bool:
-    """Whether the steps taken have the same batches under both batch-size ramps."""
-    training = before["training"]
-    ramp = tuple((num_steps, size) for num_steps, size in training["batch_ramp"])
-    old, new = BatchSizes(training["global_batch_size"], ramp), recipe.training.batch_sizes
-    # The readers of a stream are as many as divide every size.
-    same_readers = recipe.data.source != "stream" or old.divisor() == new.divisor()
-    return same_readers and old.until(num_taken) == new.until(num_taken)
-
-
-def _default_recipe(recipe: PretrainRecipe) -> dict[str, Any]:
-    default = type(recipe)()
-    same_model = isinstance(default.model, type(recipe.model))
-    return recipe_as_json(default if same_model else dataclasses.replace(default, model=type(recipe.model)()))
-
-
-def _with_new_keys(old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Adds keys that did not exist when `old` was written. Their default is the earlier behavior."""
-    completed = dict(old)
-    for key, default in defaults.items():
-        if key not in old and key in new:
-            completed[key] = default
-        elif isinstance(default, dict) and isinstance(old[key], dict):
-            completed[key] = _with_new_keys(old[key], new[key], default)
-    return completed
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Describes each changed value, by its dotted key."""
-    found: dict[str, str] = {}
-    for key in old | new:
-        name = f"{prefix}{key}"
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found |= _differences(before, after, f"{name}.")
-        elif before != after:
-            found[name] = f"{name} was {json.dumps(before)}, now {json.dumps(after)}"
-    return found
 
 
 @dataclass(frozen=True)
@@ -209,5 +57,9 @@ def find_resume_point(
 ) -> ResumePoint:
     """Finds the checkpoint to resume from, and refuses it if this recipe would not continue its run."""
     checkpoint = checkpoints.find(recipe.checkpoint.resume_from)
-    inexact = check_resume(checkpoint, metadata, recipe) if checkpoint else []
+    inexact = []
+    if checkpoint:
+        from titanlike.run.changes import check_resume
+
+        inexact = check_resume(checkpoint, metadata, recipe)
     return ResumePoint(checkpoint, run.resume_message(checkpoint, inexact))

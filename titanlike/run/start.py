@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from titanlike.config import PretrainRecipe, UserError, load, to_toml
 from titanlike.config.base import MAX_PATH, shown
-from titanlike.config.load import nearest, parse_value, read, show_value
-from titanlike.config.schema import describe
+from titanlike.config.load import parse_value, read, show_value
 from titanlike.config.sections import Run
 from titanlike.config.shipped import PROGRAMS, RECIPES, recipe_path, train_command
 from titanlike.distributed import environment
@@ -32,26 +31,6 @@ R = TypeVar("R", bound=PretrainRecipe)
 OPTIONS = ("recipe", "check", "preflight", "hardware")  # options with a value that are no keys of a section
 MAX_DERIVED_NAME = 200  # bytes; a launch id follows
 DEFAULT_RECIPE = RECIPES / "debug.toml"
-
-USAGE = """\
-usage: {command} [RECIPE] [--section.key=value ...]
-       {command} RECIPE --check N     check the recipe for N processes on any machine, and plan its memory and
-       {indent}                      time on --hardware NAME (default: h100); starts nothing
-       {command} RECIPE --resolved    print the resolved recipe with every key
-       {command} [RECIPE] --help      print this text and the sections of a recipe
-       {command} --help SECTION       print the keys of a section with type, default and purpose; or of one key, as in
-       {indent}                      --help training.steps; or all keys: --help all
-
-RECIPE is a TOML file, or the name of a shipped recipe (`titanlike recipes`); the default is debug. `--recipe RECIPE.toml` names
-one too, `--recipe NAME` another program. NPROC=n sets the number of processes on this machine (default: one per GPU, or one).
-MAX_RESTARTS=n restarts all processes after a failure, at most n times, from the newest checkpoint. Keys on the command line
-override those of the recipe, which override those of a recipe that it extends."""
-
-
-def usage() -> str:
-    """Returns the text of `--help`, with the command that trains here."""
-    command = train_command()
-    return USAGE.format(command=command, indent=" " * len(command))
 
 
 class Arguments:
@@ -128,14 +107,20 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
         if arguments.help is not None:
             from titanlike.config.help import help_text
 
-            print(help_text(recipe_type, usage(), arguments.help))
+            print(help_text(recipe_type, arguments.help))
             sys.exit(0)
-        _refuse_unknown_options(recipe_type, arguments)
+        if arguments.overrides:
+            from titanlike.config.errors import refuse_unknown_options
+
+            refuse_unknown_options(recipe_type, arguments.overrides)
         program = Path(sys.argv[0]).resolve()
         if arguments.check_files and not arguments.resolved:
             _check_program(program, arguments)  # another one may have other keys
-        overrides = _sagemaker_channels(arguments) | arguments.overrides
-        recipe = load(recipe_type, arguments.recipe, overrides, _sagemaker_defaults(arguments.recipe))
+        overrides, defaults = arguments.overrides, dict[str, Any]()
+        if job := environment.sagemaker_job():
+            overrides = job.data_paths(read(arguments.recipe)[0].get("data"), overrides) | overrides
+            defaults = job.defaults(name_of(arguments.recipe.stem))
+        recipe = load(recipe_type, arguments.recipe, overrides, defaults)
         if arguments.resolved:
             print(to_toml(recipe), end="")
             sys.exit(0)
@@ -149,7 +134,8 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
             check_machine(recipe, arguments.check or ranks.world_size, ranks.local_world_size)
         if ranks.started_by_launcher:
             environment.check_rank_variables()
-        _check_sagemaker_checkpoints(recipe, ranks)
+        if job:
+            job.check_checkpoints(recipe, ranks)
         run = select_run_dir(recipe.run, arguments, ranks)
     except UserError as error:
         environment.fail(error)
@@ -188,45 +174,6 @@ def start(recipe_type: type[R], argv: Sequence[str] | None = None) -> R:
     if program.parent != PROGRAMS and program.suffix == ".py":
         recipe = replace(recipe, recipe=str(program))  # the resolved recipe is in another directory
     return recipe
-
-
-def _sagemaker_defaults(recipe: Path) -> dict[str, Any]:
-    """Returns the run directory in a SageMaker job: one that outlives the job, and that the next job of the run finds."""
-    job = environment.sagemaker_job()
-    if job is None:
-        return {}
-    name = name_of(recipe.stem)
-    return {"run": {"dir": job.checkpoints, "name": f"{name}-{job.tuned}" if job.tuned else name}}
-
-
-def _sagemaker_channels(arguments: Arguments) -> dict[str, str]:
-    """Returns the data paths of a SageMaker job's input channels. Like the command line, they belong to one start of the recipe."""
-    job = environment.sagemaker_job()
-    if job is None:
-        return {}
-    data = read(arguments.recipe)[0].get("data")
-    is_mixed = "data.mixture" in arguments.overrides or (isinstance(data, dict) and data.get("mixture"))
-    paths = {"data.path": "" if is_mixed else job.train, "data.validation_path": job.validation}
-    return {key: path for key, path in paths.items() if path}
-
-
-def _check_sagemaker_checkpoints(recipe: PretrainRecipe, ranks: environment.RankInfo) -> None:
-    """Refuses to save to the disks of several hosts, where no host would have a complete checkpoint, and to resume the run of
-    another job of the same tuner."""
-    job = environment.sagemaker_job()
-    if job is None or not recipe.checkpoint.enabled:
-        return
-    if job.tuned and job.tuned not in f"{recipe.run.dir}/{recipe.run.name}":
-        raise UserError(
-            f"run.name = '{recipe.run.name}' is the same in all jobs of the tuner, which would resume each other's "
-            "checkpoints; remove run.name, so that it is made of the names of the recipe and the job"
-        )
-    is_local = not recipe.checkpoint.dir and recipe.run.dir == job.checkpoints
-    if is_local and ranks.world_size > ranks.local_world_size:
-        raise UserError(
-            f"checkpoint.dir is not set, and {recipe.run.dir} is a disk of each host: no host would have a complete checkpoint; "
-            "set --checkpoint.dir=s3://BUCKET/PREFIX, or --checkpoint.enabled=false"
-        )
 
 
 def select_run_dir(run: Run, arguments: Arguments, ranks: environment.RankInfo) -> Run:
@@ -322,27 +269,3 @@ def _from_here(path: Path) -> str:
     """Returns a path relative to the working directory if it is below it."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _refuse_unknown_options(recipe_type: type, arguments: Arguments) -> None:
-    """Reports options without a dot, and suggests the key that was probably meant."""
-    keys = [key.name for key in describe(recipe_type)]
-    for name in arguments.overrides:
-        keys_of_table = [key for key in keys if key.startswith(f"{name}.")]
-        if keys_of_table and name not in keys:
-            raise UserError(f"--{name} is a table; name one of its keys, as in --{keys_of_table[0]}=...")
-        if "." not in name and name not in keys:
-            raise UserError(f"--{shown(name)}: unknown option; {_suggestion(name.replace('-', '_'), keys)}")
-
-
-def _suggestion(name: str, keys: Sequence[str]) -> str:
-    """Returns the remedy for an option without a dot: the key that it spells with dashes, or whose last part it is."""
-    whole = {key.replace(".", "_"): key for key in keys}
-    last = {key.rpartition(".")[2]: key for key in reversed(keys)}  # the first section that has it
-    for known in (whole, last):
-        if near := nearest(name, list(known), cutoff=0.8):
-            return f"did you mean --{known[near]}?"
-    return (
-        "keys are written --section.key=value (--help), and docs/coming_from.md has those for the options of Megatron-LM and "
-        "Hugging Face's Trainer"
-    )

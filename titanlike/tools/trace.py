@@ -15,7 +15,8 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.layout import LAYOUT_KEYS
-from titanlike.metrics.profiler import DATA_WAIT, DIRECTORY
+from titanlike.metrics.monitor import DATA_WAIT
+from titanlike.metrics.profiler import DIRECTORY
 
 AXES = (*LAYOUT_KEYS, "expert_shard")  # descriptions of process groups
 

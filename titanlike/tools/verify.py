@@ -20,8 +20,8 @@ from titanlike.config.load import nearest
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Parallelism
 from titanlike.config.shipped import REPOSITORY
-from titanlike.data.batches.batch_record import Batches, first_difference, read_batches
 from titanlike.distributed import environment, launch_config
+from titanlike.tools.batches import Batches, first_difference, read_batches
 from titanlike.tools.small_recipe import fitting_batch, float8_off, shrink
 from titanlike.utils.arguments import parse_int
 
@@ -44,7 +44,7 @@ class Result:
     @classmethod
     def of(cls, folder: Path) -> "Result":
         """Reads a run directory."""
-        from titanlike.checkpoint import read_whole  # imports torch
+        from titanlike.checkpoint.loader import read_whole  # imports torch
 
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = [record for record in records if "loss" in record]

@@ -1,6 +1,5 @@
-"""Argument types for argparse, and the numbers of a command line."""
+"""The arguments of a command line: numbers, and text that cannot be used."""
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,21 +28,3 @@ def refuse_control_characters(arguments: Mapping[str, Any]) -> None:
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str | Path) and has_control_characters(str(text)):
                 raise UserError(f"{name}: '{shown(str(text))}' contains control characters; remove them")
-
-
-def positive_int(text: str) -> int:
-    """Parses an integer of at least 1."""
-    return _at_least(1, text)
-
-
-def non_negative_int(text: str) -> int:
-    """Parses an integer of at least 0."""
-    return _at_least(0, text)
-
-
-def _at_least(minimum: int, text: str) -> int:
-    number = parse_int(text)
-    if number is None or number < minimum:
-        limit = " and below 10^9" if text.isdigit() and number is None else ""
-        raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}{limit}, got {shown(text)!r}")
-    return number

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import fsspec  # type: ignore[import-untyped]
 
 from titanlike.config import UserError
-from titanlike.config.credentials import refuse_credentials
+from titanlike.config.base import refuse_credentials
 from titanlike.data.documents.files import File, import_optional
 
 T = TypeVar("T")

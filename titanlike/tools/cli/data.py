@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.distributed import environment
+from titanlike.tools.arguments import positive_int
 from titanlike.tools.cli import data_inspect
-from titanlike.utils.arguments import positive_int
 from titanlike.utils.live_line import LiveLine
 
 if TYPE_CHECKING:

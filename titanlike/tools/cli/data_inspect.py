@@ -8,8 +8,8 @@ from titanlike.config import UserError
 from titanlike.config.shipped import recipe_path
 from titanlike.distributed import environment
 from titanlike.run.start import Arguments
+from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.programs import load_known
-from titanlike.utils.arguments import non_negative_int, positive_int
 
 DESCRIPTION = """\
 Prints the text that a data-parallel rank reads in a step: documents in alternating colors, separators highlighted, prompts dim.

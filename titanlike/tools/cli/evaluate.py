@@ -10,8 +10,8 @@ from titanlike.config.sections import Evaluation
 from titanlike.distributed import environment
 from titanlike.inference.tasks import FORMATS
 from titanlike.run.preflight import evaluation_files
+from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli.processes import add_model_options, session, start_processes
-from titanlike.utils.arguments import non_negative_int, positive_int
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
     from titanlike.config.sections import Parallelism, Sample, Training
     from titanlike.data.tokens.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
-    from titanlike.inference.evaluator import Evaluator, format_metrics
+    from titanlike.inference.evaluator import Evaluator
     from titanlike.interop.weights import open_weights
     from titanlike.models.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
@@ -106,7 +106,7 @@ def _evaluate(arguments: argparse.Namespace, section: Evaluation, device: "torch
 
     def print_metrics(name: str, metrics: dict[str, float]) -> None:
         if process_group.is_main() and not arguments.json:
-            print(f"{name}: {format_metrics(metrics)}", flush=True)
+            print(f"{name}: {_format_metrics(metrics)}", flush=True)
 
     with attention_backend("auto"):
         results = evaluator.evaluate(model, mesh, print_metrics)
@@ -125,3 +125,11 @@ def _data_section(weights: "Weights", text_field: str | None) -> tuple[Any, int]
     if text_field:
         known |= {"text_field": text_field}
     return Data(**known), recipe.get("training", {}).get("seq_len", 0)
+
+
+def _format_metrics(metrics: dict[str, float]) -> str:
+    """Formats metrics on one line."""
+    return "  ".join(
+        f"{name} {value:,.0f}" if name in ("tokens", "bytes") else f"{name} {value:.4f}"
+        for name, value in metrics.items()
+    )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import UserError
 from titanlike.distributed import environment
+from titanlike.tools.arguments import non_negative_int, positive_int
 from titanlike.tools.cli.chat import chat
 from titanlike.tools.cli.processes import add_model_options, read_lines, session, start_processes
-from titanlike.utils.arguments import non_negative_int, positive_int
 
 if TYPE_CHECKING:
     import torch
@@ -83,13 +83,13 @@ def run(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str], device: "torch.device") -> None:
     from titanlike.data.tokens.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
-    from titanlike.inference.generation import check_prompts, generate
+    from titanlike.inference.generation import generate
     from titanlike.inference.sampling import Sampling
     from titanlike.interop.generation_config import stop_tokens
     from titanlike.interop.weights import open_weights
     from titanlike.models.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
-    from titanlike.tools.inference.cached_logits import CachedLogits
+    from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts
     from titanlike.tools.inference.load import default_dtype, load_for_generation
 
     mesh = build_mesh(device.type, tensor=process_group.world_size())

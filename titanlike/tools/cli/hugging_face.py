@@ -9,7 +9,7 @@ from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.config.load import dump
 from titanlike.distributed import environment
-from titanlike.utils.arguments import positive_int
+from titanlike.tools.arguments import positive_int
 from titanlike.utils.files import atomic_write_text
 
 EXPORT = """\

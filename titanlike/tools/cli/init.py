@@ -9,9 +9,9 @@ from typing import Any
 from titanlike.config import UserError
 from titanlike.config.shipped import train_command
 from titanlike.distributed import environment
+from titanlike.tools.arguments import non_negative_int
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 from titanlike.utils import system
-from titanlike.utils.arguments import non_negative_int
 from titanlike.utils.files import atomic_write_text
 
 DESCRIPTION = """\

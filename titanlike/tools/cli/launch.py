@@ -14,10 +14,10 @@ from titanlike.config import UserError
 from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.run.start import Arguments
+from titanlike.tools.arguments import positive_int
 from titanlike.tools.clusters import cluster_job, docker, kubernetes, slurm
 from titanlike.tools.clusters.cluster_job import ClusterJob
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
-from titanlike.utils.arguments import positive_int
 
 DESCRIPTION = """\
 Checks a recipe for all processes of a job, as a run does, writes what the scheduler needs into a folder, and submits it. The run's

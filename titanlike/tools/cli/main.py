@@ -13,6 +13,7 @@ from titanlike.config.shipped import recipe_path
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.run import launch as trainer
+from titanlike.tools.arguments import positive_int
 from titanlike.tools.cli import (
     compare,
     data,
@@ -31,7 +32,7 @@ from titanlike.tools.cli import (
 from titanlike.tools.schema import editor_schema, markdown
 from titanlike.tools.verify import verify
 from titanlike.utils import system
-from titanlike.utils.arguments import positive_int, refuse_control_characters, refuse_undecodable
+from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
 
 VERIFY = """\
 Trains a reduced model with the recipe's program twice, in one process and under the layout. Prints losses, gradient norms and the

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from titanlike.config import UserError
 from titanlike.distributed import environment, launch_config
+from titanlike.tools.arguments import positive_int
 from titanlike.utils import system
-from titanlike.utils.arguments import positive_int
 
 if TYPE_CHECKING:
     import torch

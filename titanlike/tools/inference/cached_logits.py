@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.distributed.collectives import all_gather
+from titanlike.config import UserError
+from titanlike.distributed.autograd_collectives import all_gather
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
@@ -84,3 +85,13 @@ class CachedLogits:
             self._hook.remove()
             self._cache.remove()
             self._padding = None
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
+    """Raises `UserError` if a prompt leaves no room for a token in a model's context."""
+    for number, tokens in enumerate(prompts, start=1):
+        if len(tokens) >= max_length:
+            raise UserError(
+                f"prompt {number} has {len(tokens)} tokens, but the context of the model is {max_length} tokens "
+                f"(model.max_seq_len); shorten it to {max_length - 1} tokens or less"
+            )

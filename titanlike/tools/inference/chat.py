@@ -10,9 +10,9 @@ from titanlike.data.documents.conversations import Message
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import ChatTemplate
 from titanlike.distributed import process_group
-from titanlike.inference.generation import check_prompts, generate
+from titanlike.inference.generation import generate
 from titanlike.inference.sampling import Sampling
-from titanlike.tools.inference.cached_logits import CachedLogits
+from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts
 
 
 class _InterruptedError(Exception):
