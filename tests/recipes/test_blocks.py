@@ -77,6 +77,7 @@ def fenced(page: Path) -> list[Block]:
 
 
 OTHERS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "docs/captures").glob("*.txt"))]
+OTHERS += sorted((ROOT / "docs/api").glob("*.md"))
 BLOCKS = [block for page in (*PAGES, *OTHERS) for block in fenced(page)]
 
 
@@ -226,7 +227,21 @@ def any_words(words: Sequence[str], variables: dict[str, str]) -> None:
     """A program of the system, or one that CI runs."""
 
 
-SYSTEM = ("ruff", "mypy", "bash", ".ci/busy", "prometheus", "cp", "printf", "git", "cd", "ls", "sed", "grep")
+SYSTEM = (
+    "ruff",
+    "mypy",
+    "sphinx-build",
+    "bash",
+    ".ci/busy",
+    "prometheus",
+    "cp",
+    "printf",
+    "git",
+    "cd",
+    "ls",
+    "sed",
+    "grep",
+)
 PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
     "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
     "peers/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
@@ -319,6 +334,12 @@ def test_a_block_is_valid(block: Block, clone: Path) -> None:
         check_toml(block, clone / "mine")
     elif block.language == "json":
         json.loads(block.text)
+    elif block.language == "{toctree}":
+        pages = [line for line in block.text.splitlines() if line and not line.startswith(":")]
+        assert pages and all((block.page.parent / f"{page}.md").exists() for page in pages), pages
+    elif block.language == "{eval-rst}":
+        for name in re.findall(r"^\.\. automodule:: (\S+)", block.text, flags=re.MULTILINE):
+            importlib.import_module(name)
     elif block.language == "mermaid":
         for name in re.findall(r"\|([\w/]+\.py)\|", block.text):
             assert (ROOT / "titanlike" / name).exists(), name
