@@ -139,6 +139,9 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     output, errors = next_job.communicate(timeout=300)
     assert next_job.returncode == 0, errors
     assert f"resumed at step {saved[-1]}" in output
+    assert (
+        f"weights {run}/checkpoints" in output and "next    titanlike" not in output
+    )  # not on the machine of the reader
     found = losses(run)
     assert sorted(found) == [*range(1, 301)] and found[300] < found[1] - 1
     assert list((base / "model/hf").glob("*.safetensors")) and (base / "model/hf/config.json").exists()

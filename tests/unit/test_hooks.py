@@ -45,9 +45,10 @@ def test_a_function_may_refuse_an_argument_where_nothing_has_started(monkeypatch
         hooks.call_hooks("point", may_refuse=True, name="plan")
 
 
-def test_an_environment_without_the_package_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clone_that_is_not_installed_has_the_functions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlike.tools.planning import hooks as planner
+
     register(monkeypatch)
-    [text] = hooks.call_hooks("point", name="you")
-    assert text.startswith("no plan: titanlike is not installed") and text.endswith(
-        f"pip install -e {hooks.REPOSITORY}"
-    )
+    assert [entry.load() for entry in hooks.registered("titanlike.checked")] == [planner.checked]
+    monkeypatch.setattr(hooks, "REPOSITORY", hooks.REPOSITORY / "titanlike")  # a folder without a pyproject.toml
+    assert hooks.registered("titanlike.checked") == []

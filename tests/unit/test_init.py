@@ -69,6 +69,7 @@ def test_the_recipe_is_valid_and_fits(
     keys = [number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")]
     assert len(keys) > 15 and all(lines[number - 1].startswith("# ") for number in keys)
     assert max(map(len, lines)) <= 120
+    assert lines[0].endswith(". `titanlike train --help all` describes all keys.")
     following = [line.removeprefix("next").strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert following[-1] == "titanlike train new.toml"
     prepares = "titanlike data prepare TEXT --out data/train --tokenizer gpt2"

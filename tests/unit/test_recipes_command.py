@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlike.config import load
+from titanlike.config import UserError, load
+from titanlike.config.load import read
 from titanlike.config.shipped import REPOSITORY, recipe_path, shipped_recipes, train_command
 from titanlike.run.start import program_of
 from titanlike.tools.cli import main as cli
@@ -47,6 +48,27 @@ def test_a_copy_replaces_no_file(
         assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
     assert (tmp_path / "mine.py").read_text() == "mine"
+
+
+def test_a_misspelled_name_is_compared_with_the_names_of_files_and_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("sweep", "mine"):
+        Path(f"{name}.toml").write_text("")
+    for text, found in (("debgu", "debug"), ("lama3_8b.toml", "llama3_8b"), ("mien", "mine.toml")):
+        with pytest.raises(UserError, match=rf"^{text}: recipe not found; did you mean {found}\?$"):
+            read(recipe_path(text))
+
+
+def test_titanlike_alone_lists_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["titanlike"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "recipes list the shipped recipes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_list_has_a_line_for_each_recipe(

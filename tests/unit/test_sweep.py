@@ -92,6 +92,22 @@ def test_mistakes_in_other_keys(tmp_path: Path) -> None:
     assert problem(tmp_path, overrides={"pruning.prunr": "none"}).endswith("did you mean pruning.pruner?")
     assert problem(tmp_path, recipe="no.toml") == f'recipe = "no.toml": file {tmp_path}/no.toml not found'
     assert "validation.interval = 0" in problem(tmp_path, SEARCH, recipe=str(without_validation(tmp_path)))
+    with pytest.raises(UserError, match=r"none\.toml: sweep file not found; give a TOML file with a recipe"):
+        load_sweep(tmp_path / "none.toml", {})
+
+
+def test_sagemaker_without_a_clone_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe is found by its name, too."""
+    file = sweep_file(tmp_path, recipe="debug")
+    assert load_sweep(file, {"resources.backend": "sagemaker"}).recipe == RECIPE
+    monkeypatch.setattr("titanlike.tools.sweep.config.JOB_OF_TRIAL", tmp_path / "site-packages/sagemaker/trial.py")
+    load_sweep(file, {})
+    assert problem(tmp_path, overrides={"resources.backend": "sagemaker"}) == (
+        'resources.backend = "sagemaker" submits jobs with sagemaker/launch.py, which an installed package does not have; '
+        'use a clone of the repository (pip install -e ".[sagemaker,sweep]"), or another backend'
+    )
 
 
 def without_validation(folder: Path) -> Path:

@@ -86,11 +86,10 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
 
 def _similar_recipe(path: Path) -> str:
     """Returns the remedy for a recipe that does not exist: a file beside it, or a shipped recipe."""
-    files = {file.name: str(file) for file in path.parent.glob("*.toml")}
-    shipped = {f"{name}.toml": name for name in shipped_recipes()}
-    name = path.name if path.suffix else f"{path.name}.toml"
+    files = {file.stem: str(file) for file in path.parent.glob("*.toml")}
+    shipped = {name: name for name in shipped_recipes()}
     for known in (files, shipped):
-        if near := nearest(name, list(known)):
+        if near := nearest(path.name.removesuffix(".toml"), list(known)):
             return f"did you mean {known[near]}?"
     return "give a TOML file, or the name of a shipped recipe, which `titanlike recipes` lists"
 

@@ -9,7 +9,7 @@ REPOSITORY = PACKAGE.parent  # of a clone; otherwise the folder that the package
 
 
 def shipped_folder(name: str) -> Path:
-    """Returns `recipes` or `train_configs`: a wheel has them inside of the package (setup.py), a clone beside it."""
+    """Returns `recipes` or `train_configs`: a wheel has them inside of the package (pyproject.toml), a clone beside it."""
     return PACKAGE / name if (PACKAGE / name).is_dir() else REPOSITORY / name
 
 

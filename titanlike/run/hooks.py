@@ -15,13 +15,23 @@ All arguments are keywords. The function returns the text that is printed, or No
 `UserError` for an argument that it does not know.
 """
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+import tomli
 
 from titanlike.config import UserError
 from titanlike.config.shipped import REPOSITORY
 
-NOT_INSTALLED = "no plan: titanlike is not installed here, or was installed by an earlier version; run pip install -e"
+
+def registered(group: str) -> list[EntryPoint]:
+    """Returns the functions of a group. In a clone that is not installed, such as the source directory of a job, those of its
+    pyproject.toml."""
+    found, project = [*entry_points(group=group)], REPOSITORY / "pyproject.toml"
+    if not found and project.is_file():
+        declared = tomli.loads(project.read_text())["project"]["entry-points"].get(group, {})
+        return [EntryPoint(name, value, group) for name, value in declared.items()]
+    return found
 
 
 def call_hooks(point: str, /, *, may_refuse: bool = False, **arguments: Any) -> list[str]:
@@ -30,9 +40,8 @@ def call_hooks(point: str, /, *, may_refuse: bool = False, **arguments: Any) -> 
     A function that fails is reported in the place of its text: it neither ends a run nor hides the error that ends it. With
     `may_refuse`, its `UserError` is raised.
     """
-    found = entry_points(group=f"titanlike.{point}")
-    texts = [] if found else [f"{NOT_INSTALLED} {REPOSITORY}"]
-    for entry in found:
+    texts = []
+    for entry in registered(f"titanlike.{point}"):
         try:
             texts.append(entry.load()(**arguments))
         except Exception as error:

@@ -200,8 +200,11 @@ class RunDirectory:
         if not self.recipe.checkpoint.enabled:
             return ["weights not saved: checkpoint.enabled = false"]
         path = shlex.quote(str(self.path))
+        weights = f"weights {self.checkpoints}" + (f", {self.exported}" if self.exported.exists() else "")
+        if environment.sagemaker_job():  # the reader of its log is on another machine
+            return [weights]
         return [
-            f"weights {self.checkpoints}" + (f", {self.exported}" if self.exported.exists() else ""),
+            weights,
             f"next    titanlike generate {path} {'--chat' if 'chat' in self.recipe.data.source else '--prompt TEXT'}",
             f"        titanlike export {path} FOLDER",
             f"        titanlike compare {path} OTHER_RUN",

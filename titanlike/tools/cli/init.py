@@ -68,7 +68,7 @@ def _write(arguments: argparse.Namespace) -> None:
     hardware = (None if arguments.hardware else new_recipe.hardware_here()) or load_hardware(named)
     values = new_recipe.new_recipe(source, num_gpus, hardware, arguments.model)
     where = f"{num_gpus} x {hardware.name}" if num_gpus else "one process on a CPU"
-    heading = f"Written by `titanlike init` for {where}. docs/config.md describes all keys."
+    heading = f"Written by `titanlike init` for {where}. `{train_command()} --help all` describes all keys."
     try:
         atomic_write_text(path, new_recipe.commented(values, heading))
     except OSError as error:

@@ -128,6 +128,9 @@ def main() -> None:
     if sys.argv[1:2] == ["train"]:  # its arguments are those of the recipe's program
         trainer.main(sys.argv[2:])
     parser = build_parser()
+    if not sys.argv[1:]:
+        parser.print_help()
+        sys.exit(2)
     try:
         refuse_undecodable(sys.argv)
     except UserError as error:

@@ -16,10 +16,10 @@ DESCRIPTION = """\
 Searches over keys of a recipe with Optuna: TPE suggests values, and trials that are worse than the median are pruned. Each trial is
 an ordinary run. The same command resumes a sweep that was stopped or killed, and prints the results of one that is complete.
 
-  titanlike sweep sweep_configs/debug.toml
-  titanlike sweep sweep_configs/debug.toml --trials=20 --resources.parallel=2    keys of the sweep file can be overridden
-  titanlike sweep sweep_configs/debug.toml --dry-run                             check it, and print the first command
-  titanlike sweep runs/debug_sweep                                               print the table of a sweep's directory"""
+  titanlike sweep SWEEP.toml
+  titanlike sweep SWEEP.toml --trials=20 --resources.parallel=2    keys of the sweep file can be overridden
+  titanlike sweep SWEEP.toml --dry-run                             check it, and print the first command
+  titanlike sweep runs/SWEEP                                       print the table of a sweep's directory"""
 
 
 def add(commands: Any) -> None:

@@ -16,7 +16,7 @@ from titanlike.tools.clusters.cluster_job import ClusterJob
 
 CUDA_INDEX = "https://pypi.org/simple"  # on Linux, its torch is the build with CUDA libraries
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-SOURCES = ("titanlike", "recipes", "train_configs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("titanlike", "recipes", "train_configs", "pyproject.toml", "README.md", "LICENSE")
 
 DOCKERFILE = """\
 # Trains {name}. Build and run:
@@ -77,7 +77,7 @@ def build_wheel(folder: Path) -> str:
     """Builds the wheel of this checkout into a folder, and returns its file name."""
     if not (REPOSITORY / "pyproject.toml").is_file():
         raise UserError(
-            "the image is built from the source of titanlike, but this is an installed package; use a checkout"
+            "the image is built from the source of titanlike, which an installed package does not have; use a clone"
         )
     with tempfile.TemporaryDirectory() as copy:  # setuptools writes into the source
         for name in SOURCES:

@@ -13,6 +13,7 @@ from titanlike.config.base import FilePath, Name, NonNegative, Positive, has_con
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show_value
 from titanlike.config.schema import describe
+from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.start import name_of, program_of
 from titanlike.tools.programs import SHIPPED, load_known, run_program
@@ -23,6 +24,7 @@ RANGE_KEYS, VALUE_KEYS = ("low", "high", "log", "step"), ("values",)
 OWN_KEYS = ("recipe", "run.name", "run.dir", "checkpoint.dir", "checkpoint.resume_from")  # set by the sweep
 MAX_COMBINATIONS = 256  # of extremes; more would take seconds
 MAX_PROBLEMS = 5
+JOB_OF_TRIAL = REPOSITORY / "sagemaker/trial.py"  # in a clone only
 Setting = tuple[tuple[str, str], ...]  # keys and their values
 
 
@@ -64,7 +66,7 @@ class Sweep:
     dir: FilePath = "runs"
     """Directory that contains the sweep's directory, relative to the working directory."""
     recipe: FilePath = ""
-    """Recipe of the trials, relative to the sweep file."""
+    """Recipe of the trials, relative to the sweep file, or the name of a shipped one."""
     trials: Positive = 20
     """Number of trials, with pruned and failed ones. May be increased later."""
     metric: str = "validation_loss"
@@ -137,15 +139,22 @@ class SweepPlan:
 
 def load_sweep(file: Path, overrides: Mapping[str, str]) -> SweepPlan:
     """Loads a sweep file and checks every key and every extreme of its search space. Raises `UserError`."""
+    if not file.exists():
+        raise UserError(f"{file}: sweep file not found; give a TOML file with a recipe and what to search over")
     sweep = load(Sweep, file, overrides)
     for key, text in _texts("", asdict(sweep)):
         if has_control_characters(text):  # it becomes part of commands and of best.toml
             raise UserError(f"{file}: {shown(key)} = '{shown(text)}' contains control characters; remove them")
     if not sweep.recipe:
         raise UserError(f'{file}: recipe is missing; name the recipe of the trials, as in recipe = "debug.toml"')
-    recipe = file.parent / sweep.recipe
+    recipe = file.parent / recipe_path(sweep.recipe)
     if not recipe.is_file():
         raise UserError(f"{file}: recipe = {show_value(sweep.recipe)}: file {shown(str(recipe))} not found")
+    if sweep.resources.backend == "sagemaker" and not JOB_OF_TRIAL.is_file():
+        raise UserError(
+            f'{file}: resources.backend = "sagemaker" submits jobs with sagemaker/launch.py, which an installed package does not '
+            'have; use a clone of the repository (pip install -e ".[sagemaker,sweep]"), or another backend'
+        )
     sweep = replace(sweep, name=sweep.name or name_of(file.stem))
     dimensions = tuple(_dimension(file, key, table) for key, table in _tables(sweep.search))
     if not dimensions:

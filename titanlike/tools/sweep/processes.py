@@ -16,7 +16,7 @@ from titanlike.config import UserError
 from titanlike.config.base import printable
 from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import launch_config
-from titanlike.tools.sweep.config import Resources, SweepPlan
+from titanlike.tools.sweep.config import JOB_OF_TRIAL, Resources, SweepPlan
 from titanlike.utils.file_lock import FileLock, LockHeld
 from titanlike.utils.system import share_cores, signal_at_parent_death, visible_gpus
 
@@ -113,7 +113,7 @@ def run_command(plan: SweepPlan, number: int, settings: Mapping[str, str]) -> li
     overrides = [f"--{key}={value}" for key, value in {**own, **settings}.items()]
     recipe = str(plan.path / "recipe.toml")
     if resources.backend == "sagemaker":
-        return [sys.executable, str(REPOSITORY / "sagemaker/trial.py"), recipe, *resources.options, *overrides]
+        return [sys.executable, str(JOB_OF_TRIAL), recipe, *resources.options, *overrides]
     return [sys.executable, str(REPOSITORY / "titanlike/run/launch.py"), recipe, *overrides]
 
 

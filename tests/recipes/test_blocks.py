@@ -1,0 +1,366 @@
+"""Every fenced block of every page is valid: a command for the program that it names, code, a part of a recipe, or output.
+
+A command is parsed by its own program, and its recipe is checked as at a start, but nothing trains here. `.ci/run` and
+`tests/packaging` run the commands that install and train. A block that no rule covers fails.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jobs
+import launch
+import pytest
+import tomli
+from instances import find_instance_type
+from options import build_parser as job_parser
+from torch.distributed.run import get_args_parser
+
+from tests.launching import ROOT
+from tests.planted_errors import ERRORS
+from tests.programs import INSTALLED, PAGES, blocks
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.layout import DIMENSIONS
+from titanlike.config.shipped import recipe_path
+from titanlike.run.preflight import check_recipe
+from titanlike.run.start import DEFAULT_RECIPE, Arguments
+from titanlike.tools.cli import recipes
+from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
+from titanlike.tools.planning.hardware import load_hardware
+from titanlike.tools.programs import load_known
+from titanlike.tools.sweep.config import load_sweep
+from titanlike.tools.verify import _parse
+
+EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+COMMANDS = ("bash",)
+OUTPUT = ("", "text")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def fenced(page: Path) -> list[Block]:
+    """Returns the blocks of a page, or the indented commands in the docstring of an example."""
+    text = page.read_text()
+    if page.suffix == ".txt":  # the record of a terminal
+        return [Block(page, 1, "text", text)]
+    if page.suffix == ".py":
+        lines = [line for line in (ast.get_docstring(ast.parse(text)) or "").splitlines() if line.startswith("    ")]
+        return [Block(page, 1, "bash", "\n".join(map(str.strip, lines)))] if lines else []
+    found = [
+        Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2])
+        for match in re.finditer(r"^```(\S*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    ]
+    assert 2 * len(found) == text.count("```"), f"{page.name} has a block that is not closed, or indented"
+    return found
+
+
+OTHERS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "docs/captures").glob("*.txt"))]
+OTHERS += sorted((ROOT / "docs/api").glob("*.md"))
+BLOCKS = [block for page in (*PAGES, *OTHERS) for block in fenced(page)]
+
+
+def commands(text: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Yields the words of each command of a line of the shell, and the variables before it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
+        lexer.whitespace_split = True
+        for is_operator, group in groupby(lexer, lambda word: word in ("&&", "|", ";")):
+            words = [] if is_operator else list(group)
+            variables = {}
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                name, _, variables[name] = words.pop(0).partition("=")
+            if words:
+                yield words, variables
+
+
+def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
+    """Raises an error if a command is not valid."""
+    program, *rest = words
+    assert program in PROGRAMS, f"{program}: no rule covers this program"
+    for word in words:  # files of this repository
+        path = Path(word.rpartition("=")[2])
+        is_here = path.parts and not path.is_absolute() and Path(path.parts[0]).exists()
+        assert not is_here or path.exists(), f"{path} does not exist"
+    PROGRAMS[program](rest, variables)
+
+
+def train(words: Sequence[str], variables: dict[str, str]) -> None:
+    arguments = Arguments(words)
+    recipe = load_known(arguments.recipe, arguments.overrides)
+    processes = int(variables.get("NPROC", 1 if arguments.recipe == DEFAULT_RECIPE else 8))
+    check_recipe(recipe, arguments.check or processes)
+
+
+def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
+    if words[0] == "train":
+        return train(words[1:], variables)
+    arguments, overrides = build_parser().parse_known_args(words)
+    assert not overrides or words[0] in WITH_OVERRIDES
+    if words[:2] == ["recipes", "copy"]:  # the next lines use it
+        recipes.run(arguments)
+    elif words[0] == "sweep" and arguments.sweep.suffix == ".toml":
+        load_sweep(arguments.sweep, Arguments([str(arguments.sweep), *overrides]).overrides)
+    elif words[0] in ("plan", "launch", "profile", "verify", "data"):
+        named = recipe_path(str(getattr(arguments, "recipe", None) or getattr(arguments, "path", "")))
+        if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
+            return None
+        command_line = Arguments([str(named), *overrides])
+        layout = _parse(arguments.layout) if words[0] == "verify" else {}
+        keys = {f"parallelism.{key}": value for key, value in layout.items()}
+        recipe = load_known(named, command_line.overrides | keys)
+        if layout:
+            check_recipe(recipe, math.prod(int(layout[name]) for name in DIMENSIONS))
+        elif words[0] == "launch":
+            check_recipe(recipe, arguments.nodes * arguments.gpus_per_node)
+        elif words[0] == "plan":
+            load_hardware(arguments.hardware)
+    return None
+
+
+class Parsed(Exception):
+    """The command line was accepted by the program's own parser."""
+
+
+def run_module(name: str, words: list[str]) -> None:
+    """Parses the command line of a module with its `main`, which ends there."""
+    if name == "venv":
+        return
+    if name == "tests.planted_errors":
+        assert set(words) <= set(ERRORS)
+        return
+    is_package = (ROOT / name.replace(".", "/")).is_dir()
+    main = importlib.import_module(f"{name}.__main__" if is_package else name).main
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self: argparse.ArgumentParser, *_: Any) -> None:
+        raise Parsed(parse(self)[0])
+
+    def parse_args(self: argparse.ArgumentParser, *_: Any) -> None:
+        found, rest = parse(self)
+        assert not rest, f"{name}: unknown {rest}"
+        raise Parsed(found)
+
+    patches = {"parse_known_args": parse_known_args, "parse_args": parse_args}
+    with mock.patch.multiple(argparse.ArgumentParser, **patches), mock.patch.object(sys, "argv", [name, *words]):
+        try:
+            main(int(words[0]), "1") if inspect.signature(main).parameters else main()  # a random case of a fuzz test
+        except Parsed as parsed:
+            (found,) = parsed.args
+        else:
+            return
+    if hasattr(found, "command"):
+        check_command(found.command, {})
+
+
+def python(words: Sequence[str], variables: dict[str, str]) -> None:
+    first, *rest = words
+    if first == "-c":
+        ast.parse(rest[0])
+    elif first == "-m":
+        run_module(rest[0], rest[1:])
+    elif first.startswith("recipes/"):
+        train(rest, variables | {"NPROC": variables.get("NPROC", "1")})
+    elif first.startswith("sagemaker/"):
+        if rest[0] in jobs.COMMANDS:
+            jobs.build_parser().parse_args(rest)
+            return
+        for recipe in [["study/baseline"], ["study/float8_all_gather"]] if first == "sagemaker/study.py" else [[]]:
+            options, others = job_parser().parse_known_args([*recipe, *rest])
+            launch.parse_channels(options.channels)
+            instances = 1 if options.smoke else options.num_instances
+            processes = options.processes if options.simulate else find_instance_type(options.instance_type).num_gpus
+            check_recipe(load_known(recipe_path(options.recipe), Arguments(others).overrides), instances * processes)
+    else:
+        run_module(".".join(Path(first).with_suffix("").parts), rest)
+
+
+def torchrun(words: Sequence[str], variables: dict[str, str]) -> None:
+    options = get_args_parser().parse_args(words)
+    script, arguments = options.training_script, options.training_script_args
+    if script.startswith("recipes/"):
+        train(arguments, variables | {"NPROC": options.nproc_per_node})
+
+
+def pip(words: Sequence[str], variables: dict[str, str]) -> None:
+    assert words[0] == "install"
+    for extras in re.findall(r"(?:^|\s)(?:\.|titanlike)\[(.*?)\]", " ".join(words)):
+        assert set(extras.split(",")) <= EXTRAS.keys(), extras
+
+
+def pytest_(words: Sequence[str], variables: dict[str, str]) -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("-m", default="")
+    options.add_argument("-n")
+    options.add_argument("-x", action="store_true")
+    options.add_argument("paths", nargs="*", type=lambda path: Path(path).resolve(strict=True))
+    assert set(re.findall(r"\w+", options.parse_args(words).m)) <= {"slow", "every", "minutes", "and", "or", "not"}
+
+
+def docker(words: Sequence[str], variables: dict[str, str]) -> None:
+    """Needs GPUs and an image: the arguments after the image are those of a run."""
+    Arguments(words[words.index("registry/titanlike:1") + 1 :])
+
+
+def any_words(words: Sequence[str], variables: dict[str, str]) -> None:
+    """A program of the system, or one that CI runs."""
+
+
+SYSTEM = (
+    "ruff",
+    "mypy",
+    "sphinx-build",
+    "bash",
+    ".ci/busy",
+    "prometheus",
+    "cp",
+    "printf",
+    "git",
+    "cd",
+    "ls",
+    "sed",
+    "grep",
+)
+PROGRAMS: dict[str, Callable[[Sequence[str], dict[str, str]], None]] = {
+    "./run_train.sh": train, "titanlike": titanlike, "python": python, "python3": python, "torchrun": torchrun, "pip": pip,
+    "peers/bin/pip": pip, "hf/bin/pip": pip, "pytest": pytest_, "docker": docker,
+    **dict.fromkeys(SYSTEM, any_words),
+}  # fmt: skip
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files of the clone, in which a block may write others."""
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check_toml(block: Block, folder: Path) -> None:
+    """Loads a part of a recipe, of a sweep file, or of the recipe of a copied program."""
+    values = tomli.loads(block.text)
+    for path in (ROOT / "train_configs").glob("*.toml"):
+        (folder / path.name).symlink_to(path)
+    file = folder / "block.toml"
+    file.write_text(block.text)
+    if "project" in values:
+        hooks = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+        assert values["project"]["entry-points"].keys() <= hooks.keys()
+    elif "search" in values or "resources" in values:
+        if "search" not in values:
+            file.write_text(f'recipe = "debug"\n[search."optimizer.lr"]\nvalues = [1e-3]\n{block.text}')
+        load_sweep(file, {})
+    elif "noise" in values:
+        names: dict[str, Any] = {"__name__": __name__, "PretrainRecipe": PretrainRecipe}
+        exec(blocks(block.page, "python")[0], names)
+        assert load(names["NoisyRecipe"], file).noise.scale == 0.01
+    else:
+        is_finetune = values.get("recipe") == "finetune" or "lora" in values
+        load(FinetuneRecipe if is_finetune else PretrainRecipe, file)
+
+
+def check_python(text: str) -> None:
+    """Compiles code and imports what it takes from a library. The SageMaker SDKs are tested in environments of their own."""
+    compile(text, "<block>", "exec")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("sagemaker"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+
+
+def check_output(text: str) -> None:
+    """A line of output is not a command, unless it begins with a prompt: then it is one, refused with the error below it."""
+    lines = text.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if line.startswith("$ "):
+            for words, variables in commands(re.sub(r" {2,}\(.*\)$", "", line[2:])):
+                if following.startswith("error: "):
+                    with pytest.raises(UserError, match=f"^{re.escape(following.removeprefix('error: '))}$"):
+                        check_command(words, variables)
+                else:
+                    check_command(words, variables)
+        else:
+            assert not re.match(r"(titanlike|python|pip|\./run_train\.sh|torchrun) ", line), "tag the block with bash"
+
+
+def test_the_blocks_of_all_pages_are_found() -> None:
+    assert {block.page.name for block in BLOCKS} > {
+        "README.md",
+        "sagemaker.md",
+        "examples.md",
+        "sagemaker_estimator.py",
+    }
+    assert len(BLOCKS) > 120 and {block.text for block in BLOCKS} >= {*INSTALLED}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_is_valid(block: Block, clone: Path) -> None:
+    if block.language in COMMANDS:
+        if block.text in INSTALLED:  # tests/packaging runs it
+            return
+        for words, variables in commands(block.text):
+            check_command(words, variables)
+    elif block.language in ("python", "py"):
+        check_python(block.text)
+    elif block.language == "toml":
+        (clone / "mine").mkdir()
+        check_toml(block, clone / "mine")
+    elif block.language == "json":
+        json.loads(block.text)
+    elif block.language == "{toctree}":
+        pages = [line for line in block.text.splitlines() if line and not line.startswith(":")]
+        assert pages and all((block.page.parent / f"{page}.md").exists() for page in pages), pages
+    elif block.language == "{eval-rst}":
+        for name in re.findall(r"^\.\. automodule:: (\S+)", block.text, flags=re.MULTILINE):
+            importlib.import_module(name)
+    elif block.language == "mermaid":
+        for name in re.findall(r"\|([\w/]+\.py)\|", block.text):
+            assert (ROOT / "titanlike" / name).exists(), name
+    else:
+        assert block.language in OUTPUT, f"no rule covers a block of {block.language}"
+        check_output(block.text)
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("bash", "nanotitan train debug"), ("bash", "./run_train.sh --training.stepz=1"), ("bash", "titanlike trian debug"),
+        ("bash", "pip install -e '.[devel]'"), ("bash", "pytest -m quick"), ("bash", "pytest tests/none.py"),
+        ("bash", "python -m benchmarks.startup --repeat-all 5"), ("bash", "python sagemaker/launch.py debug --instance 2"),
+        ("bash", "python -m benchmarks.null_gpu python recipes/pretrain.py none.toml"), ("bash", "titanlike plan llama3 --gpus 8"),
+        ("bash", "titanlike launch slurm llama3_8b --nodes 3 --parallelism.tensor=5"), ("bash", "pip wheel ."),
+        ("python", "from titanlike.config import Recipe"), ("toml", "[training]\nstepz = 1"),
+        ("toml", "[resources]\nbackend = 'x'"), ("", "titanlike train debug"), ("yaml", "a: 1"), ("json", "{"),
+        ("", "$ titanlike train debgu\nerror: not this one"),
+    ],
+)  # fmt: skip
+def test_a_wrong_block_is_found(language: str, text: str, clone: Path) -> None:
+    with pytest.raises((AssertionError, UserError, SystemExit, ValueError)):
+        test_a_block_is_valid(Block(ROOT / "README.md", 1, language, text), clone)
