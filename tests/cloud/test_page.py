@@ -13,7 +13,7 @@ from options import build_parser
 from request import Channel, Job, request_for
 
 from tests.cloud.aws import Aws
-from tests.cloud.test_request import JOB
+from tests.cloud.settings import JOB
 from tests.launching import ROOT
 from titanlike.run.start import Arguments
 

@@ -11,7 +11,7 @@ import pytest
 import trial
 
 from tests.cloud.aws import ACCOUNT, BUCKET, Aws, in_sequence, no_change
-from tests.cloud.test_simulated_jobs import TINY
+from tests.cloud.settings import TINY
 from tests.launching import ROOT
 from titanlike.tools.cli import main as cli
 from titanlike.tools.sweep.results import read_results

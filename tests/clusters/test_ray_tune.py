@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_killed_sweep import RUN, SWEEP
+from tests.sweeps import RUN, SWEEP
 from titanlike.config.load import dump
 from titanlike.tools.sweep.config import load_sweep
 from titanlike.tools.sweep.results import read_results

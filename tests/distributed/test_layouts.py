@@ -12,10 +12,10 @@ from torch import Tensor
 
 from recipes import pretrain
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
-from tests.distributed.test_parity import model_of
+from tests.layouts import LAYOUTS, recipe_for, training_batches
 from tests.parity import FLOAT8
 from tests.pool import Pool
-from tests.training import MODELS, assert_same, build, full_tensor, result, tiny, train, train_on_rank
+from tests.training import MODELS, assert_same, build, full_tensor, model_of, result, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
@@ -24,21 +24,6 @@ from titanlike.inference.evaluator import Evaluator
 from titanlike.run import loop
 
 Ranks = Callable[[int], Pool]
-
-# Four processes each.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "FSDP": dict(shard=4),
-    "HSDP": dict(replicate=2, shard=2),
-    "TP-FSDP": dict(tensor=2, shard=2),
-    "CP-FSDP": dict(context=2, shard=2),
-    "PP-FSDP": dict(pipeline=2, shard=2),
-    "PPzbv-TP": dict(pipeline=2, pipeline_schedule="zbv", tensor=2),
-}
-
-
-def recipe_for(folder: Path, name: str, model: str, layout: str | None, **sections: Any) -> PretrainRecipe:
-    parallelism = Parallelism(**LAYOUTS[layout]) if layout else Parallelism()
-    return tiny(folder, name, model=model_of(model, sections.pop("dropout", 0.0)), parallelism=parallelism, **sections)
 
 
 def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
@@ -59,33 +44,13 @@ def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, layout:
     assert names == baseline.keys()
 
 
-def _training_batches(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
-    """Returns the inputs and labels of this rank in each step, with the indices of its sequences in the global batch."""
-    steps = []
-    original = pretrain.forward_backward
-
-    def patched(model: Any, microbatches: Any, num_tokens: Any, mesh: Any, *others: Any) -> Any:
-        step = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
-        step["labels"] = torch.cat([batch.labels for batch in microbatches])
-        first = mesh.data_rank * step["labels"].shape[0]
-        steps.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
-        return original(model, microbatches, num_tokens, mesh, *others)
-
-    pretrain.forward_backward = patched
-    try:
-        train_on_rank(recipe)
-    finally:
-        pretrain.forward_backward = original
-    return steps
-
-
 @pytest.mark.parametrize("layout", ["HSDP", "CP-FSDP", pytest.param("PPzbv-TP", marks=pytest.mark.slow)])
 def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     options: dict[str, Any] = dict(
         training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1
     )
-    baseline = ranks(1).run(_training_batches, recipe_for(tmp_path, "one", "gpt", None, **options))[0]
-    found = ranks(4).run(_training_batches, recipe_for(tmp_path, "four", "gpt", layout, **options))
+    baseline = ranks(1).run(training_batches, recipe_for(tmp_path, "one", "gpt", None, **options))[0]
+    found = ranks(4).run(training_batches, recipe_for(tmp_path, "four", "gpt", layout, **options))
     for step, batch in enumerate(baseline):
         covered = torch.zeros_like(batch["tokens"], dtype=torch.bool)
         for rank in found:
@@ -108,7 +73,7 @@ def _has_dropout_bits(recipe: PretrainRecipe) -> tuple[bool, bool]:
 
     loop.validate = patched
     try:
-        trained = "dropout_bits" in _training_batches(recipe)[0]
+        trained = "dropout_bits" in training_batches(recipe)[0]
     finally:
         loop.validate = original
     return trained, found[0]

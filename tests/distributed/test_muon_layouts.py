@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import assert_identical, drop_last
-from tests.distributed.test_traffic import count, planned
 from tests.parity import CASES, MUON, Case, tiers
 from tests.pool import Pool
+from tests.traffic import count, planned
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.loader import shard_range_of
 from titanlike.config import PretrainRecipe

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes import pretrain
-from tests.distributed.test_plain_loop import plain_loop
 from tests.parity import COMPILED, tiers
+from tests.plain_loop import plain_loop
 from tests.pool import Pool
 from tests.training import GEMMA2, GPT_, LLAMA, mesh_of, result, tiny, train, train_on_rank, world_size
 from titanlike.config import PretrainRecipe, UserError

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoints import metadata, small_model
 from tests.pool import Pool
 from tests.training import build, tiny, train
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata, read_whole
+from titanlike.checkpoint import CheckpointManager, read_whole
 from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.format import read_header
 from titanlike.checkpoint.staging import Stage
@@ -28,19 +29,6 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.utils.rng import seed_generators
 
 Ranks = Callable[[int], Pool]
-
-
-def small_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def metadata(step: int) -> CheckpointMetadata:
-    return CheckpointMetadata(step, {}, "", {}, {})
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, records, run
-from tests.unit.test_loss import weight_gradient_errors
+from tests.losses import weight_gradient_errors
 from titanlike.parallelisms.context import prefix_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

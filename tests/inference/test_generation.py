@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
 from tests.interop.models import CONFIGS, MemoryWeights, export_model, model_of
 from tests.pool import Pool
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.inference.generation import TextStream, check_prompts, generate
-from titanlike.inference.logits import NextLogits, recomputed_logits
+from titanlike.inference.logits import recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import DocumentMask
@@ -27,27 +27,11 @@ from titanlike.tools.inference.load import load_for_generation
 
 Ranks = Callable[[int], Pool]
 CPU = torch.device("cpu")
-PROMPTS = ["def main(", "", "a much longer prompt, so that the others are padded", "class"]
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {
     name: dataclasses.replace(CONFIGS[name], vocab_size=320)
     for name in ("grouped-query", "GPT-2", "Gemma 2", "Qwen3-MoE")  # type: ignore[type-var]
 }
-
-
-def byte_tokenizer() -> Tokenizer:
-    return build_tokenizer(TokenizerSection())
-
-
-def tokens_of(
-    next_logits: NextLogits, prompts: Sequence[Sequence[int]], count: int, vocab_size: int
-) -> list[list[int]]:
-    """Returns the greedy tokens after each prompt, without regard to separators."""
-    sequences = [list(prompt) for prompt in prompts]
-    for _ in range(count):
-        for sequence, token in zip(sequences, next_logits(sequences)[:, :vocab_size].argmax(-1).tolist(), strict=True):
-            sequence.append(token)
-    return sequences
 
 
 def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) -> CachedLogits:

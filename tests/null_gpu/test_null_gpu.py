@@ -2,31 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.null_gpu import library, recipes, record
+from benchmarks.null_gpu import library, recipes
 from benchmarks.null_gpu.collectives import Call, Log, mismatch
-from tests.forkserver import ROOT
+from tests.null_gpu.recording import require_null_gpu, run, torchrun
 
 HERE = Path(__file__).parent
-
-
-def require_null_gpu() -> None:
-    try:
-        library.build()
-    except library.Unavailable as reason:  # this torch has no CUDA
-        pytest.skip(str(reason))
-
-
-def run(arguments: list[str], **options: Any) -> tuple[int, dict[str, Any]]:
-    require_null_gpu()
-    return record.run([sys.executable, *arguments], cwd=ROOT, **options)
-
-
-def torchrun(processes: int, *arguments: str) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *arguments]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_packed_dataset import batches
+from tests.unit.datasets import batches
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer

@@ -11,10 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.datasets import batches, counting
 from titanlike.config import UserError
-from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import (
-    BatchSource,
     PackedDataset,
     SequenceBatch,
     ShuffledMixture,
@@ -25,28 +24,6 @@ from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled
 from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.models.loss import IGNORE
-
-
-def batches(
-    data: PackedDataset | BatchSource,
-    *,
-    ranks: int = 1,
-    rank: int = 0,
-    local: int = 2,
-    seed: int = 0,
-    document_separator: Separator | None = None,
-) -> BatchLoader:
-    source = ShuffledMixture([data], seed=seed, global_batch_size=8) if isinstance(data, PackedDataset) else data
-    return BatchLoader(
-        source, global_batch_size=8, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=seed,
-        device=torch.device("cpu"), document_separator=document_separator,
-    )  # fmt: skip
-
-
-def counting(count: int, *, held_out: bool = False, every: int = 0, seq_len: int = 4, start: int = 0) -> PackedDataset:
-    """Returns sequences of 0 1 2 3 | 4 5 6 7 | ..., identified by their first token."""
-    tokens = InMemoryTokens(np.arange(start, start + count * seq_len + 1, dtype=np.uint32))
-    return PackedDataset(tokens, seq_len, held_out=held_out, holdout_every=every)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])

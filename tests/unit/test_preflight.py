@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training import changed
 from titanlike.config import PretrainRecipe, UserError, section
 from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
@@ -23,12 +25,7 @@ from titanlike.run import preflight
 from titanlike.run.preflight import BACKENDS, check_machine, check_recipe
 from titanlike.run.run_dir import summary
 
-
-def recipe(**sections: Any) -> PretrainRecipe:
-    """Returns the default recipe with sections replaced, or with the given fields of sections replaced."""
-    base = PretrainRecipe()
-    changed = {n: replace(getattr(base, n), **v) if isinstance(v, dict) else v for n, v in sections.items()}
-    return replace(base, **changed)
+recipe = partial(changed, PretrainRecipe())
 
 
 def test_the_defaults_are_valid() -> None:
