@@ -53,7 +53,7 @@ def test_the_first_hour_runs_on_a_cpu(parts: tuple[str, ...], tmp_path: Path) ->
 
 def test_a_part_that_fails_is_reported_and_repeated_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gpu, "PARTS", {"bad": gpu.Part("", "benchmarks.limits --model nope"), "good": gpu.Part("", "json.tool --help")}
+        gpu, "PARTS", {"bad": gpu.Part("", "json.tool nope.json"), "good": gpu.Part("", "json.tool --help")}
     )
     monkeypatch.setattr(gpu, "argv_of", lambda name, *_, **__: gpu.shlex.split(gpu.PARTS[name].rehearsal))
     order = []
