@@ -32,8 +32,7 @@ def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
     return {copies.get(name, name): full_tensor(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), zip(LAYOUTS, [*MODELS] * 3, strict=True))
 def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
     baseline = ranks(1).run(_initial_weights, recipe_for(tmp_path, "one", model, None))[0]
     names = set()
@@ -96,7 +95,7 @@ def _sample(recipe: PretrainRecipe) -> str:
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_generated_text_matches_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
     baseline = ranks(1).run(_sample, recipe_for(tmp_path, "one", model, None))[0]
-    for layout in LAYOUTS:
+    for layout in ("HSDP", "CP-FSDP", "PPzbv-TP"):
         assert ranks(4).run(_sample, recipe_for(tmp_path, layout, model, layout)) == [baseline] * 4, layout
 
 
@@ -114,24 +113,18 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, mode
         assert {name for name in saved["optimizer"]} == {
             f"{name}.{kind}" for name in saved["model"] for kind in ("exp_avg", "exp_avg_sq", "step")
         }
-        # Two other layouts and one process load each checkpoint.
-        for loader in {"one", *(order[(index + step) % len(order)] for step in (1, 3))} - {saver}:
+        # Another layout and one process load each checkpoint.
+        for loader in {"one", order[(index + 1) % len(order)]} - {saver}:
             moved = reshard(pools[loader], recipe, recipes[loader], tmp_path / f"{saver} to {loader}")
             assert_equal_state(moved, saved)
 
 
-@pytest.mark.parametrize(
-    ("saver", "loader"),
-    [
-        pytest.param("TP-FSDP", "PPzbv-TP", marks=pytest.mark.every),
-        pytest.param("PPzbv-TP", "CP-FSDP", marks=pytest.mark.slow),
-    ],
-)
-def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, saver: str, loader: str) -> None:
+@pytest.mark.slow
+def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
-    expected = train(ranks(4), recipe_for(tmp_path, "run", "gpt", saver, **options))
+    expected = train(ranks(4), recipe_for(tmp_path, "run", "gpt", "PPzbv-TP", **options))
     drop_last(tmp_path / "run")
-    assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", loader, **options)), expected)
+    assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", "CP-FSDP", **options)), expected)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +134,6 @@ def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, sav
         pytest.param("PPzbv-TP", {}, id="PPzbv-TP", marks=pytest.mark.slow),
         pytest.param("CP-FSDP", {}, id="CP-FSDP", marks=pytest.mark.every),
         pytest.param("TP-FSDP", FLOAT8, id="TP-FSDP-float8", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, FLOAT8, id=f"{name}-float8", marks=pytest.mark.every)
-            for name in ("FSDP", "HSDP", "PP-FSDP")
-        ),
     ],
 )
 def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, float8: dict[str, Any]) -> None:
@@ -153,9 +142,8 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, floa
         tmp_path, "run", "gpt", layout, training=dict(steps=4), checkpoint=dict(interval=2), dropout=0.1, float8=float8
     )
     expected = train(ranks(4), recipe)
-    for _ in range(2):  # a second resume, too
-        drop_last(tmp_path / "run")
-        assert_identical(train(ranks(4), recipe), expected)
+    drop_last(tmp_path / "run")
+    assert_identical(train(ranks(4), recipe), expected)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
     assert result(recipe).losses == expected.losses
 
@@ -183,7 +171,7 @@ STOCHASTIC_ROUNDING: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize(("schedule", "sections"), [("1f1b", {}), ("zbv", {}), ("1f1b", STOCHASTIC_ROUNDING)], ids=str)
+@pytest.mark.parametrize(("schedule", "sections"), [("zbv", {}), ("1f1b", STOCHASTIC_ROUNDING)], ids=str)
 def test_a_tied_head_stays_equal_to_the_embedding(
     ranks: Ranks, tmp_path: Path, schedule: str, sections: dict[str, Any]
 ) -> None:
