@@ -3,15 +3,22 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import launch
 import pytest
 from report import measured_speed
 
+from tests.cloud.aws import exit_code
 from tests.launching import ROOT, cpu_seconds
 from titanlike.config import UserError
+
+ISOLATION = {
+    "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_EC2_METADATA_DISABLED": "true",
+}  # fmt: skip
 
 
 def dry_run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -25,18 +32,13 @@ def dry_run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         f"runpy.run_path({str(ROOT / 'sagemaker/launch.py')!r}, run_name='__main__')\n"
     )
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    isolation = {
-        "AWS_CONFIG_FILE": "/nowhere",
-        "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
-        env=inherited | isolation | environ,
+        env=inherited | ISOLATION | environ,
     )
 
 
@@ -133,7 +135,14 @@ def test_damaged_files_of_an_earlier_run_are_refused(tmp_path: Path, name: str, 
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_refused(arguments: list[str], error: str) -> None:
-    done = dry_run(*arguments)
-    assert done.returncode == 2 and error in done.stderr, done.stderr
-    assert done.stdout == ""
+def test_mistakes_are_refused(
+    arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in ISOLATION.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("opened a socket"))
+    assert exit_code(monkeypatch, launch.main, *arguments) == 2
+    output, errors = capsys.readouterr()
+    assert error in errors and output == ""

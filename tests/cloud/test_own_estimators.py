@@ -107,8 +107,15 @@ def source_dir(folder: Path, *, copied: bool) -> Path:
     return code
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "real"])
-@pytest.mark.parametrize("sdk", ["v2", "v3"])
+@pytest.mark.parametrize(
+    ("sdk", "real"),
+    [
+        ("v3", False),
+        pytest.param("v2", True, marks=pytest.mark.slow),
+        pytest.param("v3", True, marks=pytest.mark.every),
+    ],
+    ids=["v3-forked", "v2-real", "v3-real"],
+)
 def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: bool, tmp_path: Path) -> None:
     code, base = source_dir(tmp_path, copied=real), opt_ml(tmp_path)
     run, events = base / "checkpoints/tiny", base / "output/tensorboard/tiny"

@@ -183,8 +183,8 @@ def test_the_others_wait_for_an_export_longer_than_for_a_collective(
 ) -> None:
     job = starter.start(
         tmp_path,
-        Fault("titanlike.distributed.watchdog.Watchdog.finish", rank=1, do="timeout 5"),
-        Fault("titanlike.interop.export.write_tensors", do="sleep 7" + (", refuse" if fails else "")),
+        Fault("titanlike.distributed.watchdog.Watchdog.finish", rank=1, do="timeout 2"),
+        Fault("titanlike.interop.export.write_tensors", do="sleep 4" + (", refuse" if fails else "")),
         **{"checkpoint.export": "float32", "training.steps": "2"},
     )
     assert job.wait() == ([2, 2] if fails else [0, 0]), job.output

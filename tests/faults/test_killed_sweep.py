@@ -9,7 +9,7 @@ from tests.sweeps import RUN, SWEEP
 from titanlike.config.load import dump
 
 
-@pytest.mark.every  # tests/unit/test_sweep.py kills a sweep at every fifth point
+@pytest.mark.every  # tests/unit/test_sweep.py kills a sweep at many points
 def test_a_sweep_that_is_killed_twice_ends_with_the_same_table(tmp_path: Path) -> None:
     for name, values in (("recipe", RUN), ("sweep", SWEEP)):
         (tmp_path / f"{name}.toml").write_text(dump(values))

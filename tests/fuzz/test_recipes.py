@@ -474,8 +474,8 @@ def start_environment_case(rng: random.Random, folder: Path) -> None:
 
 Case = Callable[[random.Random, Path], None]
 CASES: dict[Case, int] = {
-    values_case: 400, text_case: 200, structure_case: 150, file_name_case: 100, override_case: 250, words_case: 200,
-    titanlike_case: 50, sagemaker_case: 50, launch_case: 100, sweep_case: 150, environment_case: 350, start_environment_case: 50,
+    values_case: 200, text_case: 100, structure_case: 50, file_name_case: 50, override_case: 150, words_case: 100,
+    titanlike_case: 50, sagemaker_case: 50, launch_case: 50, sweep_case: 50, environment_case: 150, start_environment_case: 50,
 }  # fmt: skip
 
 

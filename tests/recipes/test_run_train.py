@@ -16,6 +16,8 @@ import pytest
 
 from tests.launching import ROOT, SMALL, command, descendants, environment, losses, records, run, start, wait_for
 
+BATCH = {"training.global_batch_size": "4", "training.local_batch_size": "2", "validation.batches": "2"}
+
 
 class Debug(NamedTuple):
     """A shortened run of the debug recipe in one process."""
@@ -27,7 +29,12 @@ class Debug(NamedTuple):
 @pytest.fixture(scope="module")
 def debug(tmp_path_factory: pytest.TempPathFactory) -> Debug:
     folder = tmp_path_factory.mktemp("debug")
-    overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
+    overrides = BATCH | {
+        "training.steps": "20",
+        "metrics.interval": "1",
+        "validation.interval": "10",
+        "sample.tokens": "8",
+    }
     done = run(folder, real=True, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (folder / "runs").iterdir()
@@ -77,7 +84,12 @@ def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
-    overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "8"}
+    overrides = BATCH | {
+        "training.steps": "20",
+        "metrics.interval": "1",
+        "validation.interval": "0",
+        "sample.tokens": "0",
+    }
     done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -131,7 +143,7 @@ def test_script_uses_the_library_beside_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
 def test_ctrl_c_during_startup_prints_no_traceback(tmp_path: Path, seconds: float) -> None:
     running = start(tmp_path, real=True, **SMALL | {"training.steps": "100000"})
     time.sleep(seconds)
@@ -208,10 +220,9 @@ def test_ctrl_c_prints_the_command_to_resume(tmp_path: Path, processes: int) -> 
     assert errors == "\nstopping after this step or the next; press Ctrl-C again to exit at once\n"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_non_finite_loss_stops_the_run(tmp_path: Path, processes: int) -> None:
+def test_non_finite_loss_stops_the_run(tmp_path: Path) -> None:
     options = SMALL | {"optimizer.lr": "1e9", "checkpoint.interval": "1", "run.name": "r"}
-    done = run(tmp_path, variables={"NPROC": str(processes)}, **options)
+    done = run(tmp_path, variables={"NPROC": "2"}, **options)
     assert done.returncode == 2
     assert "The step was not saved" in done.stderr
     assert "Traceback" not in done.stderr
@@ -221,10 +232,9 @@ def test_non_finite_loss_stops_the_run(tmp_path: Path, processes: int) -> None:
     assert max(losses(tmp_path / "runs/r")) == stopped - 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_resume_with_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, processes: int) -> None:
+def test_resume_with_another_recipe_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     options = SMALL | {"run.name": "r"}
-    variables = {"NPROC": str(processes)}
+    variables = {"NPROC": "2"}
     assert run(tmp_path, variables=variables, **options).returncode == 0
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     done = run(tmp_path, variables=variables, **options | {"optimizer.lr": "0.5"})

@@ -106,9 +106,9 @@ def test_z_loss_gradients_match_finite_differences() -> None:
         assert (ahead - behind) / 2 == pytest.approx((gradient * step).sum().item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("backend", ["", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize(
+    ("chunk", "z_loss", "backend"), [(0, 0.1, ""), (7, 0.0, ""), (7, 0.1, ""), (7, 0.1, "aot_eager_decomp_partition")]
+)
 def test_soft_capped_logits_match_the_plain_formula(chunk: int, z_loss: float, backend: str) -> None:
     x, weight, labels = inputs()
     logits = 3.0 * torch.tanh(x.double() @ weight.double().t() / 3.0)  # the largest are above 10 without the cap
@@ -153,8 +153,7 @@ def test_without_gradients_there_is_no_z_loss() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize(("dtype", "z_loss"), [(torch.float32, 0.1), (torch.bfloat16, 0.0)])
 def test_compiled_matches_eager(backend: str, dtype: torch.dtype, z_loss: float) -> None:
     torch._dynamo.reset()
     compiled.cache_clear()
