@@ -206,15 +206,8 @@ def test_the_directories_of_a_job(tmp_path: Path) -> None:
 
 def test_names_of_hyperparameters() -> None:
     words = [
-        "--recipe",
-        "own.toml",
-        "--training__local_batch_size",
-        "8",
-        "--run.name",
-        "a__b",
-        "--_tuning_objective_metric",
-        "loss",
-    ]
+        "--recipe", "own.toml", "--training__local_batch_size", "8", "--run.name", "a__b", "--_tuning_objective_metric", "loss",
+    ]  # fmt: skip
     arguments = Arguments([*words, "--sagemaker_torch_distributed_enabled", "true", "--evaluation.x__y", "1"])
     assert str(arguments.recipe) == "own.toml"
     assert arguments.overrides == {"training.local_batch_size": "8", "run.name": "a__b", "evaluation.x__y": "1"}

@@ -101,12 +101,8 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
 def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
     keys = [f"--{key}={value}" for key, value in (TINY | {"training.steps": 5000}).items()]
     program = [
-        "sagemaker/launch.py",
-        "train_configs/debug.toml",
-        "--instances=2",
-        "--simulate",
-        f"--folder={tmp_path}",
-    ]
+        "sagemaker/launch.py", "train_configs/debug.toml", "--instances=2", "--simulate", f"--folder={tmp_path}",
+    ]  # fmt: skip
     command = [sys.executable, *program, "--run=tiny", "--bucket=example", *keys]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout

@@ -76,11 +76,8 @@ def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyP
     put_metrics(aws, "baseline", 6000.0)
     put_metrics(aws, "compile", 6600.0, steps=400)
     arguments = [
-        f"--role=arn:aws:iam::{ACCOUNT}:role/job",
-        f"--bucket={BUCKET}",
-        "--channel=data.path=s3://t/c",
-        "--instances=4",
-    ]
+        f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--channel=data.path=s3://t/c", "--instances=4",
+    ]  # fmt: skip
     assert (
         exit_code(
             monkeypatch, study.main, f"--out={tmp_path}", *arguments, "--channel=tokenizer.encoding=s3://t/t.model"

@@ -17,11 +17,8 @@ from tests.launching import ROOT
 from titanlike.config import UserError
 
 ARGUMENTS = [
-    "train_configs/debug.toml",
-    "--instances=2",
-    f"--role=arn:aws:iam::{ACCOUNT}:role/job",
-    f"--bucket={BUCKET}",
-]
+    "train_configs/debug.toml", "--instances=2", f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}",
+]  # fmt: skip
 
 
 REQUESTS: list[dict[str, Any]] = []  # parameters of CreateTrainingJob

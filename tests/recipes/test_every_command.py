@@ -142,13 +142,8 @@ def test_output_on_a_full_disk_is_one_sentence(name: str, folder: Path, tmp_path
 def test_output_that_is_still_buffered_at_the_exit(tmp_path: Path) -> None:
     """A pipe and a file are buffered by an interpreter, unlike in forked processes."""
     command = [
-        sys.executable,
-        "-m",
-        "titanlike.tools.cli.main",
-        "sweep",
-        str(ROOT / "sweep_configs/debug.toml"),
-        "--dry-run",
-    ]
+        sys.executable, "-m", "titanlike.tools.cli.main", "sweep", str(ROOT / "sweep_configs/debug.toml"), "--dry-run",
+    ]  # fmt: skip
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             command, cwd=tmp_path, env=environment(PYTHONUNBUFFERED=""), stdout=full, stderr=subprocess.PIPE, text=True, check=False

@@ -32,11 +32,8 @@ def write_program(folder: Path) -> str:
 def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path) -> None:
     example = write_program(tmp_path)
     options = SMALL | {
-        "run.name": "run",
-        "checkpoint.interval": "3",
-        "validation.interval": "3",
-        "validation.batches": "2",
-    }
+        "run.name": "run", "checkpoint.interval": "3", "validation.interval": "3", "validation.batches": "2",
+    }  # fmt: skip
 
     first = run(tmp_path, "mine.toml", **options)
     assert first.returncode == 0, first.stderr

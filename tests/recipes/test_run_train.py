@@ -30,11 +30,8 @@ class Debug(NamedTuple):
 def debug(tmp_path_factory: pytest.TempPathFactory) -> Debug:
     folder = tmp_path_factory.mktemp("debug")
     overrides = BATCH | {
-        "training.steps": "20",
-        "metrics.interval": "1",
-        "validation.interval": "10",
-        "sample.tokens": "8",
-    }
+        "training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8",
+    }  # fmt: skip
     done = run(folder, real=True, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (folder / "runs").iterdir()
@@ -85,11 +82,8 @@ def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
 
 def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
     overrides = BATCH | {
-        "training.steps": "20",
-        "metrics.interval": "1",
-        "validation.interval": "0",
-        "sample.tokens": "0",
-    }
+        "training.steps": "20", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "0",
+    }  # fmt: skip
     done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()

@@ -335,11 +335,8 @@ def check_shell_variables(request: dict[str, Any], folder: Path) -> None:
 
     scripts = Path(sagemaker.train.__file__).parent / "container_drivers/scripts"
     host = {
-        "current_host": "algo-1",
-        "hosts": ["algo-1"],
-        "current_instance_type": "x",
-        "network_interface_name": "eth0",
-    }
+        "current_host": "algo-1", "hosts": ["algo-1"], "current_instance_type": "x", "network_interface_name": "eth0",
+    }  # fmt: skip
     config = {one["ChannelName"]: {} for one in request["InputDataConfig"]}
     file = folder / "sm_training.env"
     code = f"import environment; environment.set_env({host}, {config}, {request.get('HyperParameters', {})}, {str(file)!r})"

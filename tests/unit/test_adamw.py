@@ -225,11 +225,8 @@ def test_no_step_is_far_above_that_of_float32(state_dtype: str, seed: int) -> No
     generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
     betas = draw.choice([(0.9, 0.95), (0.9, 0.98), (0.95, 0.95), (0.8, 0.95), (0.0, 0.8)])
     decades, growth, spikes, constant = (
-        draw.randint(0, 9),
-        draw.uniform(-0.3, 0.6),
-        draw.random() < 0.5,
-        draw.random() < 0.5,
-    )
+        draw.randint(0, 9), draw.uniform(-0.3, 0.6), draw.random() < 0.5, draw.random() < 0.5,
+    )  # fmt: skip
     row_share, element_share = draw.choices([1.0, 0.3, 0.02], k=2)
     size = (50, 2, BLOCK)
     gradients = torch.ones(size) if constant else torch.randn(size, generator=generator)

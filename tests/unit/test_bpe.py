@@ -39,22 +39,9 @@ def both(corpus: Path) -> list[Tokenizer]:
 def test_both_formats_encode_alike(both: list[Tokenizer]) -> None:
     rng, (one, other) = random.Random(0), both
     parts = [
-        "def ",
-        "self",
-        "\n",
-        "    ",
-        " ",
-        "é",
-        "字",
-        "🙂",
-        "\r\n",
-        "0123456789",
-        "it's",
-        "...",
-        "<|end_of_text|>",
-        "\x00",
+        "def ", "self", "\n", "    ", " ", "é", "字", "🙂", "\r\n", "0123456789", "it's", "...", "<|end_of_text|>", "\x00",
         "ab" * 40,
-    ]
+    ]  # fmt: skip
     texts = ["".join(rng.choices(parts, k=rng.randint(0, 60))) for _ in range(500)] + [
         Path(random.__file__).read_text()
     ]

@@ -160,17 +160,14 @@ def test_byte_tokenizer_labels_are_the_contents(seed: int) -> None:
     ("source", "message"),
     [
         ("{% for %}", r"^the chat template, line 1: Expected"),
-        (
-            "{{ raise_exception('roles must alternate') }}",
-            r"^the chat template raises TemplateError: roles must alternate$",
-        ),
+        ("{{ raise_exception('roles must alternate') }}", r"^the chat template raises TemplateError: roles must alternate$"),
         ("{{ messages[0].content + 1 }}", r"^the chat template raises TypeError: can only"),
         ("{{ messages.append(1) }}", r"^the chat template raises SecurityError: "),
         ("{{ ''.__class__.__mro__ }}", r"^the chat template raises SecurityError: "),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}", r"renders no token of the assistant"),
         ("{{ messages[0].content[:4] }}{% generation %}a{% endgeneration %}", r"cuts the name of a special token"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_templates(source: str, message: str, tokenizer: Tokenizer) -> None:
     turns = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UserError, match=message):

@@ -131,19 +131,13 @@ def test_long_conversations_are_truncated_or_skipped_and_counted(tmp_path: Path)
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"messages": [{"role": "boss", "content": "a"}]},
-            r'chats.jsonl, line 2: messages.0.role = "boss"; use one of',
-        ),
+        ({"messages": [{"role": "boss", "content": "a"}]}, r'chats.jsonl, line 2: messages.0.role = "boss"; use one of'),
         ({"messages": {}}, r"chats.jsonl, line 2: messages is not a list: \{\}"),
         ("[1]", r"chats.jsonl, line 2: a list, not an object"),
         ("{", r"chats.jsonl, line 2: not JSON: "),
-        (
-            {"prompt": "refuse", "completion": ""},
-            r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$",
-        ),
+        ({"prompt": "refuse", "completion": ""}, r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_record_is_named_or_skipped(record: Any, message: str, tmp_path: Path, capsys: Any) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(

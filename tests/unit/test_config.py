@@ -134,10 +134,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "[training]\nstepz = 3",
-            "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?",
-        ),
+        ("[training]\nstepz = 3", "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?"),
         ("[training]\nlr = 3.0", "training.lr = 3.0: unknown key; did you mean optimizer.lr?"),
         ("[lora]\nrank = 8", 'lora: unknown key; recipes/finetune.py has it; set recipe = "finetune"'),
         ('[data]\nsource = "chat"', 'data.source = "chat" is for the program finetune; set recipe = "finetune"'),
@@ -159,19 +156,13 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
             "parallelism.pipeline_split = 0 must be a list of integers >= 1, such as [1, 2]",
         ),
         ("[run]\ndir = 7", "run.dir = 7 must be a string"),
-        (
-            "[run]\ndir = 2024-01-01",
-            "2024-01-01 is a date or time, and no key has that type; write it as a string, in quotes",
-        ),
+        ("[run]\ndir = 2024-01-01", "2024-01-01 is a date or time, and no key has that type; write it as a string, in quotes"),
         ("model = 3", "model = 3 is not a table; write [model] and its keys below it"),
         ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0 must be a number >= 0 and < 1"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan is not finite; it must be a number > 0"),
         ("[optimizer]\nlr = inf", "optimizer.lr = inf is not finite"),
         ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number >= 0 and < 1"),
-        (
-            '[compile]\nmode = "blocks"',
-            'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, none',
-        ),
+        ('[compile]\nmode = "blocks"', 'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, none'),
         ('[compile]\nmode = "x"', 'compile.mode = "x" is not valid; choose from block, none'),
         (
             '[model]\nname = "lama"',
@@ -180,10 +171,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ),
         ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),
         ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 124M,'),
-        (
-            '[model]\nname = "gpt"\nnum_kv_heads = 2',
-            "model.num_kv_heads = 2: unknown key; did you mean model.num_heads?",
-        ),
+        ('[model]\nname = "gpt"\nnum_kv_heads = 2', "model.num_kv_heads = 2: unknown key; did you mean model.num_heads?"),
         ("training = 3", "training = 3 is not a table; write [training] and its keys below it"),
         ("a = = 3", "DIR/recipe.toml: invalid TOML"),
         ('extends = "none.toml"', 'extends = "none.toml": file DIR/none.toml not found'),
@@ -202,10 +190,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         (f"{'a.' * 1000}b = 3", "tables or lists are nested more than 8 deep"),
         (f"{'a.' * 900}b = 3", "tables or lists are nested more than 8 deep"),
         (f"[run]\nseed = {2**64}", "run.seed = 18446744073709551616 must be an integer >= 0 and <= 4294967295"),
-        (
-            f"[run]\nhang_timeout = {10**15}",
-            "run.hang_timeout = 1000000000000000 must be an integer >= 1 and <= 1000000",
-        ),
+        (f"[run]\nhang_timeout = {10**15}", "run.hang_timeout = 1000000000000000 must be an integer >= 1 and <= 1000000"),
         (f"[model]\nvocab_size = {10**12}", "model.vocab_size = 1000000000000 must be at most 1000000000"),
         ("[model]\nnum_layers = 1000000", "model.num_layers = 1000000 must be an integer >= 1 and <= 10000"),
         ("[data]\nweights = [1e308, 1e308]", "data.weights = 1e+308 must be at most 1000000000"),
@@ -213,7 +198,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ('["a\\nb"]\nx = 1', "a\\nb: unknown key; the sections of a recipe are"),
         ("'' = 1", '"" = 1: unknown key; the sections of a recipe are'),
     ],
-)
+)  # fmt: skip
 def test_an_error_has_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     error = error_message(tmp_path, text)
     assert message in error

@@ -212,12 +212,8 @@ def test_a_compiled_block_computes_the_same(options: dict[str, Any]) -> None:
 
 
 COUNTS = {
-    "all": [2, 3, 1, 4],
-    "empty first": [0, 5, 0, 3],
-    "empty last": [4, 0, 2, 0],
-    "one": [0, 0, 7, 0],
-    "none": [0, 0, 0, 0],
-}
+    "all": [2, 3, 1, 4], "empty first": [0, 5, 0, 3], "empty last": [4, 0, 2, 0], "one": [0, 0, 7, 0], "none": [0, 0, 0, 0],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
