@@ -267,10 +267,3 @@ def test_terminal_shows_a_status_that_is_updated_in_place(tmp_path: Path) -> Non
     assert "tok/s" in between
     assert "\r\x1b[2K\x1b[1A\x1b[2K\x1b[1A\x1b[2Kstep      3/6  val " in output  # a permanent line
     assert "\x1b[?25h" in output  # shows the cursor again
-
-
-def test_deterministic_run_is_reproducible(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        done = run(tmp_path, **SMALL | {"run.deterministic": "true", "run.name": name})
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "runs/one") == losses(tmp_path / "runs/two")
