@@ -12,7 +12,7 @@ from titanlike.data.batches.loader import BatchLoader
 from titanlike.tools.small_recipe import shrink
 from titanlike.tools.verify import _toml
 
-FOLDER = Path(__file__).parents[2] / "train_configs"
+FOLDER = Path(__file__).parents[1] / "train_configs"
 
 
 MICROBATCHES = 2  # per step, under any layout
