@@ -133,7 +133,7 @@ def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path) -> 
         pytest.param("PP-FSDP", {}, id="PP-FSDP"),
         pytest.param("PPzbv-TP", {}, id="PPzbv-TP", marks=pytest.mark.slow),
         pytest.param("CP-FSDP", {}, id="CP-FSDP", marks=pytest.mark.every),
-        pytest.param("TP-FSDP", FLOAT8, id="TP-FSDP-float8", marks=pytest.mark.slow),
+        pytest.param("TP-FSDP", FLOAT8, id="TP-FSDP-float8", marks=pytest.mark.every),
     ],
 )
 def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, float8: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def test_a_program_is_recorded_with_its_synchronization_and_its_leak(tmp_path: P
     assert any("silu" in name for name in kernels)
 
 
-@pytest.mark.slow
+@pytest.mark.every  # tests/distributed/test_counts.py counts synchronizations, graphs and breaks on a CPU
 def test_compiled_blocks_train_without_synchronization(tmp_path: Path) -> None:
     settings = {
         "data.source": "synthetic", "training.steps": 4, "schedule.warmup_steps": 1, "training.loss_chunk": 512,

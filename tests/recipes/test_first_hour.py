@@ -25,7 +25,7 @@ def first_hour(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(("sanity", "1b_float8", "profile_1b", "limits_1b"), id="some", marks=pytest.mark.slow),
+        pytest.param(("sanity", "profile_1b"), id="some", marks=pytest.mark.slow),
         pytest.param(("first-hour", "limits_1b"), id="all", marks=pytest.mark.every),
     ],
 )
