@@ -5,11 +5,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import bundle
 import monitor
 import pytest
 import study
 
-from tests.cloud.aws import ACCOUNT, BUCKET, Aws, exit_code
+from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, exit_code
 from titanlike.config import PretrainRecipe, load
 
 SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_gather": 8400.0}
@@ -19,6 +20,7 @@ SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_g
 def _shared_clients(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares the session's clients: creating them takes 0.2 seconds."""
     study._bucket.cache_clear()
+    monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
     for name in ("service.make_clients", "study.make_clients"):
         monkeypatch.setattr(name, lambda region="": aws.clients)
 

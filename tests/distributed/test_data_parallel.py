@@ -28,7 +28,9 @@ def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {name: train(ranks(1), tiny(folder, name, model=model)) for name, model in MODELS.items()}
 
 
-@pytest.mark.parametrize(("reshard", "model"), [("never", "llama"), ("always", "gpt")])
+@pytest.mark.parametrize(
+    ("reshard", "model"), [("never", "llama"), pytest.param("always", "gpt", marks=pytest.mark.slow)]
+)
 def test_resharding_matches_one_process(
     ranks: Ranks, baseline: dict[str, Result], tmp_path: Path, reshard: Any, model: str
 ) -> None:
@@ -46,6 +48,7 @@ def test_gradient_accumulation_matches_one_process(
         assert_same(train(ranks(processes), recipe), baseline["llama"])
 
 
+@pytest.mark.slow
 def test_bfloat16_reduction_stays_near_float32(ranks: Ranks, baseline: dict[str, Result], tmp_path: Path) -> None:
     found = train(ranks(2), tiny(tmp_path, "bfloat16", training=dict(reduce_dtype="bfloat16")))
     assert_same(found, baseline["llama"], loss=1e-3, norm=1e-2, weights=0.05)

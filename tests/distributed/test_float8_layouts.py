@@ -279,7 +279,7 @@ def _graphs(recipe: PretrainRecipe) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("layout", "float8"),
     [
-        pytest.param(dict(shard=2), ALL_GATHER, id="FSDP"),
+        pytest.param(dict(shard=2), ALL_GATHER, id="FSDP", marks=slow),
         pytest.param(dict(tensor=2), FLOAT8, id="TP", marks=slow),
     ],
 )

@@ -32,7 +32,7 @@ def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
     return {copies.get(name, name): full_tensor(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("layout", "model"), zip(LAYOUTS, [*MODELS] * 3, strict=True))
+@pytest.mark.parametrize(("layout", "model"), [*zip(LAYOUTS, [*MODELS] * 3, strict=True)])
 def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
     baseline = ranks(1).run(_initial_weights, recipe_for(tmp_path, "one", model, None))[0]
     names = set()

@@ -436,7 +436,8 @@ def _compiled(sequence_parallel: bool) -> tuple[float, int, int]:
     return difference, counters["stats"]["unique_graphs"], len(counters["graph_break"])
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_compiled_blocks_of_a_plain_module_share_one_graph(ranks: Ranks, sequence_parallel: bool) -> None:
     for difference, graphs, graph_breaks in ranks(2).run(_compiled, sequence_parallel):
         assert difference < 1e-5

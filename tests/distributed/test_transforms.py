@@ -46,12 +46,13 @@ def test_activation_checkpointing_does_not_change_results(
     assert_same(train(ranks(2), recipe), plain[model])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         dict(mode="selective"),
-        pytest.param(dict(mode="memory_budget", memory_budget=0.2), marks=pytest.mark.slow),
-        pytest.param(dict(mode="full"), marks=pytest.mark.slow),
+        dict(mode="memory_budget", memory_budget=0.2),
+        dict(mode="full"),
     ],
     ids=str,
 )
@@ -203,6 +204,7 @@ def test_garbage_collection_runs_only_at_the_interval(ranks: Ranks, tmp_path: Pa
         assert ranks(1).run(_collections, recipe, interval) == [([2] + [1] * times, 0)]
 
 
+@pytest.mark.slow
 def test_a_smaller_memory_budget_saves_less() -> None:
     def saved_bytes(budget: float) -> int:
         torch._dynamo.reset()

@@ -133,7 +133,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "layout", [*list(LAYOUTS)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[3:])]
+    "layout", [*list(LAYOUTS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[2:])]
 )
 def test_layouts_do_not_change_the_figures(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     section = write_files(tmp_path)
