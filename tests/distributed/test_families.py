@@ -53,8 +53,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP")
 SLOW = (
-    "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents", "Gemma 2, CP x TP",
-    "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP", "Gemma 3, TP",
+    "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents",
+    "Gemma 2, CP x TP", "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP",
+    "Gemma 3, TP",
 )  # fmt: skip
 CASES = [f"{model}, {layout}" for model in MODELS if model not in OPTIONS for layout in LAYOUTS]
 CASES += [f"{option}, {layout}" for option in OPTIONS for layout in ("CP x TP", "PP 1f1b x FSDP")]
