@@ -18,11 +18,7 @@ def serve(rank: int, world_size: int, port: int) -> None:
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        store=dist.TCPStore("127.0.0.1", port),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
+        "gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
     # A run would unfreeze all objects at its end, also those that the fork server has frozen. Collections of later runs, which
     # traverse them, would take as long as the rest of a small run.

@@ -58,10 +58,7 @@ def test_only_the_newest_checkpoints_are_kept_and_leftovers_are_deleted(ranks: R
 
 
 def test_keep_every_preserves_older_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    train(
-        ranks(1),
-        tiny(tmp_path, "run", training=dict(steps=9), checkpoint=dict(interval=1, keep=1, keep_every=4)),
-    )
+    train(ranks(1), tiny(tmp_path, "run", training=dict(steps=9), checkpoint=dict(interval=1, keep=1, keep_every=4)))
     assert [path.name[-1] for path in saved_steps(tmp_path / "run")] == ["4", "8", "9"]
 
 

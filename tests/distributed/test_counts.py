@@ -102,8 +102,7 @@ def test_no_recompilation_and_no_graph_breaks(ranks: Ranks, tmp_path: Path, name
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama3_8b", "CP"), pytest.param("llama3_8b_float8", "TP", marks=pytest.mark.slow)],
+    ("name", "layout"), [("llama3_8b", "CP"), pytest.param("llama3_8b_float8", "TP", marks=pytest.mark.slow)]
 )
 def test_selective_checkpointing_repeats_no_collective(ranks: Ranks, tmp_path: Path, name: str, layout: str) -> None:
     collectives = []

@@ -48,13 +48,7 @@ def test_activation_checkpointing_does_not_change_results(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(mode="selective"),
-        dict(mode="memory_budget", memory_budget=0.2),
-        dict(mode="full"),
-    ],
-    ids=str,
+    "options", [dict(mode="selective"), dict(mode="memory_budget", memory_budget=0.2), dict(mode="full")], ids=str
 )
 def test_compiled_checkpointing_does_not_change_results(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]

@@ -136,9 +136,7 @@ def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **ENDLESS)
     assert done.returncode == 3, done.stderr
     assert re.search(
-        r"^error: rank 1 \(pid \d+ on \S+\) is alive at step 3; the others wait at step 4$",
-        done.stderr,
-        re.MULTILINE,
+        r"^error: rank 1 \(pid \d+ on \S+\) is alive at step 3; the others wait at step 4$", done.stderr, re.MULTILINE
     ), done.stderr
     assert re.search(r"^error: rank 1 waits in main \(\S+/own.py:\d+\)$", done.stderr, re.MULTILINE), done.stderr
     assert done.stderr.count("error: the run hangs: ") == 1

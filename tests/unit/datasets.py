@@ -10,11 +10,7 @@ import torch
 
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches.loader import BatchLoader
-from titanlike.data.batches.packed_dataset import (
-    BatchSource,
-    PackedDataset,
-    ShuffledMixture,
-)
+from titanlike.data.batches.packed_dataset import BatchSource, PackedDataset, ShuffledMixture
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.files import File, list_files
 from titanlike.data.documents.readers import Fields
