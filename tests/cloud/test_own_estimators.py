@@ -26,9 +26,9 @@ from titanlike.run.start import Arguments, start
 
 RECIPE = "train_configs/debug.toml"
 HYPERPARAMETERS: dict[str, Any] = {
-    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 160, "optimizer.lr": 1.5e-3, "run.deterministic": False,
+    "recipe": "own_configs/tiny.toml", **SMALL, "training.steps": 120, "optimizer.lr": 1.5e-3, "run.deterministic": False,
     "checkpoint.enabled": True, "checkpoint.interval": 20, "checkpoint.export": "float32", "optimizer.groups": [],
-    "data.source": "stream", "validation.interval": 80, "metrics.trackers": ["tensorboard"],
+    "data.source": "stream", "validation.interval": 60, "metrics.trackers": ["tensorboard"],
 }  # fmt: skip
 JOB = "pytorch-training-2026-11-22-10-11-12-345"
 SM_VARIABLES = {
@@ -127,7 +127,7 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     output = interrupt(sdk, job)
     assert "/pretrain.py, recipe own_configs/tiny.toml\n" in output
     resolved = (run / "recipe.toml").read_text()
-    assert "vocab_size = 300\n" in resolved and "steps = 160\n" in resolved and "deterministic = false\n" in resolved
+    assert "vocab_size = 300\n" in resolved and "steps = 120\n" in resolved and "deterministic = false\n" in resolved
     assert f'path = "{base}/input/data/train"\n' in resolved
     assert f'validation_path = "{base}/input/data/validation"\n' in resolved
     if real:  # the library of the job's source directory: the installed one has a git commit
@@ -135,7 +135,7 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     saved = sorted(
         int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if (path / "manifest.json").exists()
     )
-    assert 40 <= saved[-1] < 160
+    assert 40 <= saved[-1] < 120
     assert ("stopped by SIGTERM" in output) == (sdk == "v2")
 
     if sdk == "v3":  # SageMaker has not uploaded all files of the newest checkpoint
@@ -146,13 +146,13 @@ def test_an_interrupted_job_and_the_next_one_that_resumes_it(sdk: str, real: boo
     assert next_job.returncode == 0, errors
     assert f"resumed at step {saved[-1]}" in output
     found = losses(run)
-    assert sorted(found) == [*range(1, 161)] and found[160] < found[1] - 1
+    assert sorted(found) == [*range(1, 121)] and found[120] < found[1] - 1
     assert list((base / "model/hf").glob("*.safetensors")) and (base / "model/hf/config.json").exists()
     assert not (run / "hf").exists() and not (code / "runs").exists() and not (run / "tensorboard").exists()
     accumulator = EventAccumulator(str(events))
     accumulator.Reload()
-    assert accumulator.Scalars("train/loss")[-1].step == 160
-    assert [event.step for event in accumulator.Scalars("validation/loss")][-1] == 160
+    assert accumulator.Scalars("train/loss")[-1].step == 120
+    assert [event.step for event in accumulator.Scalars("validation/loss")][-1] == 120
 
 
 def test_a_program_finds_the_library_beside_it_without_an_install(tmp_path: Path) -> None:
