@@ -26,7 +26,7 @@ def statistics_of(folder: Path) -> dict[tuple[int, str], float]:
 @pytest.mark.parametrize(
     "layout",
     [
-        dict(tensor=2),
+        dict(shard=1, tensor=2),
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (dict(shard=2, tensor=2), dict(pipeline=2, shard=2))
