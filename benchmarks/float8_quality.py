@@ -11,11 +11,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 ROOT = Path(__file__).parents[1]
 VARIANTS = ["baseline", "compile", "float8", "float8_all_gather"]
 
@@ -68,6 +63,11 @@ def read(folder: Path) -> dict[str, dict[int, float]]:
 
 def draw(folder: Path) -> None:
     """Plots the four variants, and prints the final loss of each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     validation = read(folder)
     figure, (losses, differences) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=130)
     for name, style in zip(VARIANTS, ["-", "--", "-.", ":"], strict=True):

@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.pool import Pool
-from tests.training import build
+from tests.training import build, resume, tiny
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config import PretrainRecipe
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
 from titanlike.tools.verify import Result
@@ -68,3 +69,26 @@ def saved_by(recipe: PretrainRecipe) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint of step 3."""
     layout = {"replicate": 1, "shard": 2}
     return CheckpointMetadata(step=3, recipe=recipe_as_json(recipe), data="abc", layout=layout, machine=MACHINE)
+
+
+def small_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def metadata(step: int) -> CheckpointMetadata:
+    return CheckpointMetadata(step, {}, "", {}, {})
+
+
+def refusal(folder: Path, saved: Any, **sections: Any) -> str:
+    with pytest.raises(UserError) as error:
+        resume(saved, tiny(folder, "run", **sections), "abc", saved.layout, MACHINE)
+    return str(error.value)
+
+
+def allowed(folder: Path, saved: Any, **sections: Any) -> list[str]:
+    return resume(saved, tiny(folder, "run", **sections), "abc", saved.layout, MACHINE)

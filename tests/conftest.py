@@ -7,9 +7,13 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A process that crashes prints the Python stack of each thread.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+# A module is compiled once, not by each interpreter that a test starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import atexit
+import gc
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -17,9 +21,13 @@ import pytest
 import torch.distributed as dist
 
 from tests import crashes
+from tests.forkserver import NUM_SYNTHETIC_TOKENS
 from tests.pool import Pool
+from titanlike.data.tokens import datasets
 
+sys.dont_write_bytecode = False
 crashes.check_all_processes()
+datasets.SYNTHETIC_TOKENS = NUM_SYNTHETIC_TOKENS  # as in the processes that the fork server starts
 
 # The cache of runs, such as the tokens of text, is not the user's. Child processes inherit the variable.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titanlike-tests-")
@@ -33,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the tests that take minutes to the front, so that none of them runs alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Excludes all that was imported from later garbage collections, which a run in this process does twice."""
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.fixture(scope="session")

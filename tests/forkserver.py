@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -33,10 +34,12 @@ PR_SET_CHILD_SUBREAPER = 36
 # Everything that a training process of any test imports.
 PRELOADED = (
     "recipes.pretrain", "titanlike.run.launch", "titanlike.tools.cli.main", "titanlike.distributed.torchrun",
-    "titanlike.float8.all_gather",
-    "titanlike.float8.linear", "titanlike.float8.tensor_parallel", "titanlike.parallelisms.pipeline", "torch._dynamo",
-    "torch.distributed.pipelining", "torch.utils.tensorboard", "tests.training",
+    "titanlike.float8.all_gather", "titanlike.float8.linear", "titanlike.float8.tensor_parallel", "titanlike.models.llama",
+    "titanlike.parallelisms.pipeline", "titanlike.tools.planning.hooks", "torch._dynamo", "torch.distributed.pipelining",
+    "torch.utils.tensorboard", "tests.training",
 )  # fmt: skip
+
+NUM_SYNTHETIC_TOKENS = 200_000  # drawn and hashed by each rank
 
 _start_process = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -130,6 +133,7 @@ def serve(control: socket.socket) -> NoReturn:
     """Forks at each request until the client closes the connection."""
     for name in PRELOADED:
         importlib.import_module(name)
+    _prepare_runs()
     gc.collect()
     gc.freeze()  # a garbage collection in a forked process does not touch, and so copy, these objects
     while True:
@@ -151,6 +155,24 @@ def serve(control: socket.socket) -> NoReturn:
         control.sendall(os.read(read_end, 32))
         for descriptor in (read_end, write_end, *streams):
             os.close(descriptor)
+
+
+def _prepare_runs() -> None:
+    """Computes once what each run would compute again, and leaves out what no test of a forked run looks at."""
+    from titanlike.config import PretrainRecipe
+    from titanlike.config.schema import describe
+    from titanlike.data.tokens import datasets
+    from titanlike.run import hooks, run_dir
+
+    describe(PretrainRecipe)  # cached
+    hooks.entry_points = functools.cache(hooks.entry_points)
+    for point in ("checked", "completed", "out_of_memory"):
+        hooks.entry_points(group=f"titanlike.{point}")
+    versions, commit = run_dir.versions(), run_dir._git("rev-parse", "HEAD")
+    run_dir.versions = lambda: versions
+    run_dir._git = lambda *_: commit
+    os.fsync = lambda _: None
+    datasets.SYNTHETIC_TOKENS = NUM_SYNTHETIC_TOKENS
 
 
 def become(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:

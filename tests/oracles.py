@@ -36,13 +36,8 @@ def run(recipe: str, processes: int, arguments: tuple[str, ...]) -> dict[str, An
     """Returns the losses of a run and a digest of its last checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         command = [
-            "./run_train.sh",
-            f"train_configs/{recipe}",
-            *COMMON,
-            *arguments,
-            f"--run.dir={name}",
-            "--run.name=run",
-        ]
+            "./run_train.sh", f"train_configs/{recipe}", *COMMON, *arguments, f"--run.dir={name}", "--run.name=run",
+        ]  # fmt: skip
         variables = os.environ | {"NPROC": str(processes), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -109,20 +109,20 @@ class Case:
 
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved_1f1b": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 1}
-WITH_FSDP = {"gpipe": "every", "1f1b": "every", "interleaved_1f1b": "slow", "zero_bubble": "slow", "zbv": "slow"}
+WITH_FSDP = {"interleaved_1f1b": "slow", "zbv": "one"}
 
 CASES = [
     Case("FSDP", dict(shard=2)),
     Case("DDP", dict(replicate=2, shard=1), tier="one"),
     Case("HSDP", dict(replicate=2, shard=2), tier="one"),
     Case("TP", dict(tensor=2)),
-    Case("CP", dict(context=2)),
+    Case("CP", dict(context=2), tier="one"),
     *(
-        Case(f"PP {name}", dict(pipeline=2, pipeline_schedule=name), local, tier="both" if name == "1f1b" else "one")
+        Case(f"PP {name}", dict(pipeline=2, pipeline_schedule=name), local, tier="slow" if name == "gpipe" else "one")
         for name, local in SCHEDULES.items()
     ),
-    Case("PP 1f1b, 4 stages of 1 block", dict(pipeline=4), tier="one"),
-    Case("PP 1f1b, stages of 1 + 3 blocks", dict(pipeline=2, pipeline_split=(1, 3)), tier="one"),
+    Case("PP 1f1b, 4 stages of 1 block", dict(pipeline=4), tier="slow"),
+    Case("PP 1f1b, stages of 1 + 3 blocks", dict(pipeline=2, pipeline_split=(1, 3)), tier="slow"),
     Case("TP x FSDP", dict(tensor=2, shard=2), tier="one"),
     Case("TP x HSDP", dict(tensor=2, replicate=2, shard=2), tier="slow"),
     *(
@@ -130,36 +130,36 @@ CASES = [
             f"PP {name} x FSDP",
             dict(pipeline=2, pipeline_schedule=name, shard=2),
             local,
-            tier=WITH_FSDP.get(name, "one"),
+            tier=WITH_FSDP.get(name, "every"),
         )
         for name, local in SCHEDULES.items()
     ),
     Case("PP 1f1b x HSDP", dict(pipeline=2, replicate=2, shard=2), local=1, tier="every"),
     Case("PP 1f1b x TP", dict(pipeline=2, tensor=2), tier="one"),
-    Case("PP zbv x TP", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), tier="slow"),
+    Case("PP zbv x TP", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), tier="every"),
     Case("CP x FSDP", dict(context=2, shard=2), tier="one"),
     Case("CP x HSDP", dict(context=2, replicate=2, shard=2), tier="every"),
     Case("CP of 4", dict(context=4), tier="slow"),
     Case("CP x TP", dict(context=2, tensor=2), tier="one"),
     Case("PP 1f1b x CP", dict(pipeline=2, context=2), tier="one"),
-    Case("PP 1f1b x TP x FSDP", dict(pipeline=2, tensor=2, shard=2), tier="slow"),
+    Case("PP 1f1b x TP x FSDP", dict(pipeline=2, tensor=2, shard=2), tier="every"),
     Case("PP zbv x CP x TP", dict(pipeline=2, pipeline_schedule="zbv", context=2, tensor=2), tier="slow"),
     Case("CP x TP x FSDP", dict(context=2, tensor=2, shard=2), tier="every"),
-    Case("TP x FSDP, 4 micro-batches", dict(tensor=2, shard=2), local=1, tier="slow"),
+    Case("TP x FSDP, 4 micro-batches", dict(tensor=2, shard=2), local=1, tier="every"),
     Case("CP x FSDP, 4 micro-batches", dict(context=2, shard=2), local=1, tier="every"),
     Case("PP 1f1b x FSDP, 4 micro-batches", dict(pipeline=2, shard=2), local=1, tier="one"),
-    Case("TP x FSDP, selective checkpointing", dict(tensor=2, shard=2), sections=SELECTIVE, tier="slow"),
+    Case("TP x FSDP, selective checkpointing", dict(tensor=2, shard=2), sections=SELECTIVE, tier="every"),
     Case("CP x FSDP, selective checkpointing", dict(context=2, shard=2), sections=SELECTIVE, tier="every"),
-    Case("PP 1f1b x FSDP, selective checkpointing", dict(pipeline=2, shard=2), sections=SELECTIVE, tier="one"),
-    Case("PP zbv, full checkpointing", dict(pipeline=2, pipeline_schedule="zbv"), sections=FULL, tier="one"),
+    Case("PP 1f1b x FSDP, selective checkpointing", dict(pipeline=2, shard=2), sections=SELECTIVE, tier="slow"),
+    Case("PP zbv, full checkpointing", dict(pipeline=2, pipeline_schedule="zbv"), sections=FULL, tier="slow"),
     Case("TP, compiled", dict(tensor=2), sections=COMPILED, tier="one"),
     Case("TP x FSDP, compiled, selective", dict(tensor=2, shard=2), sections=COMPILED | SELECTIVE, tier="slow"),
     Case("TP, compiled, full", dict(tensor=2), sections=COMPILED | FULL, tier="every"),
     Case("CP x FSDP, compiled", dict(context=2, shard=2), sections=COMPILED, tier="slow"),
-    Case("PP zbv, compiled", dict(pipeline=2, pipeline_schedule="zbv"), sections=COMPILED, tier="slow"),
+    Case("PP zbv, compiled", dict(pipeline=2, pipeline_schedule="zbv"), sections=COMPILED, tier="every"),
     Case("FSDP, dropout", dict(shard=2), dropout=0.1, tier="one"),
     Case("CP x TP, dropout", dict(context=2, tensor=2), dropout=0.1, tier="every"),
-    Case("PP 1f1b x TP, dropout", dict(pipeline=2, tensor=2), dropout=0.1, tier="slow"),
+    Case("PP 1f1b x TP, dropout", dict(pipeline=2, tensor=2), dropout=0.1, tier="every"),
     Case("TP x FSDP, dropout, full checkpointing", dict(tensor=2, shard=2), sections=FULL, dropout=0.1, tier="slow"),
     Case("CP x TP, deterministic", dict(context=2, tensor=2), sections={"run": dict(deterministic=True)}, tier="slow"),
 ]

@@ -99,10 +99,7 @@ ERRORS = {
         "tests/faults",
     ),
     "optimizer values": Planted(
-        "titanlike/checkpoint/loader.py",
-        "    values.load(records)\n",
-        "",
-        "tests/distributed/test_own_optimizer.py",
+        "titanlike/checkpoint/loader.py", "    values.load(records)\n", "", "tests/distributed/test_own_optimizer.py"
     ),
     "commit": Planted(
         "titanlike/checkpoint/store.py",

@@ -70,12 +70,7 @@ def counts(report: Path) -> dict[str, Any]:
         name = f"{case.get('classname')}::{case.get('name')}"
         outcome = {child.tag for child in case}
         (failed if outcome & {"failure", "error"} else skipped if "skipped" in outcome else passed).add(name)
-    return {
-        "passed": len(passed - failed),
-        "failed": len(failed),
-        "skipped": len(skipped),
-        "failures": sorted(failed),
-    }
+    return {"passed": len(passed - failed), "failed": len(failed), "skipped": len(skipped), "failures": sorted(failed)}
 
 
 def release(version: str) -> tuple[int, ...]:

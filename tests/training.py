@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +20,6 @@ from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
 from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
-from titanlike.distributed import process_group
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
@@ -32,12 +30,10 @@ from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.mesh import Mesh, build_mesh
-from titanlike.parallelisms.pipeline import GRADIENT_GROUP
 from titanlike.parallelize import parallelize
 from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import recipe_as_json
 from titanlike.tools.verify import Result, differences
-from titanlike.utils import compat
 
 mesh_of = functools.cache(build_mesh)
 
@@ -84,15 +80,19 @@ TINY: dict[str, dict[str, Any]] = dict(
 )
 
 
+def changed(base: PretrainRecipe, **sections: Any) -> PretrainRecipe:
+    """Returns a recipe with sections replaced, or with the given fields of sections replaced."""
+    values = {k: dataclasses.replace(getattr(base, k), **v) if isinstance(v, dict) else v for k, v in sections.items()}
+    return dataclasses.replace(base, **values)
+
+
 def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
     """Returns a small recipe. Sections are full sections, or dictionaries of changed fields."""
     merged: dict[str, Any] = {**TINY, "run": dict(dir=str(folder), name=name), "model": LLAMA}
     for section, value in sections.items():
         merged[section] = merged.get(section, {}) | value if isinstance(value, dict) else value
     is_finetuning = "lora" in merged or isinstance(merged["data"], ChatData)
-    base = FinetuneRecipe() if is_finetuning else PretrainRecipe()
-    changed = {k: dataclasses.replace(getattr(base, k), **v) if isinstance(v, dict) else v for k, v in merged.items()}
-    return dataclasses.replace(base, **changed)
+    return changed(FinetuneRecipe() if is_finetuning else PretrainRecipe(), **merged)
 
 
 def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
@@ -193,58 +193,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-COLLECTIVES = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce",
-               "all_reduce": "all-reduce", "alltoall": "all-to-all", "all_to_all": "all-to-all", "send": "send",
-               "recv": "receive"}  # fmt: skip
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the calls and bytes of collectives by kind and mesh axis.
-
-    Bytes are those of the larger of input and output: all that a rank has after an all-gather or before a reduce-scatter.
-    """
-
-    supports_higher_order_operators = True  # of compiled code, such as one that saves the state of a random generator
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
-        axes = {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "context": mesh.context}
-        groups = {name: axis.get_group() for name, axis in axes.items()}
-        groups |= {name: mesh.fsdp.get_group(name) for name in mesh.fsdp.mesh_dim_names or ()}
-        if mesh.expert is not None and mesh.expert_fsdp is not None:  # last: may be the group of another axis
-            groups |= {"expert_shard": mesh.expert_fsdp.get_group(-1), "expert": mesh.expert.get_group(0)}
-        # Without FSDP's own dimension, its group is that of the context.
-        self.axes = {group.group_name: name for name, group in reversed(groups.items()) if group.size() > 1}
-        shards = mesh.fsdp.get_group("shard")
-        if mesh.tensor.size() > 1 and shards.size() > 1:  # Muon exchanges matrices over both
-            size = mesh.tensor.size() * shards.size()
-            both = process_group.subgroup(torch.arange(dist.get_world_size()).view(-1, size).tolist())
-            self.axes[both.group_name] = self.axes[shards.group_name]
-        if mesh.pipeline.size() > 1 and compat.has_gradient_group():
-            self.axes[process_group.copy_of(mesh.pipeline.get_group(), GRADIENT_GROUP).group_name] = "pipeline"
-        self.total: dict[tuple[str, str], tuple[int, int]] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Counts the collectives of compiled code when it runs, not when it is traced."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(func, HigherOrderOperator):
-            return result
-        name = func.overloadpacket.__name__
-        kind = next((kind for prefix, kind in COLLECTIVES.items() if name.strip("_").startswith(prefix)), None)
-        if func.namespace not in ("c10d", "_c10d_functional") or kind is None:
-            assert func.namespace not in ("c10d", "_c10d_functional") or name in (
-                "wait_tensor",
-                "_wrap_tensor_autograd",
-            )
-            return result
-        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-        names = [leaf for leaf in args if isinstance(leaf, str)]
-        scripts = [leaf for leaf in args if isinstance(leaf, torch.ScriptObject)]
-        group = names[-1] if func.namespace == "_c10d_functional" else dist.ProcessGroup.unbox(scripts[0]).group_name
-        calls, size = self.total.get((kind, self.axes[group]), (0, 0))
-        self.total[kind, self.axes[group]] = calls + 1, size + max(tensor.nbytes for tensor in tensors)
-        return result
+def model_of(name: str, dropout: float = 0.0) -> Any:
+    # Four blocks: two ranks with two stages each.
+    model = dataclasses.replace(MODELS[name], num_layers=4)
+    return dataclasses.replace(model, dropout=dropout) if dropout else model

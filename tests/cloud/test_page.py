@@ -10,7 +10,7 @@ import pytest
 from request import Channel, Job, request_for
 
 from tests.cloud.aws import Aws
-from tests.cloud.test_request import JOB
+from tests.cloud.settings import JOB
 from tests.launching import ROOT
 
 PAGE = (ROOT / "docs/sagemaker.md").read_text()

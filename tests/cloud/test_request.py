@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 import sagemaker_estimator
 from entry import fail, first_exception, install, missing_requirements, topology, wait_for_host
-from instances import INSTANCE_TYPES
-from request import METRICS, Channel, Job, request_for
+from request import METRICS, Channel, request_for
 from validation import job_errors, request_errors
 
+from tests.cloud.settings import JOB, ROLE
 from titanlike.metrics.terminal import Console
 
-ROLE = "arn:aws:iam::123456789012:role/training"
-JOB = Job(
-    run="llama3_8b", timestamp="20261122-101112", arguments=("recipe.toml", "--training.steps=50"),
-    instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=4, region="us-east-1", role=ROLE, bucket="example",
-    image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13",
-)  # fmt: skip
 FSX = Channel("data.path", "fsx://fs-0123456789abcdef0/mount/tokens")
 VPC: dict[str, Any] = dict(subnets=("subnet-1",), security_groups=("sg-1",))
 NAME = "titanlike-llama3-8b-20261122-101112"

@@ -20,17 +20,11 @@ from request import Job, request_for
 from simulate import Simulation
 
 from tests.checkpoints import assert_equal_state
+from tests.cloud.settings import STEPS, TINY
 from tests.forkserver import ROOT, Forked
 from titanlike.checkpoint.loader import read_whole
 
 DEBUG = ROOT / "train_configs/debug.toml"
-STEPS = 60
-TINY = {
-    "model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.num_kv_heads": 1, "model.ffn_dim": 96,
-    "data.source": "synthetic", "training.seq_len": 32, "training.global_batch_size": 4, "training.local_batch_size": 2,
-    "schedule.warmup_steps": 2, "validation.interval": 0, "sample.tokens": 0, "metrics.interval": 1, "checkpoint.interval": 25,
-    "training.steps": STEPS,
-}  # fmt: skip
 JOB = Job(
     run="tiny", timestamp="20261122-101112", arguments=(), instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=2,
     region="us-east-1", role="arn:aws:iam::123456789012:role/training", bucket="example", image="image",
@@ -107,12 +101,8 @@ def test_a_job_after_an_interruption_is_bit_identical(tmp_path: Path) -> None:
 def test_ctrl_c_stops_a_simulation(tmp_path: Path) -> None:
     keys = [f"--{key}={value}" for key, value in (TINY | {"training.steps": 5000}).items()]
     program = [
-        "sagemaker/launch.py",
-        "train_configs/debug.toml",
-        "--instances=2",
-        "--simulate",
-        f"--folder={tmp_path}",
-    ]
+        "sagemaker/launch.py", "train_configs/debug.toml", "--instances=2", "--simulate", f"--folder={tmp_path}",
+    ]  # fmt: skip
     command = [sys.executable, *program, "--run=tiny", "--bucket=example", *keys]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout

@@ -5,11 +5,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import bundle
 import monitor
 import pytest
 import study
 
-from tests.cloud.aws import ACCOUNT, BUCKET, Aws, exit_code
+from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, exit_code
 from titanlike.config import PretrainRecipe, load
 
 SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_gather": 8400.0}
@@ -19,6 +20,7 @@ SPEEDS = {"baseline": 6000.0, "compile": 6600.0, "float8": 8100.0, "float8_all_g
 def _shared_clients(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares the session's clients: creating them takes 0.2 seconds."""
     study._bucket.cache_clear()
+    monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
     for name in ("service.make_clients", "study.make_clients"):
         monkeypatch.setattr(name, lambda region="": aws.clients)
 
@@ -76,11 +78,8 @@ def test_incomplete_variants_are_submitted(aws: Aws, monkeypatch: pytest.MonkeyP
     put_metrics(aws, "baseline", 6000.0)
     put_metrics(aws, "compile", 6600.0, steps=400)
     arguments = [
-        f"--role=arn:aws:iam::{ACCOUNT}:role/job",
-        f"--bucket={BUCKET}",
-        "--channel=data.path=s3://t/c",
-        "--instances=4",
-    ]
+        f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--channel=data.path=s3://t/c", "--instances=4",
+    ]  # fmt: skip
     assert (
         exit_code(
             monkeypatch, study.main, f"--out={tmp_path}", *arguments, "--channel=tokenizer.encoding=s3://t/t.model"

@@ -7,29 +7,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bundle
 import launch
 import monitor
 import pytest
 import submit
 
-from tests.cloud.aws import ACCOUNT, BUCKET, Aws, exit_code
+from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, exit_code
 from tests.launching import ROOT
 from titanlike.config import UserError
 
 ARGUMENTS = [
-    "train_configs/debug.toml",
-    "--instances=2",
-    f"--role=arn:aws:iam::{ACCOUNT}:role/job",
-    f"--bucket={BUCKET}",
-]
+    "train_configs/debug.toml", "--instances=2", f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}",
+]  # fmt: skip
 
 
+LIBRARY = bundle.LIBRARY
 REQUESTS: list[dict[str, Any]] = []  # parameters of CreateTrainingJob
 
 
 @pytest.fixture(autouse=True)
 def recorded(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Records the submitted requests."""
+    """Records the submitted requests. The jobs get few files: the whole library takes a second."""
+    monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
     REQUESTS.clear()
     monkeypatch.setattr("service.make_clients", lambda region="": aws.clients)
     event, record = "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: REQUESTS.append(params)
@@ -47,6 +47,7 @@ def files(aws: Aws, prefix: str) -> dict[str, bytes]:
 def test_files_and_request_are_submitted(
     aws: Aws, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(bundle, "LIBRARY", LIBRARY)
     assert exit_code(monkeypatch, launch.main, *ARGUMENTS, "--training.steps=70") == 0
     (name,) = (one["TrainingJobName"] for one in aws.clients.sagemaker.list_training_jobs()["TrainingJobSummaries"])
     out = capsys.readouterr().out

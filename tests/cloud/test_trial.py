@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import bundle
 import pytest
 import trial
 
-from tests.cloud.aws import ACCOUNT, BUCKET, Aws, in_sequence, no_change
-from tests.cloud.test_simulated_jobs import TINY
+from tests.cloud.aws import ACCOUNT, BUCKET, FEW_FILES, Aws, in_sequence, no_change
+from tests.cloud.settings import TINY
 from tests.launching import ROOT
 from titanlike.tools.cli import main as cli
 from titanlike.tools.sweep.results import read_results
@@ -24,6 +25,7 @@ OPTIONS = [f"--role=arn:aws:iam::{ACCOUNT}:role/job", f"--bucket={BUCKET}", "--i
 def _environment(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("service.make_clients", "study.make_clients", "trial.make_clients"):
         monkeypatch.setattr(name, lambda region="": aws.clients)
+    monkeypatch.setattr(bundle, "LIBRARY", FEW_FILES)
     trial.fetch.__globals__["_bucket"].cache_clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield

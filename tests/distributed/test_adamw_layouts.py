@@ -104,9 +104,8 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str) -> N
     found = train(ranks(processes(layout)), recipe)
     assert found.state["optimizer"]["layers.0.attention.wq.weight.exp_avg"].dtype == torch.uint8
     assert found.state["model"]["layers.0.attention.wq.weight"].dtype == torch.bfloat16
-    for _ in range(2):
-        drop_last(tmp_path / "run")
-        assert_identical(train(ranks(processes(layout)), recipe), found)
+    drop_last(tmp_path / "run")
+    assert_identical(train(ranks(processes(layout)), recipe), found)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import assert_equal_state, saved_by
-from tests.distributed.test_decay import allowed, refusal
+from tests.checkpoints import allowed, assert_equal_state, refusal, saved_by
 from tests.parity import tiers
 from tests.pool import Pool
 from tests.training import assert_same, tiny, train, world_size

@@ -22,7 +22,7 @@ Ranks = Callable[[int], Pool]
 LAYOUTS = {1: Parallelism(), 2: Parallelism(shard=2), 4: Parallelism(replicate=2, shard=2)}
 
 
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, processes: int) -> None:
     recipe = tiny(
         tmp_path, "run", parallelism=LAYOUTS[processes], training=dict(steps=4), checkpoint=dict(interval=2),
@@ -34,7 +34,7 @@ def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, processes: int
         assert_identical(train(ranks(processes), recipe), expected)
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(1, 2), (4, 1)])
+@pytest.mark.parametrize(("saver", "loader"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_a_run_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, saver: int, loader: int) -> None:
     options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
     recipe = tiny(tmp_path, "run", parallelism=LAYOUTS[saver], **options)
@@ -58,10 +58,7 @@ def test_only_the_newest_checkpoints_are_kept_and_leftovers_are_deleted(ranks: R
 
 
 def test_keep_every_preserves_older_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
-    train(
-        ranks(1),
-        tiny(tmp_path, "run", training=dict(steps=9), checkpoint=dict(interval=1, keep=1, keep_every=4)),
-    )
+    train(ranks(1), tiny(tmp_path, "run", training=dict(steps=9), checkpoint=dict(interval=1, keep=1, keep_every=4)))
     assert [path.name[-1] for path in saved_steps(tmp_path / "run")] == ["4", "8", "9"]
 
 

@@ -5,12 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.checkpoints import MACHINE, assert_identical, saved_by
+from tests.checkpoints import allowed, assert_identical, refusal, saved_by
 from tests.pool import Pool
-from tests.training import resume, tiny, train
-from titanlike.config import UserError
+from tests.training import tiny, train
 
 Ranks = Callable[[int], Pool]
 STABLE: dict[str, Any] = dict(training=dict(steps=4), schedule=dict(warmup_steps=2, decay="none"))
@@ -31,16 +28,6 @@ def test_a_stable_run_branches_into_decays(ranks: Ranks, tmp_path: Path) -> None
         assert len(branch.losses) == sections["training"]["steps"]
         assert_identical(branch, whole)
         assert branch.losses[: len(stable.losses)] == stable.losses
-
-
-def refusal(folder: Path, saved: Any, **sections: Any) -> str:
-    with pytest.raises(UserError) as error:
-        resume(saved, tiny(folder, "run", **sections), "abc", saved.layout, MACHINE)
-    return str(error.value)
-
-
-def allowed(folder: Path, saved: Any, **sections: Any) -> list[str]:
-    return resume(saved, tiny(folder, "run", **sections), "abc", saved.layout, MACHINE)
 
 
 def test_a_change_of_the_learning_rate_of_a_step_taken_is_refused(tmp_path: Path) -> None:

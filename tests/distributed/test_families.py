@@ -51,10 +51,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "TP x FSDP, Muon": (dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
     "TP x FSDP, LoRA": (dict(tensor=2, shard=2), 2, LORA),
 }
-QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP x TP")
+QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP")
 SLOW = (
     "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents",
-    "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP", "Gemma 3, TP",
+    "Gemma 2, CP x TP", "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP",
+    "Gemma 3, TP",
 )  # fmt: skip
 CASES = [f"{model}, {layout}" for model in MODELS if model not in OPTIONS for layout in LAYOUTS]
 CASES += [f"{option}, {layout}" for option in OPTIONS for layout in ("CP x TP", "PP 1f1b x FSDP")]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from recipes import pretrain
 from tests.checkpoints import assert_equal_state, assert_identical, drop_last, reshard
-from tests.distributed.test_parity import model_of
+from tests.layouts import LAYOUTS, recipe_for, training_batches
 from tests.parity import FLOAT8
 from tests.pool import Pool
-from tests.training import MODELS, assert_same, build, full_tensor, result, tiny, train, train_on_rank
+from tests.training import MODELS, assert_same, build, full_tensor, model_of, result, tiny, train, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism, Sample
 from titanlike.config.sections import Tokenizer as TokenizerSection
@@ -25,21 +25,6 @@ from titanlike.run import loop
 
 Ranks = Callable[[int], Pool]
 
-# Four processes each.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "FSDP": dict(shard=4),
-    "HSDP": dict(replicate=2, shard=2),
-    "TP-FSDP": dict(tensor=2, shard=2),
-    "CP-FSDP": dict(context=2, shard=2),
-    "PP-FSDP": dict(pipeline=2, shard=2),
-    "PPzbv-TP": dict(pipeline=2, pipeline_schedule="zbv", tensor=2),
-}
-
-
-def recipe_for(folder: Path, name: str, model: str, layout: str | None, **sections: Any) -> PretrainRecipe:
-    parallelism = Parallelism(**LAYOUTS[layout]) if layout else Parallelism()
-    return tiny(folder, name, model=model_of(model, sections.pop("dropout", 0.0)), parallelism=parallelism, **sections)
-
 
 def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
     model, _ = build(recipe)
@@ -47,8 +32,7 @@ def _initial_weights(recipe: PretrainRecipe) -> dict[str, Tensor]:
     return {copies.get(name, name): full_tensor(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), [*zip(LAYOUTS, [*MODELS] * 3, strict=True)])
 def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, layout: str, model: str) -> None:
     baseline = ranks(1).run(_initial_weights, recipe_for(tmp_path, "one", model, None))[0]
     names = set()
@@ -59,33 +43,13 @@ def test_initial_weights_match_one_process(ranks: Ranks, tmp_path: Path, layout:
     assert names == baseline.keys()
 
 
-def _training_batches(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
-    """Returns the inputs and labels of this rank in each step, with the indices of its sequences in the global batch."""
-    steps = []
-    original = pretrain.forward_backward
-
-    def patched(model: Any, microbatches: Any, num_tokens: Any, mesh: Any, *others: Any) -> Any:
-        step = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
-        step["labels"] = torch.cat([batch.labels for batch in microbatches])
-        first = mesh.data_rank * step["labels"].shape[0]
-        steps.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
-        return original(model, microbatches, num_tokens, mesh, *others)
-
-    pretrain.forward_backward = patched
-    try:
-        train_on_rank(recipe)
-    finally:
-        pretrain.forward_backward = original
-    return steps
-
-
 @pytest.mark.parametrize("layout", ["HSDP", "CP-FSDP", pytest.param("PPzbv-TP", marks=pytest.mark.slow)])
 def test_data_order_matches_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     options: dict[str, Any] = dict(
         training=dict(steps=3), checkpoint=dict(enabled=False), validation=dict(interval=0), dropout=0.1
     )
-    baseline = ranks(1).run(_training_batches, recipe_for(tmp_path, "one", "gpt", None, **options))[0]
-    found = ranks(4).run(_training_batches, recipe_for(tmp_path, "four", "gpt", layout, **options))
+    baseline = ranks(1).run(training_batches, recipe_for(tmp_path, "one", "gpt", None, **options))[0]
+    found = ranks(4).run(training_batches, recipe_for(tmp_path, "four", "gpt", layout, **options))
     for step, batch in enumerate(baseline):
         covered = torch.zeros_like(batch["tokens"], dtype=torch.bool)
         for rank in found:
@@ -108,7 +72,7 @@ def _has_dropout_bits(recipe: PretrainRecipe) -> tuple[bool, bool]:
 
     loop.validate = patched
     try:
-        trained = "dropout_bits" in _training_batches(recipe)[0]
+        trained = "dropout_bits" in training_batches(recipe)[0]
     finally:
         loop.validate = original
     return trained, found[0]
@@ -131,7 +95,7 @@ def _sample(recipe: PretrainRecipe) -> str:
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_generated_text_matches_one_process(ranks: Ranks, tmp_path: Path, model: str) -> None:
     baseline = ranks(1).run(_sample, recipe_for(tmp_path, "one", model, None))[0]
-    for layout in LAYOUTS:
+    for layout in ("HSDP", "CP-FSDP", "PPzbv-TP"):
         assert ranks(4).run(_sample, recipe_for(tmp_path, layout, model, layout)) == [baseline] * 4, layout
 
 
@@ -149,24 +113,18 @@ def test_checkpoints_load_under_other_layouts(ranks: Ranks, tmp_path: Path, mode
         assert {name for name in saved["optimizer"]} == {
             f"{name}.{kind}" for name in saved["model"] for kind in ("exp_avg", "exp_avg_sq", "step")
         }
-        # Two other layouts and one process load each checkpoint.
-        for loader in {"one", *(order[(index + step) % len(order)] for step in (1, 3))} - {saver}:
+        # Another layout and one process load each checkpoint.
+        for loader in {"one", order[(index + 1) % len(order)]} - {saver}:
             moved = reshard(pools[loader], recipe, recipes[loader], tmp_path / f"{saver} to {loader}")
             assert_equal_state(moved, saved)
 
 
-@pytest.mark.parametrize(
-    ("saver", "loader"),
-    [
-        pytest.param("TP-FSDP", "PPzbv-TP", marks=pytest.mark.every),
-        pytest.param("PPzbv-TP", "CP-FSDP", marks=pytest.mark.slow),
-    ],
-)
-def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, saver: str, loader: str) -> None:
+@pytest.mark.slow
+def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(training=dict(steps=6), checkpoint=dict(interval=3))
-    expected = train(ranks(4), recipe_for(tmp_path, "run", "gpt", saver, **options))
+    expected = train(ranks(4), recipe_for(tmp_path, "run", "gpt", "PPzbv-TP", **options))
     drop_last(tmp_path / "run")
-    assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", loader, **options)), expected)
+    assert_same(train(ranks(4), recipe_for(tmp_path, "run", "gpt", "CP-FSDP", **options)), expected)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +133,7 @@ def test_training_resumes_under_another_layout(ranks: Ranks, tmp_path: Path, sav
         pytest.param("PP-FSDP", {}, id="PP-FSDP"),
         pytest.param("PPzbv-TP", {}, id="PPzbv-TP", marks=pytest.mark.slow),
         pytest.param("CP-FSDP", {}, id="CP-FSDP", marks=pytest.mark.every),
-        pytest.param("TP-FSDP", FLOAT8, id="TP-FSDP-float8", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, FLOAT8, id=f"{name}-float8", marks=pytest.mark.every)
-            for name in ("FSDP", "HSDP", "PP-FSDP")
-        ),
+        pytest.param("TP-FSDP", FLOAT8, id="TP-FSDP-float8", marks=pytest.mark.every),
     ],
 )
 def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, float8: dict[str, Any]) -> None:
@@ -188,9 +142,8 @@ def test_resume_is_bitwise_exact(ranks: Ranks, tmp_path: Path, layout: str, floa
         tmp_path, "run", "gpt", layout, training=dict(steps=4), checkpoint=dict(interval=2), dropout=0.1, float8=float8
     )
     expected = train(ranks(4), recipe)
-    for _ in range(2):  # a second resume, too
-        drop_last(tmp_path / "run")
-        assert_identical(train(ranks(4), recipe), expected)
+    drop_last(tmp_path / "run")
+    assert_identical(train(ranks(4), recipe), expected)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
     assert result(recipe).losses == expected.losses
 
@@ -218,7 +171,7 @@ STOCHASTIC_ROUNDING: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize(("schedule", "sections"), [("1f1b", {}), ("zbv", {}), ("1f1b", STOCHASTIC_ROUNDING)], ids=str)
+@pytest.mark.parametrize(("schedule", "sections"), [("zbv", {}), ("1f1b", STOCHASTIC_ROUNDING)], ids=str)
 def test_a_tied_head_stays_equal_to_the_embedding(
     ranks: Ranks, tmp_path: Path, schedule: str, sections: dict[str, Any]
 ) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import assert_identical, drop_last
-from tests.distributed.test_traffic import count, planned
 from tests.parity import CASES, MUON, Case, tiers
 from tests.pool import Pool
+from tests.traffic import count, planned
 from tests.training import MODELS, assert_same, build, full_tensor, tiny, train, world_size
 from titanlike.checkpoint.staging import shard_range_of
 from titanlike.config import PretrainRecipe
@@ -80,8 +80,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if len(layout) > 2 and "pipeline_schedule" not in layout else [])
-        for name, layout in LAYOUTS.items()
+        pytest.param(
+            name, marks=[] if name in ("FSDP of 3", "HSDP", "TP x FSDP", "PP zbv x FSDP") else pytest.mark.slow
+        )
+        for name in LAYOUTS
     ],
 )
 def test_updates_are_those_of_one_process(ranks: Ranks, tmp_path: Path, name: str) -> None:
@@ -105,7 +107,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(TRAFFIC, ["HSDP", "TP x FSDP"], ["DDP", "PP zbv x FSDP"]))
+@pytest.mark.parametrize("name", tiers(TRAFFIC, [], ["TP x FSDP", "HSDP", "PP zbv x FSDP"]))
 def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name: str) -> None:
     recipe = recipe_of(tmp_path, TRAFFIC[name], run=dict(device="cpu"))
     job = Job(recipe, world_size(recipe))
@@ -123,8 +125,8 @@ def test_traffic_is_what_the_planner_computes(ranks: Ranks, tmp_path: Path, name
 
 
 def parity_tier(case: Case) -> list[pytest.MarkDecorator]:
-    """The default tests have two layouts, the slow ones every twelfth, and `-m every` all."""
-    if case.name in ("TP x FSDP", "PP zbv x FSDP"):
+    """The default tests have one layout, the slow ones every twelfth, and `-m every` all."""
+    if case.name == "TP x FSDP":
         return []
     return [pytest.mark.slow if CASES.index(case) % 12 == 0 else pytest.mark.every]
 
@@ -143,10 +145,10 @@ def test_training_matches_one_process(ranks: Ranks, tmp_path: Path, case: Case) 
     assert_same(train(ranks(case.processes), several), train(ranks(1), one), weights=1e-3)
 
 
-@pytest.mark.parametrize("name", ["HSDP", pytest.param("TP x FSDP", marks=pytest.mark.slow)])
-def test_a_resumed_run_is_bit_identical_and_changes_its_layout(ranks: Ranks, tmp_path: Path, name: str) -> None:
+@pytest.mark.slow
+def test_a_resumed_run_is_bit_identical_and_changes_its_layout(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(training=dict(steps=4, local_batch_size=2), checkpoint=dict(interval=2))
-    recipe = recipe_of(tmp_path, LAYOUTS[name], **options)
+    recipe = recipe_of(tmp_path, LAYOUTS["TP x FSDP"], **options)
     expected = train(ranks(4), recipe)
     momentum = [key for key in expected.state["optimizer"] if key.endswith(".momentum_buffer")]
     assert len(momentum) == 28 and not [key for key in expected.state["optimizer"] if "wq.weight.exp_avg" in key]

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes import pretrain
-from tests.distributed.test_plain_loop import plain_loop
 from tests.parity import COMPILED, tiers
+from tests.plain_loop import plain_loop
 from tests.pool import Pool
 from tests.training import GEMMA2, GPT_, LLAMA, mesh_of, result, tiny, train, train_on_rank, world_size
 from titanlike.config import PretrainRecipe, UserError
@@ -110,20 +110,12 @@ def ones_for_ignored(logits: Tensor, labels: Tensor) -> Tensor:
     ("loss", "training", "message"),
     [
         (F.cross_entropy, {}, "return the sum over the labels that are not -100, for example with reduction='sum'"),
-        (
-            partial(F.cross_entropy, reduction="none"),
-            {},
-            r"returns a tensor of shape \(3,\) with a gradient; return the sum",
-        ),
+        (partial(F.cross_entropy, reduction="none"), {}, r"returns a tensor of shape \(3,\) with a gradient; return the sum"),
         (lambda logits, labels: smoothed_at_once(logits.detach(), labels), {}, r"shape \(\) without a gradient"),
         (ones_for_ignored, {}, "with a third whose label is -100, "),
-        (
-            smoothed,
-            dict(z_loss=1e-4),
-            r"training\.z_loss = 0.0001 is added to the cross-entropy, which the loss replaces",
-        ),
+        (smoothed, dict(z_loss=1e-4), r"training\.z_loss = 0.0001 is added to the cross-entropy, which the loss replaces"),
     ],
-)
+)  # fmt: skip
 def test_a_loss_that_cannot_be_used_is_refused(alone: None, loss: Any, training: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parallelized(loss, **training)

@@ -90,12 +90,11 @@ def saved_values(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        Parallelism(shard=1),
         Parallelism(shard=2),
         Parallelism(shard=1, pipeline=2),
         pytest.param(Parallelism(shard=1, pipeline=2, tensor=2), marks=pytest.mark.slow),
     ],
-    ids=["one", "shard", "pipeline", "pipeline-tensor"],
+    ids=["shard", "pipeline", "pipeline-tensor"],
 )
 def test_a_resumed_run_is_bit_exact(ranks: Ranks, tmp_path: Path, layout: Parallelism) -> None:
     recipe = tiny(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_saving import metadata, small_model
+from tests.checkpoints import metadata, small_model
 from tests.training import tiny, train_on_rank
 from titanlike.checkpoint import CheckpointManager
 from titanlike.config import PretrainRecipe, UserError

@@ -24,7 +24,14 @@ def statistics_of(folder: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(shard=2, tensor=2), pytest.param(dict(pipeline=2, shard=2), marks=pytest.mark.slow)]
+    "layout",
+    [
+        dict(shard=1, tensor=2),
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (dict(shard=2, tensor=2), dict(pipeline=2, shard=2))
+        ),
+    ],
 )
 def test_equal_to_one_process(ranks: Callable[[int], Pool], tmp_path: Path, layout: dict[str, int]) -> None:
     metrics = dict(layer_interval=INTERVAL)

@@ -1,6 +1,5 @@
 """Parity of every layout with one process: losses, gradient norms, validation loss and all weights, for both models."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from tests.parity import CASES, Case
 from tests.pool import Pool
-from tests.training import MODELS, assert_same, tiny, train
+from tests.training import MODELS, assert_same, model_of, tiny, train
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify import Result, differences
 
@@ -19,12 +18,6 @@ Ranks = Callable[[int], Pool]
 Baseline = Callable[[str, float], Result]
 
 STEPS = 2  # the loss of the second step depends on the gradients and the update of the first
-
-
-def model_of(name: str, dropout: float = 0.0) -> Any:
-    # Four blocks: two ranks with two stages each.
-    model = dataclasses.replace(MODELS[name], num_layers=4)
-    return dataclasses.replace(model, dropout=dropout) if dropout else model
 
 
 @pytest.fixture(scope="module")

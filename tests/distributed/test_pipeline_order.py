@@ -81,7 +81,7 @@ def _cases(num_ranks: int) -> list[tuple[str, int, list[int]]]:
     return cases
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_schedule_deadlocks_with_nccl(ranks: Ranks, num_ranks: int) -> None:
     by_rank = ranks(num_ranks).run(_operations, _cases(num_ranks))
     for (_, _, counts), *of_case in zip(_cases(num_ranks), *by_rank, strict=True):

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     ),
 }
 QUICK = ("one process",)
-SLOW = ("FSDP, selective", "TP x FSDP", "PP x FSDP", "FSDP, float8")
+SLOW = ("TP x FSDP", "FSDP, float8")
 
 
 def tier(case: str) -> list[pytest.MarkDecorator]:

@@ -1,8 +1,6 @@
 """Asynchronous saves: consistency, failures, and distribution of shards over ranks."""
 
 import errno
-import hashlib
-import json
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -15,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoints import metadata, small_model
 from tests.pool import Pool
-from tests.training import build, tiny, train
-from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
+from tests.training import build, tiny
+from titanlike.checkpoint import CheckpointManager
 from titanlike.checkpoint.files import LocalFile
 from titanlike.checkpoint.loader import read_whole
 from titanlike.checkpoint.reader import read_header
@@ -29,19 +28,6 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.utils.rng import seed_generators
 
 Ranks = Callable[[int], Pool]
-
-
-def small_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def metadata(step: int) -> CheckpointMetadata:
-    return CheckpointMetadata(step, {}, "", {}, {})
 
 
 @contextmanager
@@ -113,13 +99,6 @@ def test_exit_waits_for_the_save_in_progress(alone: None, tmp_path: Path, monkey
         threading.Timer(0.3, go.set).start()
         raise UserError("another mistake")
     assert LocalStore(tmp_path).steps() == [1]
-
-
-def test_a_sync_save_is_committed_when_it_returns(alone: None, tmp_path: Path) -> None:
-    model, optimizer = small_model()
-    with CheckpointManager(str(tmp_path), Checkpoint(mode="sync")) as checkpoints:
-        checkpoints.save(model, optimizer, metadata(1))
-        assert LocalStore(tmp_path).steps() == [1]
 
 
 def test_consecutive_failures_are_counted_and_reset_by_a_success(
@@ -236,18 +215,6 @@ def test_every_element_is_written_once_and_ranks_write_equal_shares(ranks: Ranks
         assert sum(sizes) == 4 * recipe.model.num_parameters(), name
         imbalance = 1.7 if name == "pp" else 1.1  # three blocks on two stages
         assert max(sizes) < imbalance * min(sizes), f"{name}: {sizes}"
-
-
-def test_the_hashes_in_the_manifest_are_those_of_the_files(ranks: Ranks, tmp_path: Path) -> None:
-    recipe = tiny(
-        tmp_path, "run", parallelism=Parallelism(pipeline=2, shard=2),
-        training=dict(steps=2, local_batch_size=2), validation=dict(interval=0),
-    )  # fmt: skip
-    train(ranks(4), recipe)
-    digests = json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text())["files"]
-    for name, entry in digests.items():
-        sha256 = hashlib.sha256((tmp_path / "run/checkpoints/step-00000002" / name).read_bytes()).hexdigest()
-        assert sha256 == entry["sha256"]
 
 
 def test_additional_modules_are_saved_and_loaded(alone: None, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         parallelism=dict(shard=2), float8=dict(scaling="tensorwise", layers=("*",), emulate=True, all_gather=True),
     )),
 }  # fmt: skip
-FAST = ("FSDP, loss", "PP, loss", "HSDP, gradient")
+FAST = ("PP, loss", "HSDP, gradient")
 
 
 @pytest.mark.parametrize(

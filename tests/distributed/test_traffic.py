@@ -1,80 +1,22 @@
 """The calls and bytes of every collective of a step, by kind and mesh axis: those that the planner computes are those counted."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from recipes import pretrain
-from tests.balanced_experts import balance_experts
 from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
-from tests.training import GEMMA2, MODELS, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, Traffic, build, tiny
-from titanlike.config import PretrainRecipe
+from tests.traffic import count, planned
+from tests.training import GEMMA2, MODELS, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, tiny
 from titanlike.config.sections import Parallelism
-from titanlike.data.batches.loader import Batch
-from titanlike.distributed.graceful_shutdown import GracefulShutdown
-from titanlike.optim.clipping import clip_gradients, gradient_norms
-from titanlike.optim.optimizer import build_optimizer
-from titanlike.parallelisms.context import context_position_ids
-from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.tools.planning.job import Job
-from titanlike.tools.planning.traffic import fsdp_axis, traffic
 
 Ranks = Callable[[int], Pool]
-Totals = dict[tuple[str, str], tuple[int, int]]  # (kind, mesh axis) -> (calls, bytes) in a step
-
-
-def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
-    """Returns the traffic of a step after an evaluation and a step, and this rank's pipeline rank."""
-    if recipe.compile.mode != "none":
-        torch._dynamo.reset()
-    model, mesh = build(recipe)
-    job = Job(recipe, torch.distributed.get_world_size())
-    optimizer = build_optimizer(model, recipe.optimizer)
-    length = recipe.training.seq_len
-    position_ids = context_position_ids(length, mesh.context)
-    tokens = torch.zeros(job.sequences, length, dtype=torch.long)[:, position_ids]
-    inputs = {"tokens": tokens, "position_ids": position_ids.expand(job.sequences, -1)}
-    if recipe.model.dropout:
-        inputs["dropout_bits"] = torch.zeros_like(tokens)
-    if recipe.data.document_masks:
-        inputs["document_ids"] = torch.zeros_like(tokens)
-    batch = Batch(inputs, tokens)
-    counter = Traffic(mesh)
-    with torch.no_grad():
-        _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
-    for context in (nullcontext(), counter):
-        with context:
-            balance_experts(model)
-            num_tokens = GracefulShutdown().all_reduce_sum(tokens.count_nonzero(), mesh.loss_groups, mesh.model_groups)
-            microbatches = [batch] * job.num_microbatches
-            pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism.gradient_sync)
-            clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return counter.total, mesh.pipeline.get_local_rank()
-
-
-def planned(job: Job, rank: int) -> Totals:
-    """Returns what the planner computes, summed over purposes."""
-    layout = job.layout
-    calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for collective in traffic(job, rank):
-        axis = collective.axis
-        if axis == "expert" and layout.expert in (job.num_shards, layout.context):
-            # The same process group as that of another axis.
-            axis = fsdp_axis(job) if layout.expert == job.num_shards else "context"
-        calls[collective.kind, axis] += collective.calls
-        size[collective.kind, axis] += collective.bytes
-    return {key: (calls[key], size[key]) for key in calls}
 
 
 def assert_planned(ranks: Ranks, folder: Path, model: Any, layout: dict[str, Any], **sections: Any) -> None:
@@ -88,7 +30,7 @@ def assert_planned(ranks: Ranks, folder: Path, model: Any, layout: dict[str, Any
         assert found == planned(job, pipeline_rank), f"rank {rank}"
 
 
-QUICK = ("FSDP", "DDP", "HSDP", "TP x FSDP", "PP zbv x FSDP", "PP 1f1b x CP")
+QUICK = ("TP x FSDP", "PP zbv x FSDP", "PP 1f1b x CP")
 
 
 def tier(case: ParityCase, model: str) -> list[pytest.MarkDecorator]:

@@ -38,40 +38,17 @@ def two_steps(folder: Path, name: str = "run", **sections: Any) -> PretrainRecip
     return tiny(folder, name, **sections | {"training": dict(steps=2) | sections.get("training", {})})
 
 
-CHECKPOINTING = [
-    dict(mode="selective"),
-    dict(mode="full"),
-]
-
-
-# By default, the modes alternate between the models.
-CHECKPOINTING_CASES = [
-    pytest.param(
-        processes, options, model, id=f"{processes}-{options['mode']}-{model}",
-        marks=[] if (number + processes) % 2 == list(MODELS).index(model) else [pytest.mark.slow],
-    )
-    for processes in (1, 2)
-    for number, options in enumerate(CHECKPOINTING)
-    for model in MODELS
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("processes", "options", "model"), CHECKPOINTING_CASES)
+@pytest.mark.parametrize(("mode", "model"), [("selective", "llama"), ("full", "gpt")])
 def test_activation_checkpointing_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, options: dict[str, Any], processes: int
+    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str, mode: Any
 ) -> None:
-    recipe = two_steps(tmp_path, model=MODELS[model], activation_checkpoint=ActivationCheckpoint(**options))
-    assert_same(train(ranks(processes), recipe), plain[model])
+    recipe = two_steps(tmp_path, model=MODELS[model], activation_checkpoint=ActivationCheckpoint(mode=mode))
+    assert_same(train(ranks(2), recipe), plain[model])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(mode="selective"),
-        pytest.param(dict(mode="memory_budget", memory_budget=0.2), marks=pytest.mark.slow),
-        pytest.param(dict(mode="full"), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "options", [dict(mode="selective"), dict(mode="memory_budget", memory_budget=0.2), dict(mode="full")], ids=str
 )
 def test_compiled_checkpointing_does_not_change_results(
     ranks: Ranks, plain: dict[str, Result], tmp_path: Path, options: dict[str, Any]
@@ -91,26 +68,20 @@ def _reset_memory_budget() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param({}, marks=pytest.mark.slow), pytest.param(dict(tensor=2), marks=pytest.mark.slow)], ids=str
-)
-def test_inductor_does_not_change_results(
-    ranks: Ranks, plain: dict[str, Result], tmp_path: Path, layout: dict[str, Any]
-) -> None:
+@pytest.mark.slow
+def test_inductor_does_not_change_results(ranks: Ranks, plain: dict[str, Result], tmp_path: Path) -> None:
     recipe = two_steps(
-        tmp_path, compile=Compile(backend="inductor"), parallelism=Parallelism(**layout),
-        training=dict(local_batch_size=4),
+        tmp_path, compile=Compile(backend="inductor"), parallelism=Parallelism(tensor=2), training=dict(local_batch_size=4)
     )  # fmt: skip
-    assert_same(train(ranks(2 if layout else 1), recipe), plain["llama"])
+    assert_same(train(ranks(2), recipe), plain["llama"])
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path, model: str) -> None:
-    recipe = two_steps(tmp_path, model=MODELS[model], training=dict(compute_dtype="bfloat16"))
+def test_bfloat16_stays_near_float32(ranks: Ranks, plain: dict[str, Result], tmp_path: Path) -> None:
+    recipe = two_steps(tmp_path, training=dict(compute_dtype="bfloat16"))
     found = train(ranks(1), recipe)
     # 8 bits of mantissa: an error of 0.4% per operation, less in the mean over tokens
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain[model].losses), rtol=5e-3, atol=0)
-    assert found.losses != plain[model].losses
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain["llama"].losses), rtol=5e-3, atol=0)
+    assert found.losses != plain["llama"].losses
 
 
 @pytest.mark.parametrize(
@@ -227,6 +198,7 @@ def test_garbage_collection_runs_only_at_the_interval(ranks: Ranks, tmp_path: Pa
         assert ranks(1).run(_collections, recipe, interval) == [([2] + [1] * times, 0)]
 
 
+@pytest.mark.slow
 def test_a_smaller_memory_budget_saves_less() -> None:
     def saved_bytes(budget: float) -> int:
         torch._dynamo.reset()

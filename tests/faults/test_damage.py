@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.faults.starting import Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps, warnings_of
+from tests.faults.undisturbed import (
+    Trained,
+    assert_as_undisturbed,
+    contents,
+    copied,
+    flip,
+    resume,
+    valid_steps,
+    warnings_of,
+)
 
 Damage = Callable[[Path], None]
 SHARD, MANIFEST, STATE = "rank-00001.safetensors", "manifest.json", "state.json"
-
-
-def copied(undisturbed: Trained, folder: Path) -> Path:
-    """Copies the finished run, to be damaged. Returns the directory of its checkpoints, of steps 2, 4 and 6."""
-    shutil.copytree(undisturbed.folder / "runs", folder / "runs")
-    return folder / "runs/run/checkpoints"
 
 
 def truncate(path: Path) -> None:
@@ -29,13 +32,6 @@ def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def flip(path: Path) -> None:
-    """Flips one bit."""
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * 0.9)] ^= 1
-    path.write_bytes(content)
-
-
 def delete(path: Path) -> None:
     path.unlink()
 
@@ -43,10 +39,6 @@ def delete(path: Path) -> None:
 def swap(path: Path) -> None:
     """Replaces a file by that of another step, which is valid in itself."""
     shutil.copy(path.parent.with_name("step-00000004") / path.name, path)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.mark.parametrize(

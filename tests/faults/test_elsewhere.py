@@ -7,8 +7,7 @@ import pytest
 
 from tests.faults.faulty import Fault
 from tests.faults.starting import Starter
-from tests.faults.test_damage import contents, flip
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps, warnings_of
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, contents, flip, resume, valid_steps, warnings_of
 
 REMOTE = "titanlike.checkpoint.remote.RemoteStore"
 

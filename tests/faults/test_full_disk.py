@@ -9,8 +9,7 @@ import pytest
 
 from tests.faults.faulty import Fault
 from tests.faults.starting import Starter
-from tests.faults.test_damage import contents
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, contents, resume, valid_steps
 from tests.launching import losses
 
 COPY = "titanlike.checkpoint.saver.Stage.copy"  # the previous save has ended by then

@@ -55,8 +55,8 @@ def write_copy(directory: Path, before: str, inserted: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_stopped_process_is_named_and_killed(tmp_path: Path, stopped: int) -> None:
+def test_stopped_process_is_named_and_killed(tmp_path: Path) -> None:
+    stopped = 1
     launcher = start(tmp_path, {"NPROC": "2"}, **ENDLESS | {"run.shutdown_timeout": "600"})
     try:
         wait_for_steps(tmp_path / "runs/r")
@@ -136,9 +136,7 @@ def test_rank_at_an_earlier_step_is_named_and_its_stack_is_dumped(tmp_path: Path
     done = run(tmp_path, "own.toml", variables={"NPROC": "2"}, **ENDLESS)
     assert done.returncode == 3, done.stderr
     assert re.search(
-        r"^error: rank 1 \(pid \d+ on \S+\) is alive at step 3; the others wait at step 4$",
-        done.stderr,
-        re.MULTILINE,
+        r"^error: rank 1 \(pid \d+ on \S+\) is alive at step 3; the others wait at step 4$", done.stderr, re.MULTILINE
     ), done.stderr
     assert re.search(r"^error: rank 1 waits in main \(\S+/own.py:\d+\)$", done.stderr, re.MULTILINE), done.stderr
     assert done.stderr.count("error: the run hangs: ") == 1
@@ -183,8 +181,8 @@ def test_the_others_wait_for_an_export_longer_than_for_a_collective(
 ) -> None:
     job = starter.start(
         tmp_path,
-        Fault("titanlike.distributed.watchdog.Watchdog.finish", rank=1, do="timeout 5"),
-        Fault("titanlike.interop.export.write_tensors", do="sleep 7" + (", refuse" if fails else "")),
+        Fault("titanlike.distributed.watchdog.Watchdog.finish", rank=1, do="timeout 2"),
+        Fault("titanlike.interop.export.write_tensors", do="sleep 4" + (", refuse" if fails else "")),
         **{"checkpoint.export": "float32", "training.steps": "2"},
     )
     assert job.wait() == ([2, 2] if fails else [0, 0]), job.output

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.starting import Starter
-from tests.faults.test_damage import contents, copied
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, contents, copied, resume
 from titanlike.checkpoint.format import CheckpointCorrupt
 from titanlike.checkpoint.loader import read_manifest, read_state
 from titanlike.checkpoint.store import LocalStore, manifest_hash

@@ -110,16 +110,6 @@ def test_killed_rank(starter: Starter, undisturbed: Trained, tmp_path: Path, cas
     assert (checkpoints / "latest").read_text() == "step-00000006\n"
 
 
-@pytest.mark.slow
-def test_killed_after_every_resume(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    for step, rank in [(2, 0), (4, 1), (4, 0), (6, 1)]:
-        job = starter.start(tmp_path, *dies(WRITING, "inside", rank=rank, step=step))
-        assert job.wait_for_a_death()[rank] == -9, job.output
-        assert valid_steps(tmp_path / "runs/run/checkpoints") == list(range(2, step, 2))
-    resume(starter, tmp_path)
-    assert_as_undisturbed(tmp_path, undisturbed)
-
-
 @pytest.mark.parametrize(
     ("what", "when", "newest"),
     [
@@ -141,40 +131,12 @@ def test_all_ranks_are_killed(
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
-@pytest.mark.slow
-def test_stopped_rank_that_hosts_the_store(starter: Starter, tmp_path: Path) -> None:
-    """No rank can be elected to report, so rank 1 does."""
-    fault = Fault("titanlike.optim.optimizer.AdamW.step", "after", 0, step=5, do="sleep 0.5, SIGSTOP")
-    job = starter.start(tmp_path, fault, **{"checkpoint.mode": "sync", "run.hang_timeout": "2"})
-    assert job.ranks[1].wait(timeout=120) == 3, job.output
-    assert (
-        "error: the job's key-value store does not answer: rank 0's process is stopped, or its host is down"
-        in job.output
-    )
-    assert "error: rank 1 waits in " in job.output
-    assert (tmp_path / "runs/run/hang/rank-00001.txt").exists()
-
-
 def test_nan_loss_on_one_rank(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     job = starter.start(tmp_path, Fault("torch.Tensor.backward", "after", 1, step=5, do="spoil"))
     assert job.wait() == [2, 2], job.output
     assert "error: step 5: the loss is nan on rank 1. The step was not saved" in job.output
     assert valid_steps(tmp_path / "runs/run/checkpoints") == [2, 4]
     assert "resumed at step 4\n" in resume(starter, tmp_path).output
-    assert_as_undisturbed(tmp_path, undisturbed)
-
-
-@pytest.mark.slow
-def test_rank_dies_while_another_commits(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    job = starter.start(
-        tmp_path,
-        Fault(f"{FOLDER}.commit", rank=0, step=4, do="mark committing, sleep 0.3"),
-        Fault("titanlike.optim.schedule.set_learning_rate", rank=1, step=5, do="await committing, SIGKILL"),
-    )
-    assert job.wait_for_a_death()[1] == -9
-    newest = valid_steps(tmp_path / "runs/run/checkpoints")[-1]
-    assert newest in (2, 4)  # rank 0 may or may not complete the commit
-    assert f"resumed at step {newest}\n" in resume(starter, tmp_path).output
     assert_as_undisturbed(tmp_path, undisturbed)
 
 

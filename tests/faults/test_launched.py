@@ -1,7 +1,6 @@
 """Faults in jobs that `./run_train.sh` launches: output, exit codes and recovery."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from tests.faults.faulty import WRITING, Fault, variables
 from tests.faults.starting import OPTIONS, Starter
-from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, trained, valid_steps
+from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, valid_steps
 from tests.launching import descendants, start, wait_for
 
 pytestmark = pytest.mark.slow  # real jobs, in sequence
@@ -34,39 +33,6 @@ def launched(folder: Path, *faults: Fault, **overrides: str) -> Iterator[subproc
 def kill(processes: list[int]) -> None:
     for process in processes:
         os.kill(process, signal.SIGKILL)
-
-
-def pausing(step: int) -> Fault:
-    """Returns a fault that leaves time to send a signal in the middle of a step."""
-    return Fault("titanlike.optim.schedule.set_learning_rate", rank=0, step=step, do="mark pausing, sleep 1")
-
-
-def test_process_killed_during_a_write(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    with launched(tmp_path, Fault(WRITING, "inside", rank=1, step=4)) as job:
-        _, errors = job.communicate(timeout=120)
-    assert job.returncode == 1
-    assert "error: process 1 was terminated by SIGKILL\n" in errors
-    assert valid_steps(tmp_path / "runs/run/checkpoints") == [2]
-    assert "resumed at step 2\n" in resume(starter, tmp_path).output
-    assert_as_undisturbed(tmp_path, undisturbed)
-
-
-def test_signal_to_the_launcher_stops_the_run(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
-    with launched(tmp_path, pausing(5)) as job:
-        wait_for(tmp_path / "pausing.mark", 120)
-        job.send_signal(signal.SIGTERM)
-        output, errors = job.communicate(timeout=120)
-    assert job.returncode == 143, errors
-    (last,) = re.findall(
-        r"stopped by SIGTERM; to resume from step (\d): titanlike train runs/run/recipe.toml\n", output
-    )
-    assert last in "56"
-    assert "Traceback" not in errors
-    assert valid_steps(tmp_path / "runs/run/checkpoints")[-1] == int(last)
-    assert f"resumed at step {last}\n" in resume(starter, tmp_path).output
-    found = trained(tmp_path)
-    assert found.losses == undisturbed.losses
-    assert found.hashes[6] == undisturbed.hashes[6]
 
 
 @pytest.mark.slow

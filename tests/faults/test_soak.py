@@ -99,7 +99,7 @@ def test_figures_exclude_starts_killed_before_their_first_step() -> None:
     assert (found["saves_interrupted"], found["stopped_in_training"], found["stopped_and_saved"]) == (1, 1, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.every  # test_kills.py compares runs that are killed at each stage
 @pytest.mark.minutes
 @pytest.mark.skipif(sys.platform != "linux", reason="lists processes in /proc")
 def test_a_killed_run_equals_the_undisturbed_run(tmp_path: Path) -> None:

@@ -80,19 +80,6 @@ def test_second_ctrl_c_exits_at_once(starter: Starter, undisturbed: Trained, tmp
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_after_another_signal_exits_at_once(starter: Starter, tmp_path: Path) -> None:
-    job = starter.start(
-        tmp_path, *(Fault(WRITING, "inside", rank, step=4, do=f"mark {rank}, sleep 60") for rank in (0, 1))
-    )
-    for rank in (0, 1):
-        job.wait_for(tmp_path / f"{rank}.mark")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
-        job.signal(number)
-        time.sleep(0.3)
-    assert job.wait(20) == [130, 130], job.output
-
-
-@pytest.mark.slow
 def test_killed_in_the_save_after_a_signal(starter: Starter, undisturbed: Trained, tmp_path: Path) -> None:
     """As a scheduler does after its time limit."""
     job = starter.start(

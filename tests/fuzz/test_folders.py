@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 import torch
 
-from tests.distributed.test_saving import small_model
+from tests.checkpoints import small_model
 from tests.launching import ROOT
 from tests.training import tiny
 from titanlike.checkpoint import CheckpointManager, CheckpointMetadata
@@ -37,6 +37,8 @@ from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
 
 SECONDS = 10  # for one case, on a busy machine
+
+
 JUNK: list[Any] = [
     None, True, -1, 0, 3, 2**70, 1.5, 1e308, "", "9", "\0", "ü" * 300, [], {}, [[]], {"a": 1}, "../../etc/passwd", "nan", [None],
 ]  # fmt: skip
@@ -70,16 +72,6 @@ def refused_or(function: Callable[[], Any]) -> Any:
     assert message and "\n" not in message and len(message) < 2000, message
     assert not any(name in message for name in ("Traceback", "object at 0x", "errors.pydantic.dev"))
     return message
-
-
-@pytest.fixture(autouse=True)
-def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out fsync and git, which take most of the time and have no part in what is tested."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(run_dir, "_git", lambda *_: None)
-
-
-# Damage to files.
 
 
 def replace_by_folder(path: Path, random: random.Random) -> None:
@@ -181,6 +173,16 @@ def damage(folder: Path, random: random.Random) -> str:
         change(path, random)
         done.append(f"{change.__name__} {path.relative_to(folder)}")
     return ", ".join(done)
+
+
+@pytest.fixture(autouse=True)
+def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out fsync and git, which take most of the time and have no part in what is tested."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(run_dir, "_git", lambda *_: None)
+
+
+# Damage to files.
 
 
 def copy_of(folder: Path, copy: Path) -> Path:

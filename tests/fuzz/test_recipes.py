@@ -21,7 +21,6 @@ from options import build_parser as sagemaker_options
 
 from tests.forkserver import ROOT
 from tests.fuzz.command_line import run, run_argparse, train
-from tests.fuzz.job_arguments import launch_case, sweep_case
 from titanlike.config import PretrainRecipe, UserError, to_toml
 from titanlike.config.schema import Key, describe
 from titanlike.distributed.environment import fail, rank_info
@@ -293,16 +292,8 @@ def words_case(rng: random.Random, folder: Path) -> None:
         argv.append("--check=1")
     outcome = train(argv, folder)
     wrong = {
-        "-x",
-        "--=3",
-        "--\udcff=3",
-        "--steps=3",
-        "--training.step=3",
-        "--.=3",
-        "--a.b.c=3",
-        "--check=²",
-        "--check=-1",
-    }
+        "-x", "--=3", "--\udcff=3", "--steps=3", "--training.step=3", "--.=3", "--a.b.c=3", "--check=²", "--check=-1",
+    }  # fmt: skip
     if wrong & set(argv) and not {"--help", "-h"} & set(argv):
         assert not outcome.accepted, f"accepted: {argv}"
 
@@ -335,33 +326,11 @@ def sagemaker_case(rng: random.Random, folder: Path) -> None:
     """Options of a SageMaker job that is not submitted."""
     options = [option for action in sagemaker_options()._actions for option in action.option_strings]
     numbers = (
-        "--instances",
-        "--max-hours",
-        "--wait-hours",
-        "--volume-gb",
-        "--keep-alive",
-        "--retries",
-        "--price",
-        "--processes",
-    )
+        "--instances", "--max-hours", "--wait-hours", "--volume-gb", "--keep-alive", "--retries", "--price", "--processes",
+    )  # fmt: skip
     texts = (
-        "",
-        "²",
-        "0",
-        "-1",
-        "1",
-        "1e400",
-        "nan",
-        "inf",
-        HUGE[:50],
-        "\udcff",
-        "a\nb",
-        "x" * 300,
-        "a=b",
-        "=",
-        "s3://a",
-        "fsx://a",
-    )
+        "", "²", "0", "-1", "1", "1e400", "nan", "inf", HUGE[:50], "\udcff", "a\nb", "x" * 300, "a=b", "=", "s3://a", "fsx://a",
+    )  # fmt: skip
     words = [str(DEBUG), "--dry-run", "--region=us-east-1"]
     words += [f"{rng.choice(options)}={rng.choice(texts)}" for _ in range(rng.choice((0, 1, 1, 2)))]
     invalid = ("", "²", "-1", "1e400", "nan", "inf", "\udcff", "x" * 300, "a=b")
@@ -378,48 +347,20 @@ VARIABLES = (
     "SLURM_NNODES", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 TEXTS = (
-    "",
-    " ",
-    "0",
-    "1",
-    "2",
-    "4",
-    "8",
-    "-1",
-    "1.0",
-    "two",
-    "²",
-    "٣",
-    "1_0",
-    " 3 ",
-    "+3",
-    "99999",
-    "65536",
-    str(10**15),
-    HUGE,
-    "a\nb",
-    "\udcff",
-)
+    "", " ", "0", "1", "2", "4", "8", "-1", "1.0", "two", "²", "٣", "1_0", " 3 ", "+3", "99999", "65536", str(10**15), HUGE,
+    "a\nb", "\udcff",
+)  # fmt: skip
 TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
+    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
-}
+}  # fmt: skip
 SRUN = {
     "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
     "SLURM_JOB_NODELIST": "gpu[007-008]",
 }  # fmt: skip
 NODES = {
-    "NPROC": "2",
-    "NNODES": "2",
-    "NODE_RANK": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "MAX_RESTARTS": "1",
-}
+    "NPROC": "2", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "MAX_RESTARTS": "1",
+}  # fmt: skip
 
 
 def environment_case(rng: random.Random, folder: Path) -> None:
@@ -474,8 +415,8 @@ def start_environment_case(rng: random.Random, folder: Path) -> None:
 
 Case = Callable[[random.Random, Path], None]
 CASES: dict[Case, int] = {
-    values_case: 400, text_case: 200, structure_case: 150, file_name_case: 100, override_case: 250, words_case: 200,
-    titanlike_case: 50, sagemaker_case: 50, launch_case: 100, sweep_case: 150, environment_case: 350, start_environment_case: 50,
+    values_case: 200, text_case: 100, structure_case: 50, file_name_case: 50, override_case: 150, words_case: 100,
+    titanlike_case: 50, sagemaker_case: 50, environment_case: 150, start_environment_case: 50,
 }  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.null_gpu.values import compare_values
+from tests.documents import documents, zigzag
 from tests.launching import SMALL, losses, run
-from tests.unit.test_document_mask import documents, zigzag
 from titanlike.models.document_mask import DocumentMask, block_mask_attention, document_block_mask, document_causal_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.null_gpu.values import compare_values
-from tests.inference.test_evaluation import CONFIG, evaluator_of, write_files
-from tests.inference.test_generation import PROMPTS, byte_tokenizer, tokens_of
+from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
+from tests.inference.tasks import CONFIG, evaluator_of, write_files
 from tests.interop.models import CONFIGS, model_of
 from titanlike.inference.logits import recomputed_logits
 from titanlike.models.layers import attention_backend

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.null_gpu.values import compare_values
 from tests.launching import SMALL, losses, records, run
-from tests.unit.test_loss import weight_gradient_errors
+from tests.losses import weight_gradient_errors
 from titanlike.parallelisms.context import prefix_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -31,12 +31,9 @@ def test_training_reports_mfu_and_memory(tmp_path: Path, options: dict[str, str]
 def test_lora_on_conversations_learns_and_starts_at_the_loss_of_the_cpu(tmp_path: Path) -> None:
     """Compiled, in bfloat16, with the masks of packed conversations."""
     keys = {
-        "recipe": "finetune",
-        "data.source": "synthetic_chat",
-        "lora.rank": "8",
-        "training.seq_len": "128",
+        "recipe": "finetune", "data.source": "synthetic_chat", "lora.rank": "8", "training.seq_len": "128",
         "training.steps": "40",
-    }
+    }  # fmt: skip
     on_gpu = {"run.name": "gpu", "training.compute_dtype": "bfloat16", "compile.mode": "block", "optimizer.lr": "1e-2"}
     on_cpu = {"run.name": "cpu", "training.compute_dtype": "float32", "compile.mode": "none", "run.device": "cpu"}
     for own, variables in ((on_gpu, ON_GPU), (on_cpu | {"training.steps": "2"}, {})):

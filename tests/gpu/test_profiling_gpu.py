@@ -17,11 +17,8 @@ ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 @pytest.mark.parametrize("mode", ["none", "block"])
 def test_a_profile_has_the_kernels_of_the_step(tmp_path: Path, mode: str) -> None:
     keys = {
-        "model.dim": "512",
-        "model.ffn_dim": "1536",
-        "training.seq_len": "512",
-        "training.compute_dtype": "bfloat16",
-    }
+        "model.dim": "512", "model.ffn_dim": "1536", "training.seq_len": "512", "training.compute_dtype": "bfloat16",
+    }  # fmt: skip
     profiling = {"profiling.steps": "[4]", "profiling.num_steps": "2", "compile.mode": mode, "profiling.memory": "true"}
     done = run(tmp_path, variables=ON_GPU, real=True, **SMALL | keys | profiling | {"run.name": "r"})
     assert done.returncode == 0, done.stderr

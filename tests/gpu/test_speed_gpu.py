@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.null_gpu.values import compare_values
 from recipes import pretrain
-from tests.distributed.test_counts import STEPS, WARM, before_each_step, small
+from tests.shrunk import STEPS, WARM, before_each_step, small
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.run.run_dir import RunDirectory

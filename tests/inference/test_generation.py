@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.inference.prompts import PROMPTS, byte_tokenizer, tokens_of
 from tests.interop.models import CONFIGS, MemoryWeights, export_model, model_of
 from tests.pool import Pool
 from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer as TokenizerSection
-from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.inference.generation import TextStream, generate
-from titanlike.inference.logits import NextLogits, recomputed_logits
+from titanlike.inference.logits import recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import DocumentMask
@@ -27,7 +27,6 @@ from titanlike.tools.inference.load import load_for_generation
 
 Ranks = Callable[[int], Pool]
 CPU = torch.device("cpu")
-PROMPTS = ["def main(", "", "a much longer prompt, so that the others are padded", "class"]
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {
     name: dataclasses.replace(CONFIGS[name], vocab_size=320)
@@ -35,26 +34,11 @@ EVEN: dict[str, TransformerConfig] = {
 }
 
 
-def byte_tokenizer() -> Tokenizer:
-    return build_tokenizer(TokenizerSection())
-
-
-def tokens_of(
-    next_logits: NextLogits, prompts: Sequence[Sequence[int]], count: int, vocab_size: int
-) -> list[list[int]]:
-    """Returns the greedy tokens after each prompt, without regard to separators."""
-    sequences = [list(prompt) for prompt in prompts]
-    for _ in range(count):
-        for sequence, token in zip(sequences, next_logits(sequences)[:, :vocab_size].argmax(-1).tolist(), strict=True):
-            sequence.append(token)
-    return sequences
-
-
 def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) -> CachedLogits:
     return CachedLogits(model, mesh, max_new_tokens=count, max_length=config.max_seq_len, device=CPU)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3", "Mixtral"])
 def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) -> None:
     config, mesh, count = CONFIGS[name], build_mesh("cpu"), 40
     model = model_of(config)
@@ -157,7 +141,9 @@ def _generated(name: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("name", EVEN)
+@pytest.mark.parametrize(
+    "name", [name if name != "Gemma 2" else pytest.param(name, marks=pytest.mark.slow) for name in EVEN]
+)
 def test_tensor_parallel_text_equals_that_of_one_process(ranks: Ranks, name: str) -> None:
     [expected] = ranks(1).run(_generated, name)
     assert ranks(2).run(_generated, name) == [expected, expected]
@@ -179,7 +165,13 @@ def _refusal() -> str:
 
 
 @pytest.mark.filterwarnings("default")  # those of transformers are not ours
-@pytest.mark.parametrize("name", ["grouped-query", "Llama 3.1", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3-MoE", "Mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Llama 3.1", "Gemma 3", "Qwen3-MoE"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Gemma 2", "Mixtral")),
+    ],
+)
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path, alone: None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

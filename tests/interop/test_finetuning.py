@@ -36,20 +36,12 @@ Ranks = Callable[[int], Pool]
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
 
 SEQ_LEN = 128
-LAYOUTS = {
-    "one process": (1, Parallelism()),
-    "TP-FSDP": (4, Parallelism(tensor=2)),
-    "PP": (2, Parallelism(pipeline=2)),
-}
+LAYOUTS = {"one process": (1, Parallelism()), "TP-FSDP": (4, Parallelism(tensor=2)), "PP": (2, Parallelism(pipeline=2))}
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "grouped-query",
-        "GPT-2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3", "Qwen3-MoE")),
-    ],
+    params=["grouped-query", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Qwen3-MoE"))],
 )
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model in a Hugging Face folder with a chat template, and a file of conversations beside it."""

@@ -40,12 +40,12 @@ def recipe_from(folder: Path, initial: Path, name: str, **sections: Any) -> Any:
     [
         ("TP-FSDP", "Llama 3.2"),
         ("PP", "GPT-2"),
-        ("EP-TP", "Qwen3-MoE"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("TP-FSDP", "GPT-2"),
                 ("TP-FSDP", "Qwen3"),
+                ("EP-TP", "Qwen3-MoE"),
                 ("EP-FSDP", "Qwen3-MoE"),
                 ("PP", "Qwen3-MoE"),
                 ("FSDP", "Llama 3.2"),

@@ -91,6 +91,7 @@ def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
     assert difference(model, reference, config) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"sliding_window": 41}, {"layer_types": ["full_attention"] * 3}, {"attn_logit_softcapping": 6.0},
     {"final_logit_softcapping": None}, {"query_pre_attn_scalar": 24}, {"hidden_activation": "gelu"}, {"rms_norm_eps": 1e-1},
@@ -105,8 +106,14 @@ def test_the_comparison_finds_errors_of_gemma2(changes: dict[str, Any], tmp_path
     assert difference(model, load(folder), config) > (1e-4 if "hidden_activation" in changes else 1e-3)
 
 
-@pytest.mark.parametrize("wrong", ["experts", "w1 and w3", "rows", "router", "norm_topk_prob", "num_experts_per_tok"])
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("Qwen3-MoE", wrong) for wrong in ("experts", "w1 and w3", "norm_topk_prob")),
+        *(("Mixtral", wrong) for wrong in ("rows", "router", "norm_topk_prob", "num_experts_per_tok")),
+    ],
+)
 def test_the_comparison_finds_errors_of_experts(
     name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,9 +170,11 @@ def test_gradients_with_the_balance_loss_equal_those_of_transformers(name: str, 
         assert float((one.grad - other.grad).abs().max() / other.grad.abs().max()) < 5e-5
 
 
-@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "change", [{"rope_theta": 5e3}, {"rope_type": "linear", "factor": 2.0}], ids=["theta", "scaling"]
+    ("kind", "change"),
+    [("full_attention", {"rope_theta": 5e3}), ("sliding_attention", {"rope_type": "linear", "factor": 2.0})],
+    ids=["theta", "scaling"],
 )
 def test_the_comparison_finds_errors_of_the_rope_of_gemma3(kind: str, change: dict[str, Any], tmp_path: Path) -> None:
     config = CONFIGS["Gemma 3"]

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.null_gpu.values import compare_values
-from tests.null_gpu.test_null_gpu import run
+from tests.null_gpu.recording import run
 
 # Number of tests by file.
 ALL = {

@@ -2,31 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.null_gpu import library, recipes, record
+from benchmarks.null_gpu import library, recipes
 from benchmarks.null_gpu.collectives import Call, Log, mismatch
-from tests.forkserver import ROOT
+from tests.null_gpu.recording import require_null_gpu, run, torchrun
 
 HERE = Path(__file__).parent
-
-
-def require_null_gpu() -> None:
-    try:
-        library.build()
-    except library.Unavailable as reason:  # this torch has no CUDA
-        pytest.skip(str(reason))
-
-
-def run(arguments: list[str], **options: Any) -> tuple[int, dict[str, Any]]:
-    require_null_gpu()
-    return record.run([sys.executable, *arguments], cwd=ROOT, **options)
-
-
-def torchrun(processes: int, *arguments: str) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *arguments]
 
 
 @pytest.mark.slow
@@ -53,7 +36,7 @@ def test_a_program_is_recorded_with_its_synchronization_and_its_leak(tmp_path: P
     assert any("silu" in name for name in kernels)
 
 
-@pytest.mark.slow
+@pytest.mark.every  # tests/distributed/test_counts.py counts synchronizations, graphs and breaks on a CPU
 def test_compiled_blocks_train_without_synchronization(tmp_path: Path) -> None:
     settings = {
         "data.source": "synthetic", "training.steps": 4, "schedule.warmup_steps": 1, "training.loss_chunk": 512,
@@ -94,8 +77,8 @@ def test_all_layouts_train_over_nccl_in_the_same_order_on_all_ranks(tmp_path: Pa
     assert [count for place, count in locations.items() if "exchange_counts" in place] == [4 * 4]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "graphs"), [pytest.param("full", 4, marks=pytest.mark.every), ("selective", 6)])
+@pytest.mark.every  # test_all_layouts_train_over_nccl has expert parallelism, and tests/unit/test_planning_null_gpu.py the memory
+@pytest.mark.parametrize(("mode", "graphs"), [("full", 4), ("selective", 6)])
 def test_a_rank_of_64_compiles_expert_parallel_blocks_and_needs_the_planned_memory(mode: str, graphs: int) -> None:
     require_null_gpu()
     options = [f"--activation_checkpoint.mode={mode}", "--model.num_layers=2"]

@@ -25,13 +25,11 @@ Ranks = Callable[[int], Pool]
     ("example", "processes", "tolerance"),
     [
         (fsdp_tensor.main, 4, 1e-5),
-        (fsdp_tensor.main, 2, 1e-5),
         (pipeline.main, 4, 1e-5),
         (qk_norm.main, 4, 1e-4),
         (own_optimizer.main, 2, 1e-5),
         (own_data.main, 2, 1e-5),
         (ema.main, 2, 1e-5),
-        pytest.param(ema.main, 4, 1e-5, marks=pytest.mark.slow),
     ],
     ids=lambda value: value.__module__ if callable(value) else None,
 )

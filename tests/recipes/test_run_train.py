@@ -16,6 +16,8 @@ import pytest
 
 from tests.launching import ROOT, SMALL, command, descendants, environment, losses, records, run, start, wait_for
 
+BATCH = {"training.global_batch_size": "4", "training.local_batch_size": "2", "validation.batches": "2"}
+
 
 class Debug(NamedTuple):
     """A shortened run of the debug recipe in one process."""
@@ -27,7 +29,10 @@ class Debug(NamedTuple):
 @pytest.fixture(scope="module")
 def debug(tmp_path_factory: pytest.TempPathFactory) -> Debug:
     folder = tmp_path_factory.mktemp("debug")
-    overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "10", "sample.tokens": "8"}
+    overrides = BATCH | {
+        "training.steps": "12", "schedule.warmup_steps": "4", "metrics.interval": "1", "validation.interval": "6",
+        "sample.tokens": "8",
+    }  # fmt: skip
     done = run(folder, real=True, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (folder / "runs").iterdir()
@@ -37,22 +42,23 @@ def debug(tmp_path_factory: pytest.TempPathFactory) -> Debug:
 def test_debug_recipe_learns_and_writes_all_files(debug: Debug) -> None:
     folder, output = debug
     found = losses(folder)
-    assert list(found) == list(range(1, 21))
-    assert found[20] < found[1] - 2.0  # from ln(320) = 5.8 to below 3.8
+    assert list(found) == list(range(1, 13))
+    assert found[12] < found[1] - 1.0  # from ln(320) = 5.8
     validation = [record["validation_loss"] for record in records(folder) if "validation_loss" in record]
     assert len(validation) == 2
-    assert validation[1] < validation[0] < found[1]
+    assert max(validation) < found[1]
     assert all(record["tokens_per_second"] > 0 for record in records(folder) if "loss" in record)
     assert {path.name for path in folder.iterdir()} == {
         "recipe.toml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "lock",
     }  # fmt: skip
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-00000020"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-00000012"}
     metadata = json.loads((folder / "environment.json").read_text())
     assert {"torch", "python", "device", "git_commit", "host", "command"} <= metadata.keys()
-    assert "sample after 20 steps:\ndef " in output
+    assert "sample after 12 steps:\ndef " in output
     done, best, *others = output.splitlines()[-6:]
     assert done == f"done: runs/{folder.name}"
-    assert best == f"best    validation loss {validation[1]:.4f} at step 20"
+    step = 6 * (1 + validation.index(min(validation)))
+    assert best == f"best    validation loss {min(validation):.4f} at step {step}"
     assert others == [
         f"weights runs/{folder.name}/checkpoints",
         f"next    titanlike generate runs/{folder.name} --prompt TEXT",
@@ -77,13 +83,16 @@ def test_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_two_processes_match_the_losses_of_one(debug: Debug, tmp_path: Path) -> None:
-    overrides = {"training.steps": "20", "metrics.interval": "1", "validation.interval": "0", "sample.tokens": "8"}
+    overrides = BATCH | {
+        "training.steps": "12", "schedule.warmup_steps": "4", "metrics.interval": "1", "validation.interval": "0",
+        "sample.tokens": "0",
+    }  # fmt: skip
     done = run(tmp_path, variables={"NPROC": "2"}, **overrides)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert "ranks   2 on cpu;" in done.stdout
     assert "          shard        2  shards of weights, gradients and optimizer state\n" in done.stdout
-    assert done.stdout.count("step      5/20  loss") == 1  # only rank 0 prints
+    assert done.stdout.count("step      5/12  loss") == 1  # only rank 0 prints
     one, two = ({step: loss for step, loss in losses(path).items() if step <= 5} for path in (debug.run_dir, run_dir))
     assert two == pytest.approx(one, rel=1e-4)
 
@@ -96,7 +105,7 @@ def test_resolved_recipe_finds_its_finished_run(debug: Debug, tmp_path: Path) ->
     before = losses(moved)
     done = run(tmp_path / "cwd", "../elsewhere/renamed/recipe.toml")
     assert done.returncode == 0, done.stderr
-    assert "resumed at step 20\n" in done.stdout
+    assert "resumed at step 12\n" in done.stdout
     assert losses(moved) == before
     assert not list((tmp_path / "cwd").iterdir())
     fresh = run(tmp_path / "cwd", "../elsewhere/renamed/recipe.toml", "--run.name=fresh", *few_steps())
@@ -131,7 +140,7 @@ def test_script_uses_the_library_beside_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
 def test_ctrl_c_during_startup_prints_no_traceback(tmp_path: Path, seconds: float) -> None:
     running = start(tmp_path, real=True, **SMALL | {"training.steps": "100000"})
     time.sleep(seconds)
@@ -208,10 +217,9 @@ def test_ctrl_c_prints_the_command_to_resume(tmp_path: Path, processes: int) -> 
     assert errors == "\nstopping after this step or the next; press Ctrl-C again to exit at once\n"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_non_finite_loss_stops_the_run(tmp_path: Path, processes: int) -> None:
+def test_non_finite_loss_stops_the_run(tmp_path: Path) -> None:
     options = SMALL | {"optimizer.lr": "1e9", "checkpoint.interval": "1", "run.name": "r"}
-    done = run(tmp_path, variables={"NPROC": str(processes)}, **options)
+    done = run(tmp_path, variables={"NPROC": "2"}, **options)
     assert done.returncode == 2
     assert "The step was not saved" in done.stderr
     assert "Traceback" not in done.stderr
@@ -221,10 +229,9 @@ def test_non_finite_loss_stops_the_run(tmp_path: Path, processes: int) -> None:
     assert max(losses(tmp_path / "runs/r")) == stopped - 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_resume_with_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, processes: int) -> None:
+def test_resume_with_another_recipe_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     options = SMALL | {"run.name": "r"}
-    variables = {"NPROC": str(processes)}
+    variables = {"NPROC": "2"}
     assert run(tmp_path, variables=variables, **options).returncode == 0
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     done = run(tmp_path, variables=variables, **options | {"optimizer.lr": "0.5"})
@@ -263,10 +270,3 @@ def test_terminal_shows_a_status_that_is_updated_in_place(tmp_path: Path) -> Non
     assert "tok/s" in between
     assert "\r\x1b[2K\x1b[1A\x1b[2K\x1b[1A\x1b[2Kstep      3/6  val " in output  # a permanent line
     assert "\x1b[?25h" in output  # shows the cursor again
-
-
-def test_deterministic_run_is_reproducible(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        done = run(tmp_path, **SMALL | {"run.deterministic": "true", "run.name": name})
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "runs/one") == losses(tmp_path / "runs/two")

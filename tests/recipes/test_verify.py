@@ -20,6 +20,7 @@ from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.models.gpt_config import GPTConfig
 from titanlike.run.preflight import check_recipe
 from titanlike.tools.batches import first_difference, read_batches
 from titanlike.tools.programs import load_known
@@ -63,8 +64,9 @@ def test_a_shipped_recipe_is_equal_under_a_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.every) for name in ("qwen3_32b", "llama3_8b_128k", "llama3_70b")),
-        pytest.param("llama3_405b", marks=pytest.mark.slow),
+        pytest.param("llama3_405b", marks=pytest.mark.every),
+        *(pytest.param(name, marks=pytest.mark.every) for name in ("qwen3_32b", "llama3_70b")),
+        pytest.param("llama3_8b_128k", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_at_scale_is_equal_under_its_own_layout_with_two_ranks_per_dimension(
@@ -97,21 +99,6 @@ def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     done = verify(tmp_path, recipe, "--layout", "shard=2")
     assert done.returncode == 1
     assert done.stdout.endswith("\nNOT equal: loss, gradient norm, weights\n")
-    assert verify(tmp_path, recipe, "--layout", "tensor=2").returncode == 0  # where the error has no effect
-
-
-@pytest.mark.slow
-def test_a_module_missing_from_the_plan_is_detected(tmp_path: Path) -> None:
-    recipe = copied(
-        tmp_path,
-        "import torch\n",
-        "import torch\nfrom titanlike.models.llama_config import LlamaConfig\n\nplan_of = LlamaConfig.tensor_plan\n"
-        "LlamaConfig.tensor_plan = lambda config: {k: v for k, v in plan_of(config).items() if k != 'layers.*.ffn_norm'}\n",
-    )
-    done = verify(tmp_path, recipe, "--layout", "tensor=2")
-    assert done.returncode == 1
-    assert "NOT equal: tensor 2 ended with exit code " in done.stdout
-    assert "the tensor-parallel plan of Llama does not name layers.0.ffn_norm; add it" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -143,14 +130,12 @@ def test_a_layout_that_the_real_size_excludes_is_reported(tmp_path: Path) -> Non
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize(
-    "layout",
-    ["shard=2", "tensor=2,context=2", "tensor=4", "pipeline=2,pipeline_schedule=zbv", "pipeline=2,tensor=2,shard=2"],
+    "name", ["gpt2_124m", "llama3_405b", "llama3_8b_float8", "qwen2_5_7b", "gemma3_4b", "mixtral_8x7b"]
 )
-def test_the_shrunk_recipe_is_valid_for_the_layout(recipe: Path, layout: str) -> None:
-    from titanlike.models.gpt_config import GPTConfig
-
+@pytest.mark.parametrize("layout", ["tensor=4", "pipeline=2,pipeline_schedule=zbv", "pipeline=2,tensor=2,shard=2"])
+def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str) -> None:
+    recipe = ROOT / f"train_configs/{name}.toml"
     chosen = {f"parallelism.{key}": value for key, value in _parse(layout).items()}
     if load_known(recipe, {}).model.vocab_size % 2:
         chosen["model.vocab_size"] = "50304"

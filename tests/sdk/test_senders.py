@@ -8,10 +8,12 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,75 +21,31 @@ import boto3
 import pytest
 import sagemaker_estimator as example
 import submit
+from instances import INSTANCE_TYPES
 from moto.server import ThreadedMotoServer
-from request import Channel
+from request import Channel, Job, request_for
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/example"
-CODE = "s3://example/titanlike/code/titanlike-run-20261122-101112/"
 
 
-def s3(name: str, uri: str, mode: str = "File") -> dict[str, Any]:
-    source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
-    return {"ChannelName": name, "InputMode": mode, "DataSource": {"S3DataSource": source}}
-
-
-REQUEST: dict[str, Any] = {
-    "TrainingJobName": "titanlike-run-20261122-101112",
-    "AlgorithmSpecification": {
-        "TrainingImage": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker",
-        "TrainingInputMode": "File",
-        "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/sagemaker/entry.py"],
-        "ContainerArguments": ["recipe.toml", "--run.name=run", "--sample.prompt=it's a $HOME"],
-        "MetricDefinitions": [{"Name": "loss", "Regex": r"step +\d+/\d+  loss ([0-9.e+-]+)"}],
-    },
-    "RoleArn": ROLE,
-    "InputDataConfig": [s3("code", CODE), s3("data_path", "s3://tokens/c4/", "FastFile")],
-    "OutputDataConfig": {"S3OutputPath": "s3://example/titanlike/output"},
-    "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 4, "VolumeSizeInGB": 200},
-    "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
-    "CheckpointConfig": {"S3Uri": "s3://example/titanlike/runs/run/", "LocalPath": "/opt/ml/checkpoints/run"},
-    "Environment": {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa"},
-    "Tags": [{"Key": "titanlike:run", "Value": "run"}],
+JOB = Job(
+    run="run", timestamp="20261122-101112", arguments=("recipe.toml", "--sample.prompt=it's a $HOME"),
+    instance_type=INSTANCE_TYPES["ml.p5.48xlarge"], num_instances=4, region="us-east-1", role=ROLE, bucket="example",
+    image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker",
+    channels=(Channel("data.path", "s3://tokens/c4", "FastFile"),),
+)  # fmt: skip
+# With all optional settings that can be combined.
+EVERYTHING = replace(
+    JOB, checkpoints=Channel("checkpoints", "fsx://fs-0123456789abcdef0/mount/checkpoints", writable=True), kms_key="key",
+    subnets=("subnet-1", "subnet-2"), security_groups=("sg-1",), retries=3, training_plan=PLAN,
+)  # fmt: skip
+CASES = {
+    "plain": request_for(JOB),
+    "spot": request_for(replace(JOB, spot=True)),
+    "warm pool": request_for(replace(JOB, keep_alive=30)),
+    "FSx, VPC, KMS, plan, retries": request_for(EVERYTHING),
 }
-FSX = {
-    "ChannelName": "checkpoints",
-    "DataSource": {
-        "FileSystemDataSource": {
-            "FileSystemId": "fs-0123456789abcdef0",
-            "FileSystemType": "FSxLustre",
-            "FileSystemAccessMode": "rw",
-            "DirectoryPath": "/mount/checkpoints",
-        }
-    },
-}
-
-
-def with_everything() -> dict[str, Any]:
-    """A request with all optional keys that can be combined."""
-    request = copy.deepcopy(REQUEST)
-    request["ResourceConfig"] |= {"TrainingPlanArn": PLAN, "VolumeKmsKeyId": "key"}
-    request["OutputDataConfig"]["KmsKeyId"] = "key"
-    request["InputDataConfig"].append(FSX)
-    request["VpcConfig"] = {"SecurityGroupIds": ["sg-1"], "Subnets": ["subnet-1", "subnet-2"]}
-    request["RetryStrategy"] = {"MaximumRetryAttempts": 3}
-    return request
-
-
-def spot() -> dict[str, Any]:
-    request = copy.deepcopy(REQUEST)
-    request["EnableManagedSpotTraining"] = True
-    request["StoppingCondition"]["MaxWaitTimeInSeconds"] = 172800
-    return request
-
-
-def warm() -> dict[str, Any]:
-    request = copy.deepcopy(REQUEST)
-    request["ResourceConfig"]["KeepAlivePeriodInSeconds"] = 1800
-    return request
-
-
-CASES = {"plain": REQUEST, "spot": spot(), "warm pool": warm(), "FSx, VPC, KMS, plan, retries": with_everything()}
 SDKS = {"v3": "sagemaker.train", "v2": "sagemaker.pytorch"}
 
 
@@ -146,7 +104,7 @@ def test_model_trainer_sends_the_request_with_its_own_script(session: boto3.Sess
     key = drivers.removeprefix("s3://example/").rstrip("/")
     assert key.startswith("titanlike/code/")
     script = session.client("s3").get_object(Bucket="example", Key=f"{key}/sm_train.sh")["Body"].read().decode()
-    arguments = "recipe.toml --run.name=run '--sample.prompt=it'\"'\"'s a $HOME'"
+    arguments = shlex.join(request_["AlgorithmSpecification"]["ContainerArguments"])
     assert f"exec python3 /opt/ml/input/data/code/sagemaker/entry.py {arguments}\n" in script
     expected = copy.deepcopy(request_)
     for side in (submitted, expected):
@@ -188,7 +146,7 @@ METRICS = [
     {"Name": "loss", "Regex": r"step +\d+/\d+  loss ([0-9.e+-]+)"},
     {"Name": "validation_loss", "Regex": r"step +\d+/\d+  val ([0-9.e+-]+)"},
 ]
-JOB = {
+EXAMPLE = {
     "RoleArn": ROLE,
     "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30},
     "StoppingCondition": {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 172800},
@@ -254,7 +212,7 @@ def test_requests_of_an_estimator_and_its_tuner(session: boto3.Session, clone: t
     assert {key: value for key, value in found.items() if not key.startswith("sagemaker_")} == values
     assert found.items() >= added.items()
     assert sourcedir(session, json.loads(found["sagemaker_submit_directory"])) >= {*clone}
-    assert job.items() >= JOB.items()
+    assert job.items() >= EXAMPLE.items()
     assert job["TensorBoardOutputConfig"] == {"S3OutputPath": "s3://example/tensorboard"}
     assert job["AlgorithmSpecification"] == {
         "TrainingImage": example.IMAGE, "TrainingInputMode": "File", "MetricDefinitions": METRICS,
@@ -269,7 +227,7 @@ def test_requests_of_an_estimator_and_its_tuner(session: boto3.Session, clone: t
     assert tuning["HyperParameterTuningJobConfig"] == TUNING | {
         "ParameterRanges": ranges(".", ['"cosine"', '"linear"']) | {"IntegerParameterRanges": []}
     }
-    same = {**JOB, "HyperParameterTuningResourceConfig": JOB["ResourceConfig"]}
+    same = {**EXAMPLE, "HyperParameterTuningResourceConfig": EXAMPLE["ResourceConfig"]}
     del same["ResourceConfig"]
     assert definition.items() >= same.items()
     assert definition["AlgorithmSpecification"] == job["AlgorithmSpecification"]
@@ -290,7 +248,7 @@ def test_requests_of_a_model_trainer_and_its_tuner(
     example.trainer_tuner(ROLE, "example", sdk_session).tune(example.channels("example"), wait=False)
     job, tuning = json.loads(json.dumps(REQUESTS))
     values = {key.replace(".", "__"): value for key, value in KEYS.items()} | {"recipe": example.RECIPE}
-    same = copy.deepcopy(JOB)
+    same = copy.deepcopy(EXAMPLE)
     same["CheckpointConfig"]["LocalPath"] = "/opt/ml/checkpoints"
     algorithm = {"TrainingImage": example.IMAGE, "TrainingInputMode": "File", "MetricDefinitions": METRICS}
     assert job["HyperParameters"] == values
@@ -335,11 +293,8 @@ def check_shell_variables(request: dict[str, Any], folder: Path) -> None:
 
     scripts = Path(sagemaker.train.__file__).parent / "container_drivers/scripts"
     host = {
-        "current_host": "algo-1",
-        "hosts": ["algo-1"],
-        "current_instance_type": "x",
-        "network_interface_name": "eth0",
-    }
+        "current_host": "algo-1", "hosts": ["algo-1"], "current_instance_type": "x", "network_interface_name": "eth0",
+    }  # fmt: skip
     config = {one["ChannelName"]: {} for one in request["InputDataConfig"]}
     file = folder / "sm_training.env"
     code = f"import environment; environment.set_env({host}, {config}, {request.get('HyperParameters', {})}, {str(file)!r})"

@@ -1,11 +1,10 @@
 """Low-precision AdamW in a single process: updates, state size, stochastic rounding and quantization."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from titanlike.config.sections import Optimizer
@@ -219,31 +218,16 @@ def test_8bit_steps_are_bounded_where_gradients_are_uneven(gradients: Any, max_e
     assert (found - expected).norm() < max_error * expected.norm()
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    betas=st.sampled_from([(0.9, 0.95), (0.9, 0.98), (0.95, 0.95), (0.8, 0.95), (0.0, 0.8)]),
-    decades=st.integers(0, 9),
-    growth=st.floats(-0.3, 0.6),
-    row_share=st.sampled_from([1.0, 0.3, 0.02]),
-    element_share=st.sampled_from([1.0, 0.3, 0.02]),
-    spikes=st.booleans(),
-    constant=st.booleans(),
-)
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("state_dtype", ["8bit", "bfloat16"])
-def test_no_step_is_far_above_that_of_float32(
-    state_dtype: str,
-    seed: int,
-    betas: tuple[float, float],
-    decades: int,
-    growth: float,
-    row_share: float,
-    element_share: float,
-    spikes: bool,
-    constant: bool,
-) -> None:
+def test_no_step_is_far_above_that_of_float32(state_dtype: str, seed: int) -> None:
     """Gradients that are rare, that differ by orders of magnitude within a block, and that grow, shrink or spike over time."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
+    betas = draw.choice([(0.9, 0.95), (0.9, 0.98), (0.95, 0.95), (0.8, 0.95), (0.0, 0.8)])
+    decades, growth, spikes, constant = (
+        draw.randint(0, 9), draw.uniform(-0.3, 0.6), draw.random() < 0.5, draw.random() < 0.5,
+    )  # fmt: skip
+    row_share, element_share = draw.choices([1.0, 0.3, 0.02], k=2)
     size = (50, 2, BLOCK)
     gradients = torch.ones(size) if constant else torch.randn(size, generator=generator)
     gradients *= 10 ** (-decades * torch.rand(BLOCK, generator=generator))

@@ -1,15 +1,15 @@
 """The batch-size ramp: sizes, the sequences of each step, refusals, and what counts tokens."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.unit.test_packed_dataset import counting
-from tests.unit.test_preflight import recipe
-from tests.unit.test_stream import open_stream, write
-from titanlike.config import UserError
+from tests.training import changed
+from tests.unit.datasets import counting, open_stream, write
+from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.layout import BatchSizes, Ramp
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import BatchSource, ShuffledMixture
@@ -18,6 +18,7 @@ from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.plan import make_plan
 
+recipe = partial(changed, PretrainRecipe())
 RAMP: Ramp = ((3, 2), (4, 4))
 SIZES = [2, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]
 

@@ -1,13 +1,12 @@
 """Chat templates: the tokens of a conversation and the assistant's among them, also compared with transformers."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -142,9 +141,13 @@ def test_adjacent_contents_cannot_complete_the_name_of_a_token(tokenizer: Tokeni
     assert not set(tokens.tolist()) & set(tokenizer.codec.special.values())
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.text(min_size=1, max_size=12), min_size=2, max_size=5))
-def test_byte_tokenizer_labels_are_the_contents(contents: list[str]) -> None:
+@pytest.mark.parametrize("seed", range(30))
+def test_byte_tokenizer_labels_are_the_contents(seed: int) -> None:
+    draw = random.Random(seed)
+    characters = [
+        chr(code) for code in (*range(0x300), *range(0xFDC0, 0xFE00), 0x2028, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)
+    ]
+    contents = ["".join(draw.choices(characters, k=draw.randint(1, 12))) for _ in range(draw.randint(2, 5))]
     template = build_chat_template("", build_tokenizer(Section()))
     messages = [
         {"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)
@@ -157,17 +160,14 @@ def test_byte_tokenizer_labels_are_the_contents(contents: list[str]) -> None:
     ("source", "message"),
     [
         ("{% for %}", r"^the chat template, line 1: Expected"),
-        (
-            "{{ raise_exception('roles must alternate') }}",
-            r"^the chat template raises TemplateError: roles must alternate$",
-        ),
+        ("{{ raise_exception('roles must alternate') }}", r"^the chat template raises TemplateError: roles must alternate$"),
         ("{{ messages[0].content + 1 }}", r"^the chat template raises TypeError: can only"),
         ("{{ messages.append(1) }}", r"^the chat template raises SecurityError: "),
         ("{{ ''.__class__.__mro__ }}", r"^the chat template raises SecurityError: "),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}", r"renders no token of the assistant"),
         ("{{ messages[0].content[:4] }}{% generation %}a{% endgeneration %}", r"cuts the name of a special token"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_templates(source: str, message: str, tokenizer: Tokenizer) -> None:
     turns = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UserError, match=message):

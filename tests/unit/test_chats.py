@@ -1,15 +1,14 @@
 """Chat data: packing, labels, epochs, validation, what is left out, and bad records."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.unit.test_packed_dataset import batches
+from tests.unit.datasets import batches
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData
 from titanlike.config.sections import Tokenizer
@@ -48,9 +47,9 @@ def conversations_of(source: Any, steps: int) -> list[str]:
     return [text for text in found if text.strip(chr(EOS))]
 
 
-@settings(max_examples=50)
-@given(st.lists(st.integers(1, 20), max_size=40))
-def test_every_item_is_in_one_bin_that_holds_it(lengths: list[int]) -> None:
+@pytest.mark.parametrize("count", range(40))
+def test_every_item_is_in_one_bin_that_holds_it(count: int) -> None:
+    lengths = random.Random(count).choices(range(1, 21), k=count)
     bins = pack(np.array(lengths, np.int64), 20)
     assert sorted(item for group in bins for item in group) == list(range(len(lengths)))
     sizes = sorted(sum(lengths[item] for item in group) for group in bins)
@@ -132,19 +131,13 @@ def test_long_conversations_are_truncated_or_skipped_and_counted(tmp_path: Path)
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (
-            {"messages": [{"role": "boss", "content": "a"}]},
-            r'chats.jsonl, line 2: messages.0.role = "boss"; use one of',
-        ),
+        ({"messages": [{"role": "boss", "content": "a"}]}, r'chats.jsonl, line 2: messages.0.role = "boss"; use one of'),
         ({"messages": {}}, r"chats.jsonl, line 2: messages is not a list: \{\}"),
         ("[1]", r"chats.jsonl, line 2: a list, not an object"),
         ("{", r"chats.jsonl, line 2: not JSON: "),
-        (
-            {"prompt": "refuse", "completion": ""},
-            r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$",
-        ),
+        ({"prompt": "refuse", "completion": ""}, r"chats.jsonl, line 2: .*template.jinja raises TemplateError: not this one$"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_record_is_named_or_skipped(record: Any, message: str, tmp_path: Path, capsys: Any) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(

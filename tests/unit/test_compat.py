@@ -32,12 +32,8 @@ def test_every_private_name_is_probed_or_optional(module: Any) -> None:
     """Names that `REQUIRED` does not list are read by `getattr` or `hasattr`, or set: their absence has no effect."""
     probed = {part for name, path, _ in module.REQUIRED for part in f"{name}.{path}".split(".")}
     optional = {
-        "_get_init_p2p_neighbors_ops",
-        "_upstream_group",
-        "_partial_reduce_output",
-        "_unsharded_param",
-        "_input_metadata",
-    }  # only set, read by `hasattr`, or probed when used
+        "_get_init_p2p_neighbors_ops", "_upstream_group", "_partial_reduce_output", "_unsharded_param", "_input_metadata",
+    }  # only set, read by `hasattr`, or probed when used  # fmt: skip
     read = {
         node.attr
         for node in ast.walk(ast.parse(inspect.getsource(module)))

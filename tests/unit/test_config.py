@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,8 @@ import pytest
 from titanlike.config import PretrainRecipe, UserError, load, section, to_toml
 from titanlike.config.base import divisors
 from titanlike.models.configs import all_configs
-from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
-from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.llama_config import LlamaConfig
 
 
 def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
@@ -48,13 +48,6 @@ def test_a_model_size_sets_the_fields_that_the_recipe_does_not_set(tmp_path: Pat
     assert isinstance(model, LlamaConfig)
     assert (model.dim, model.num_layers, model.num_kv_heads) == (4096, 2, 8)
     assert isinstance(load(PretrainRecipe, write(tmp_path, '[model]\nname = "gpt"\n')).model, GPTConfig)
-
-
-@pytest.mark.parametrize(("config", "sizes"), [(LlamaConfig, LLAMA_SIZES), (GPTConfig, GPT_SIZES)])
-def test_every_model_size_is_a_valid_choice(tmp_path: Path, config: type, sizes: dict[str, object]) -> None:
-    for size in sizes:
-        path = write(tmp_path, f'[model]\nname = "{config.name}"\nsize = "{size}"\n')
-        assert load(PretrainRecipe, path).model.size == size
 
 
 def test_overrides_are_parsed_by_the_type_of_the_key(tmp_path: Path) -> None:
@@ -111,11 +104,6 @@ def test_divisors() -> None:
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
 
 
-def test_recipes_are_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        PretrainRecipe().training.steps = 3  # type: ignore[misc]
-
-
 def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
     @section
     class Ema:
@@ -134,10 +122,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "[training]\nstepz = 3",
-            "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?",
-        ),
+        ("[training]\nstepz = 3", "DIR/recipe.toml: training.stepz = 3: unknown key; did you mean training.steps?"),
         ("[training]\nlr = 3.0", "training.lr = 3.0: unknown key; did you mean optimizer.lr?"),
         ("[lora]\nrank = 8", 'lora: unknown key; recipes/finetune.py has it; set recipe = "finetune"'),
         ('[data]\nsource = "chat"', 'data.source = "chat" is for the program finetune; set recipe = "finetune"'),
@@ -159,19 +144,13 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
             "parallelism.pipeline_split = 0 must be a list of integers >= 1, such as [1, 2]",
         ),
         ("[run]\ndir = 7", "run.dir = 7 must be a string"),
-        (
-            "[run]\ndir = 2024-01-01",
-            "2024-01-01 is a date or time, and no key has that type; write it as a string, in quotes",
-        ),
+        ("[run]\ndir = 2024-01-01", "2024-01-01 is a date or time, and no key has that type; write it as a string, in quotes"),
         ("model = 3", "model = 3 is not a table; write [model] and its keys below it"),
         ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2 = 1.0 must be a number >= 0 and < 1"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan is not finite; it must be a number > 0"),
         ("[optimizer]\nlr = inf", "optimizer.lr = inf is not finite"),
         ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 = 1.5 must be a number >= 0 and < 1"),
-        (
-            '[compile]\nmode = "blocks"',
-            'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, none',
-        ),
+        ('[compile]\nmode = "blocks"', 'compile.mode = "blocks" is not valid; did you mean "block"? choose from block, none'),
         ('[compile]\nmode = "x"', 'compile.mode = "x" is not valid; choose from block, none'),
         (
             '[model]\nname = "lama"',
@@ -180,10 +159,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ),
         ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),
         ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 124M,'),
-        (
-            '[model]\nname = "gpt"\nnum_kv_heads = 2',
-            "model.num_kv_heads = 2: unknown key; did you mean model.num_heads?",
-        ),
+        ('[model]\nname = "gpt"\nnum_kv_heads = 2', "model.num_kv_heads = 2: unknown key; did you mean model.num_heads?"),
         ("training = 3", "training = 3 is not a table; write [training] and its keys below it"),
         ("a = = 3", "DIR/recipe.toml: invalid TOML"),
         ('extends = "none.toml"', 'extends = "none.toml": file DIR/none.toml not found'),
@@ -202,10 +178,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         (f"{'a.' * 1000}b = 3", "tables or lists are nested more than 8 deep"),
         (f"{'a.' * 900}b = 3", "tables or lists are nested more than 8 deep"),
         (f"[run]\nseed = {2**64}", "run.seed = 18446744073709551616 must be an integer >= 0 and <= 4294967295"),
-        (
-            f"[run]\nhang_timeout = {10**15}",
-            "run.hang_timeout = 1000000000000000 must be an integer >= 1 and <= 1000000",
-        ),
+        (f"[run]\nhang_timeout = {10**15}", "run.hang_timeout = 1000000000000000 must be an integer >= 1 and <= 1000000"),
         (f"[model]\nvocab_size = {10**12}", "model.vocab_size = 1000000000000 must be at most 1000000000"),
         ("[model]\nnum_layers = 1000000", "model.num_layers = 1000000 must be an integer >= 1 and <= 10000"),
         ("[data]\nweights = [1e308, 1e308]", "data.weights = 1e+308 must be at most 1000000000"),
@@ -213,7 +186,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         ('["a\\nb"]\nx = 1', "a\\nb: unknown key; the sections of a recipe are"),
         ("'' = 1", '"" = 1: unknown key; the sections of a recipe are'),
     ],
-)
+)  # fmt: skip
 def test_an_error_has_the_file_the_key_the_value_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     error = error_message(tmp_path, text)
     assert message in error
@@ -224,12 +197,6 @@ def test_an_error_names_the_file_that_sets_the_key(tmp_path: Path) -> None:
     write(tmp_path, "[training]\nsteps = 0\n", "base.toml")
     error = error_message(tmp_path, 'extends = "base.toml"\n[run]\nsteps = 3\n', **{"optimizer.lr": "-1"})
     assert [line.split(": ")[0] for line in error.splitlines()] == ["DIR/recipe.toml", "DIR/base.toml", "command line"]
-
-
-def test_an_override_of_a_key_below_a_value_is_an_error(tmp_path: Path) -> None:
-    assert "training is a value in the recipe, not a table" in error_message(
-        tmp_path, "training = 3", **{"training.steps": "3"}
-    )
 
 
 def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:

@@ -19,15 +19,11 @@ SECRET = "S3CRET"
 @pytest.mark.parametrize(
     "address",
     [
-        f"s3://KEY:{SECRET}@bucket/runs",
-        f"s3://KEY:{SECRET}/with/slashes+@bucket/runs",
-        f"https://user:{SECRET}@host/file",
-        f"https://{SECRET}@host/file",
-        f"http://:{SECRET}@host:8080/file",
-        f"ftp://user:{SECRET}@host/file",
+        f"s3://KEY:{SECRET}@bucket/runs", f"s3://KEY:{SECRET}/with/slashes+@bucket/runs", f"https://user:{SECRET}@host/file",
+        f"https://{SECRET}@host/file", f"http://:{SECRET}@host:8080/file", f"ftp://user:{SECRET}@host/file",
         f"simplecache::sftp://user:{SECRET}@host/file",
     ],
-)
+)  # fmt: skip
 def test_credentials_are_refused_and_masked(tmp_path: Path, address: str) -> None:
     (tmp_path / "r.toml").write_text(f"[data]\nmixture = ['a', '{address}']\n")
     (tmp_path / "empty.toml").write_text("")

@@ -1,9 +1,8 @@
 """Property tests: one global stream for any ranks, accumulation, threads and interruptions, resumed exactly."""
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches import stream
@@ -28,15 +25,21 @@ from titanlike.data.tokens.tokenizer import build_tokenizer
 BYTES = build_tokenizer(Section())
 STEPS = 8
 
-Sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 
-
-@st.composite
-def layouts(draw: st.DrawFn) -> dict[str, Any]:
+def layout_of(draw: random.Random) -> dict[str, Any]:
     """Draws a global batch size, data-parallel ranks that divide it, a local batch size and a number of prefetched batches."""
-    size = draw(st.integers(1, 8))
-    ranks = draw(st.sampled_from([number for number in range(1, size + 1) if size % number == 0]))
-    return dict(size=size, ranks=ranks, local=draw(st.integers(1, size // ranks)), prefetch=draw(st.integers(0, 3)))
+    size = draw.randint(1, 8)
+    ranks = draw.choice([number for number in range(1, size + 1) if size % number == 0])
+    return dict(size=size, ranks=ranks, local=draw.randint(1, size // ranks), prefetch=draw.randint(0, 3))
+
+
+def sizes_of(draw: random.Random, most: int) -> list[list[int]]:
+    """Draws the sizes of the files of one or more sources."""
+    return [[draw.randint(1, 60) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, most))]
+
+
+def stops_of(draw: random.Random) -> list[int]:
+    return [draw.randint(1, STEPS) for _ in range(draw.randint(0, 2))]
 
 
 def read(
@@ -71,12 +74,6 @@ def assert_same(one: list[Any], other: list[Any]) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(*pair, strict=True)), f"step {step}"
 
 
-@contextmanager
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
 def write_shards(where: Path, sizes: list[int], start: int) -> Shards:
     """Writes shards of these sizes, in which each token is its own index."""
     where.mkdir()
@@ -90,24 +87,20 @@ def write_shards(where: Path, sizes: list[int], start: int) -> Shards:
     return Shards(str(where))
 
 
-@given(
-    sizes=st.lists(Sizes, min_size=1, max_size=3), seq_len=st.integers(2, 9), seed=st.integers(0, 2**40), layout=layouts(),
-    stops=st.lists(st.integers(1, STEPS), max_size=2), every=st.sampled_from([0, 2, 3]),
-)  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_shards(
-    sizes: list[list[int]], seq_len: int, seed: int, layout: dict[str, Any], stops: list[int], every: int
-) -> None:
+@pytest.mark.parametrize("number", range(40))
+def test_shards(number: int, tmp_path: Path) -> None:
+    draw = random.Random(number)
+    sizes, layout, stops, every = sizes_of(draw, 3), layout_of(draw), stops_of(draw), draw.choice((0, 2, 3))
+    seq_len, seed = draw.randint(2, 9), draw.randrange(2**40)
     sizes = [[*each, 2 * seq_len + 1] for each in sizes]  # at least two sequences
-    with folder() as where:
-        parts = [write_shards(where / str(n), each, 10_000 * n) for n, each in enumerate(sizes)]
+    parts = [write_shards(tmp_path / str(n), each, 10_000 * n) for n, each in enumerate(sizes)]
 
-        def build() -> BatchSource:
-            datasets = [PackedDataset(part, seq_len, holdout_every=every) for part in parts]
-            return ShuffledMixture(datasets, [1.0] * len(parts), seed=seed, global_batch_size=layout["size"])
+    def build() -> BatchSource:
+        datasets = [PackedDataset(part, seq_len, holdout_every=every) for part in parts]
+        return ShuffledMixture(datasets, [1.0] * len(parts), seed=seed, global_batch_size=layout["size"])
 
-        expected = read(build, [], layout["size"], 1, layout["size"], 0)
-        assert_same(read(build, stops, **layout), expected)
+    expected = read(build, [], layout["size"], 1, layout["size"], 0)
+    assert_same(read(build, stops, **layout), expected)
 
     tokens = np.concatenate([tokens for tokens, _ in expected])
     labels = np.concatenate([labels for _, labels in expected])
@@ -121,12 +114,8 @@ def test_shards(
             assert len(set(found)) == len(found)
 
 
-@given(
-    sizes=st.lists(Sizes, min_size=1, max_size=2), seq_len=st.integers(2, 40), seed=st.integers(0, 2**40), layout=layouts(),
-    stops=st.lists(st.integers(1, STEPS), max_size=2), workers=st.integers(1, 3), block=st.sampled_from([1, 3, 256]),
-)  # fmt: skip
-@settings(max_examples=30, deadline=None)
-def test_streams(
+def check_stream(
+    folder: Path,
     sizes: list[list[int]],
     seq_len: int,
     seed: int,
@@ -135,13 +124,13 @@ def test_streams(
     workers: int,
     block: int,
 ) -> None:
-    with folder() as where, mock.patch.object(stream, "BLOCK", block):
+    with mock.patch.object(stream, "BLOCK", block):
         sources = []
         for source, each in enumerate(sizes):
             for number, size in enumerate(each):
                 lines = [json.dumps({"text": f"{source}.{number}.{line}" * (1 + line % 3)}) for line in range(size)]
-                (where / f"{source}-{number}.jsonl").write_text("\n".join(lines))
-            sources.append(list_files(str(where / f"{source}-*")))
+                (folder / f"{source}-{number}.jsonl").write_text("\n".join(lines))
+            sources.append(list_files(str(folder / f"{source}-*")))
 
         def build(workers: int = workers) -> BatchSource:
             return Stream(
@@ -153,7 +142,16 @@ def test_streams(
         assert_same(read(build, stops, **layout), expected)
 
 
-def test_a_position_that_is_off_by_one_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", range(20))
+def test_streams(number: int, tmp_path: Path) -> None:
+    draw = random.Random(number)
+    check_stream(
+        tmp_path, sizes_of(draw, 2), seq_len=draw.randint(2, 40), seed=draw.randrange(2**40), layout=layout_of(draw),
+        stops=stops_of(draw), workers=draw.randint(1, 3), block=draw.choice((1, 3, 256)),
+    )  # fmt: skip
+
+
+def test_a_position_that_is_off_by_one_token_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Verifies that test_streams can fail."""
     reset = PackedText.reset
 
@@ -163,9 +161,9 @@ def test_a_position_that_is_off_by_one_token_is_detected(monkeypatch: pytest.Mon
             initial_state = {"cursor": [*cursor, token + 1]}
         reset(text, initial_state)
 
-    case = dict(sizes=[[9, 9]], seq_len=5, seed=0, stops=[3], workers=1, block=3)
     layout = dict(size=2, ranks=1, local=1, prefetch=2)
-    test_streams.hypothesis.inner_test(layout=layout, **case)  # type: ignore[attr-defined]
+    case: dict[str, Any] = dict(sizes=[[9, 9]], seq_len=5, seed=0, layout=layout, stops=[3], workers=1, block=3)
+    check_stream(tmp_path, **case)
     monkeypatch.setattr(PackedText, "reset", off_by_one)
     with pytest.raises(AssertionError, match="step 4"):
-        test_streams.hypothesis.inner_test(layout=layout, **case)  # type: ignore[attr-defined]
+        check_stream(tmp_path, **case)

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.documents import documents, zigzag
 from tests.training import GEMMA2, GPT_, LLAMA
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import (
@@ -31,17 +32,6 @@ from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
-
-
-def documents(length: int, mean: int, batch: int = 2, seed: int = 0) -> Tensor:
-    """Returns ids (B, T) of documents of random lengths."""
-    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 1 / mean
-    return starts.cumsum(1)
-
-
-def zigzag(length: int, ranks: int, rank: int) -> Tensor:
-    chunks = torch.arange(length).chunk(2 * ranks)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 def to_dense(mask: BlockMask, batch: int) -> tuple[Tensor, int, int]:

@@ -190,10 +190,7 @@ def test_chunks_do_not_depend_on_the_division_into_parts(chunk_size: int) -> Non
     ("text", "first"),
     [
         ("a" * 50 + "\n" + "b" * 100, "a" * 50 + "\n"),
-        (
-            "a" * 40 + "\nc\n \nd \ne\n\nf" + " b" * 100,
-            "a" * 40 + "\nc\n \nd \ne\n\nf"[:1],
-        ),  # the only safe line break
+        ("a" * 40 + "\nc\n \nd \ne\n\nf" + " b" * 100, "a" * 40 + "\nc\n \nd \ne\n\nf"[:1]),  # the only safe line break
         ("a" * 50 + "\r\n" + "b c" * 50, None),
         ("a;\n/" * 20 + "x y" * 60, None),  # some tokenizers merge punctuation, a line break and a slash
         ("字" * 150, "字" * 100),

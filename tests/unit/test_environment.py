@@ -25,13 +25,9 @@ from titanlike.utils.system import num_gpus, port_is_free, reduce_fragmentation,
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_NNODES": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
     "SLURM_JOB_NODELIST": "gpu[007-008]",
-}
+}  # fmt: skip
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -91,12 +87,8 @@ def test_restarts_and_launch_id_need_rank_variables() -> None:
 
 def test_child_environment_has_no_variables_of_the_parent_job(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = {
-        "HOME": "/",
-        "RANK": "1",
-        "TITANLIKE_LAUNCH_ID": "id",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "MAX_RESTARTS": "3",
-    }
+        "HOME": "/", "RANK": "1", "TITANLIKE_LAUNCH_ID": "id", "TORCHELASTIC_MAX_RESTARTS": "3", "MAX_RESTARTS": "3",
+    }  # fmt: skip
     monkeypatch.setattr("os.environ", parent)
     assert child_environment({"NPROC": "2"}) == {"HOME": "/", "NPROC": "2"}
     set_launch_id()

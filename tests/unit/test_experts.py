@@ -189,7 +189,7 @@ def test_the_bias_steps_by_the_sign_of_the_load_above_the_average() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("options", [OPTIONS["softmax, not normalized"], OPTIONS["sigmoid, bias"]], ids=str)
 def test_a_compiled_block_computes_the_same(options: dict[str, Any]) -> None:
     config = config_of(balance_loss=0.3, **options)
     torch.manual_seed(0)
@@ -212,12 +212,8 @@ def test_a_compiled_block_computes_the_same(options: dict[str, Any]) -> None:
 
 
 COUNTS = {
-    "all": [2, 3, 1, 4],
-    "empty first": [0, 5, 0, 3],
-    "empty last": [4, 0, 2, 0],
-    "one": [0, 0, 7, 0],
-    "none": [0, 0, 0, 0],
-}
+    "all": [2, 3, 1, 4], "empty first": [0, 5, 0, 3], "empty last": [4, 0, 2, 0], "one": [0, 0, 7, 0], "none": [0, 0, 0, 0],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))

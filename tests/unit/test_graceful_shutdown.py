@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
-from tests.training import Traffic, mesh_of
+from tests.traffic import Traffic
+from tests.training import mesh_of
 from titanlike.distributed.graceful_shutdown import SIGNALS, GracefulShutdown
 
 Ranks = Callable[[int], Pool]

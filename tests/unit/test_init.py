@@ -88,11 +88,8 @@ def test_the_recipe_of_a_cpu_trains_on_text(
     )  # few passes over little text
     assert capsys.readouterr().out.splitlines()[-1].strip() == "titanlike train train.toml"
     short = {
-        "training.steps": "2",
-        "schedule.warmup_steps": "1",
-        "training.global_batch_size": "8",
-        "metrics.interval": "1",
-    }
+        "training.steps": "2", "schedule.warmup_steps": "1", "training.global_batch_size": "8", "metrics.interval": "1",
+    }  # fmt: skip
     done = run(folder, "train.toml", **short, **{"run.name": "first", "sample.tokens": "0"})
     assert done.returncode == 0, done.stderr
     assert list(losses(folder / "runs/first")) == [1, 2]

@@ -44,11 +44,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def test_documents_separators_and_prompts_have_distinct_styles(tokens: Path) -> None:
     keys = {
-        "data.source": "shards",
-        "data.path": str(tokens),
-        "training.seq_len": "64",
-        "training.global_batch_size": "4",
-    }
+        "data.source": "shards", "data.path": str(tokens), "training.seq_len": "64", "training.global_batch_size": "4",
+    }  # fmt: skip
     recipe = load(PretrainRecipe, DEBUG, keys)
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", soft_wrap=True, highlight=False)
     inspect_recipe(recipe, step=1, rank=1, ranks=2, limit=1, validation=False, console=console)

@@ -67,6 +67,16 @@ def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         ("slurm", ["--grace=30"], "--grace 30 leaves no time for a last checkpoint; give 60 or more"),
         ("kubernetes", ["--image=i"], "give --claim, a volume that all pods mount, or --checkpoint.dir=s3://bucket/runs"),
         ("kubernetes", ["--image=i", "--hardware=h10"], "h100"),
+        # Names that a scheduler would refuse.
+        ("kubernetes", ["--image=i", "--claim=Training"], "--claim Training is not the name of a Kubernetes object; use lowercase"),
+        ("kubernetes", ["--image=i", f"--claim={'a' * 254}"], "is not the name of a Kubernetes object"),
+        ("kubernetes", ["--image=i", "--claim=a", "--secret=-a"], "--secret -a is not the name of a Kubernetes object"),
+        *(
+            (target, [f"--image={image}", *claim], f"--image {image} is not the name of a container image; give one such as")
+            for target, claim in (("kubernetes", ["--claim=a"]), ("docker", []))
+            for image in ("", "team/Image", "a b", "$(id)", "image:", "image:-a", "a//b", "/a", "host:port/a", "a@sha256:12")
+        ),
+        ("docker", [f"--image=image@sha256:{'0' * 64}"], "is not the name of a container image"),
     ],
 )  # fmt: skip
 def test_a_job_that_cannot_work_is_refused_before_anything_is_written(
@@ -167,29 +177,6 @@ def test_manifests_are_valid_in_the_schemas_of_kubernetes(
     for manifest in manifests(monkeypatch, tmp_path / "a", kind, *options):
         parsed = types[manifest["kind"]].from_dict(manifest)
         assert parsed.to_dict() == manifest  # an unknown field would be lost
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "message"),
-    [
-        ("kubernetes", ["--image=i", "--claim=Training"], "--claim Training is not the name of a Kubernetes object; use lowercase"),
-        ("kubernetes", ["--image=i", f"--claim={'a' * 254}"], "is not the name of a Kubernetes object"),
-        ("kubernetes", ["--image=i", "--claim=a", "--secret=-a"], "--secret -a is not the name of a Kubernetes object"),
-        *(
-            (target, [f"--image={image}", *claim], f"--image {image} is not the name of a container image; give one such as")
-            for target, claim in (("kubernetes", ["--claim=a"]), ("docker", []))
-            for image in ("", "team/Image", "a b", "$(id)", "image:", "image:-a", "a//b", "/a", "host:port/a", "a@sha256:12")
-        ),
-        ("docker", [f"--image=image@sha256:{'0' * 64}"], "is not the name of a container image"),
-    ],
-)  # fmt: skip
-def test_names_that_a_scheduler_would_refuse(
-    target: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert launch(monkeypatch, target, RECIPE, *options, "--dry-run") == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The chunked linear cross-entropy against `F.cross_entropy` of the full logits."""
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.losses import reference, weight_gradient_errors
 from tests.training import Operations
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
@@ -37,11 +37,6 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     labels = torch.randint(0, VOCAB, (2, TOKENS // 2), generator=generator)
     labels[0, 3] = labels[1, :4] = IGNORE
     return x, weight, labels
-
-
-def reference(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    logits = (x.double() @ weight.double().t()).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, TOKENS, 1000])
@@ -111,9 +106,9 @@ def test_z_loss_gradients_match_finite_differences() -> None:
         assert (ahead - behind) / 2 == pytest.approx((gradient * step).sum().item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("backend", ["", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize(
+    ("chunk", "z_loss", "backend"), [(0, 0.1, ""), (7, 0.0, ""), (7, 0.1, ""), (7, 0.1, "aot_eager_decomp_partition")]
+)
 def test_soft_capped_logits_match_the_plain_formula(chunk: int, z_loss: float, backend: str) -> None:
     x, weight, labels = inputs()
     logits = 3.0 * torch.tanh(x.double() @ weight.double().t() / 3.0)  # the largest are above 10 without the cap
@@ -158,8 +153,7 @@ def test_without_gradients_there_is_no_z_loss() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize(("dtype", "z_loss"), [(torch.float32, 0.1), (torch.bfloat16, 0.0)])
 def test_compiled_matches_eager(backend: str, dtype: torch.dtype, z_loss: float) -> None:
     torch._dynamo.reset()
     compiled.cache_clear()
@@ -208,21 +202,6 @@ def test_in_bfloat16_the_scale_is_not_rounded(scale: float) -> None:
     once = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels), weight)[0].float()
     scaled = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels) * scale, weight)[0].float()
     assert (scaled * once).sum() / once.square().sum() == pytest.approx(scale, rel=3e-4)
-
-
-def weight_gradient_errors(chunks: Sequence[int], tokens: int = 2048, device: str = "cpu") -> list[float]:
-    """Returns the relative error of the weight's gradient in bfloat16 for each chunk size, against float64."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, 64, generator=generator).to(device, torch.bfloat16)
-    weight = (0.1 * torch.randn(256, 64, generator=generator)).to(device, torch.bfloat16).requires_grad_()
-    labels = torch.randint(0, 256, (tokens,), generator=generator).to(device)
-    exact = torch.autograd.grad(reference(x[None], weight, labels), weight)[0].double()
-    errors = []
-    for chunk in chunks:
-        (found,) = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=chunk) / 7, weight)
-        assert found.dtype == torch.bfloat16
-        errors.append(((7 * found.double() - exact).norm() / exact.norm()).item())
-    return errors
 
 
 def test_in_bfloat16_many_chunks_are_as_exact_as_one() -> None:

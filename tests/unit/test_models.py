@@ -222,26 +222,6 @@ def test_sizes_of_qwen2_5_have_the_published_parameter_counts(size: str, paramet
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "parameters"),
-    [
-        (Gemma2Config, "2B", 2_614_341_888),
-        (Gemma2Config, "9B", 9_241_705_984),
-        (Gemma2Config, "27B", 27_227_128_320),
-        (Gemma3Config, "270M", 268_098_176),
-        (Gemma3Config, "1B", 999_885_952),
-        # From here on those of the text model: the published ones, less 416,866,032 of the image encoder and the projector.
-        (Gemma3Config, "4B", 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1)),
-        (Gemma3Config, "12B", 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1)),
-        (Gemma3Config, "27B", 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1)),
-    ],
-)
-def test_sizes_of_gemma_have_the_published_parameter_counts(
-    kind: type[GemmaConfig], size: str, parameters: int
-) -> None:
-    assert kind(**{"size": size, **kind.sizes[size]}).num_parameters() == parameters
-
-
-@pytest.mark.parametrize(
     ("kind", "size", "parameters", "active"),
     [
         (Qwen3MoeConfig, "30B-A3B", 30_532_122_624, 3.3e9),

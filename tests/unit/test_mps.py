@@ -86,11 +86,8 @@ def test_training_resumes_and_is_close_to_the_cpu(tmp_path: Path) -> None:
     for device in ("cpu", "mps"):
         for steps in ("3", "6"):
             overrides = changes | {
-                "run.name": device,
-                "run.device": device,
-                "training.steps": steps,
-                "schedule.decay": "none",
-            }
+                "run.name": device, "run.device": device, "training.steps": steps, "schedule.decay": "none",
+            }  # fmt: skip
             done = run(tmp_path, **overrides)
             assert done.returncode == 0, done.stderr
     expected, found = (losses(tmp_path / "runs" / device) for device in ("cpu", "mps"))

@@ -1,5 +1,6 @@
 """Packed sequences and batches: epochs, order on every layout, shares of a mixture, document masking, prefetching."""
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -8,13 +9,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
+from tests.unit.datasets import batches, counting
 from titanlike.config import UserError
-from titanlike.data.batches.loader import BatchLoader
 from titanlike.data.batches.packed_dataset import (
-    BatchSource,
     PackedDataset,
     SequenceBatch,
     ShuffledMixture,
@@ -25,28 +23,6 @@ from titanlike.data.batches.shuffle import CYCLE, Mixture, shuffled
 from titanlike.data.tokens.arrays import InMemoryTokens
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.models.loss import IGNORE
-
-
-def batches(
-    data: PackedDataset | BatchSource,
-    *,
-    ranks: int = 1,
-    rank: int = 0,
-    local: int = 2,
-    seed: int = 0,
-    document_separator: Separator | None = None,
-) -> BatchLoader:
-    source = ShuffledMixture([data], seed=seed, global_batch_size=8) if isinstance(data, PackedDataset) else data
-    return BatchLoader(
-        source, global_batch_size=8, local_batch_size=local, data_rank=rank, num_data_ranks=ranks, seed=seed,
-        device=torch.device("cpu"), document_separator=document_separator,
-    )  # fmt: skip
-
-
-def counting(count: int, *, held_out: bool = False, every: int = 0, seq_len: int = 4, start: int = 0) -> PackedDataset:
-    """Returns sequences of 0 1 2 3 | 4 5 6 7 | ..., identified by their first token."""
-    tokens = InMemoryTokens(np.arange(start, start + count * seq_len + 1, dtype=np.uint32))
-    return PackedDataset(tokens, seq_len, held_out=held_out, holdout_every=every)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
@@ -155,14 +131,20 @@ def test_a_mixture_reads_every_element_of_a_stream_once_and_in_order(weights: li
         assert offsets[streams == number].tolist() == list(range((streams == number).sum()))
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
-@given(
-    weights=st.lists(st.floats(1e-6, 1.0) | st.sampled_from([1e-300, 1e300, 1 / 3, 1.0]), min_size=2, max_size=60),
-    first=st.sampled_from([0, 5, 10**6]),
+DRAW = random.Random(0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "first"),
+    [
+        ([0.9995, 0.0005], 0),
+        ([1.0, 1e-5], 0),
+        ([1.0] * 60, 0),
+        ([1e-300, 1e300, 1 / 3], 5),
+        *(([DRAW.choice((DRAW.random(), 1e-6, 1 / 3)) for _ in range(size)], 10**6) for size in range(2, 40, 4)),
+    ],
+    ids=lambda value: str(len(value) if isinstance(value, list) else value),
 )
-@example(weights=[0.9995, 0.0005], first=0)
-@example(weights=[1.0, 1e-5], first=0)
-@example(weights=[1.0] * 60, first=0)
 def test_a_mixture_honors_every_weight(weights: list[float], first: int) -> None:
     """Weights below 1/1024 too, over several blocks: exact up to one element, and one per stream for the largest."""
     mixture = Mixture(weights, seed=1)

@@ -57,6 +57,10 @@ SHIPPED = {
     **{f"llama3_70b{float8}": (70_553_706_496, 256) for float8 in ("", "_float8")},
     **{f"llama3_405b{float8}": (405_853_388_800, 512) for float8 in ("", "_float8")},
 }
+# Those whose sharding the default tests compute: one of each family and kind of layout.
+OF_EACH_KIND = (
+    "gpt2_124m", "qwen2_5_7b", "qwen3_8b", "qwen3_30b_a3b", "gemma3_4b", "llama3_8b_float8", "llama3_8b_128k", "llama3_405b",
+)  # fmt: skip
 AT_SCALE = [name for name, (_, processes) in SHIPPED.items() if processes > 8]
 
 
@@ -83,12 +87,7 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        *(
-            pytest.param(name, {}, marks=[pytest.mark.slow] if name in AT_SCALE and "float8" in name else [])
-            for name in SHIPPED
-        ),
-        pytest.param("llama3_70b", {"tensor": "1"}, marks=pytest.mark.slow),
-        pytest.param("llama3_405b", {"pipeline": "1"}, marks=pytest.mark.slow),
+        *(pytest.param(name, {}, marks=[] if name in OF_EACH_KIND else [pytest.mark.slow]) for name in SHIPPED),
         pytest.param("llama3_405b", {"pipeline": "1", "context": "4"}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -5,37 +5,19 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 
+from tests.unit.datasets import open_stream, write
 from titanlike.config import UserError
-from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.batches import stream
 from titanlike.data.batches.stream import Stream
 from titanlike.data.documents.files import File, list_files
 from titanlike.data.documents.readers import Fields
-from titanlike.data.tokens.tokenizer import build_tokenizer
 
-BYTES = build_tokenizer(Section())
 END = 256
-
-
-def write(folder: Path, sizes: Sequence[int], name: str = "part") -> list[File]:
-    """Writes files with these numbers of documents, each with a unique text."""
-    folder.mkdir(exist_ok=True)
-    for number, size in enumerate(sizes):
-        lines = [json.dumps({"text": f"{name}{number}.{line} " * (1 + line % 4)}) for line in range(size)]
-        (folder / f"{name}{number:02}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return list_files(str(folder / f"{name}*"))
-
-
-def open_stream(sources: Sequence[Sequence[File]], **options: Any) -> Stream:
-    weights = options.pop("weights", [1.0] * len(sources))
-    usual = dict(fields=Fields(), seq_len=16, global_batch_size=8, seed=0)
-    return Stream(sources, weights, BYTES, **usual | options)
 
 
 def text_of(files: Sequence[File]) -> list[str]:

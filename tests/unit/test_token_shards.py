@@ -158,20 +158,14 @@ def shard(**changes: Any) -> dict[str, Any]:
         ({"dtype": "text"}, "is not a manifest of token shards"),
         ({"tokenizer": {}}, r"is not a manifest of token shards \(tokenizer.fingerprint: must be a string\)"),
         ({"tokenizer": []}, r"is not a manifest of token shards \(tokenizer: "),
-        (
-            {"splits": {"train": [shard(tokens="9")]}},
-            r"is not a manifest of token shards \(splits.train.0.tokens: Input sho",
-        ),
+        ({"splits": {"train": [shard(tokens="9")]}}, r"is not a manifest of token shards \(splits.train.0.tokens: Input sho"),
         ({"splits": {"train": [shard(tokens=-1)]}}, r"is not a manifest of token shards \(splits.train.0.tokens: "),
         ({"splits": {"train": [shard(tokens=10**30)]}}, r"is not a manifest of token shards \(splits.train.0.tokens: "),
         ({"splits": {"train": [shard(tokens=True)]}}, r"is not a manifest of token shards \(splits.train.0.tokens: "),
-        (
-            {"splits": {"train": [shard(name="../../etc/x")]}},
-            r"is not a manifest of token shards \(splits.train.0.name: ",
-        ),
+        ({"splits": {"train": [shard(name="../../etc/x")]}}, r"is not a manifest of token shards \(splits.train.0.name: "),
         ({"more": 1}, "is not a manifest of token shards .*more"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_manifest_is_an_error(folder: Path, change: dict[str, Any], message: str) -> None:
     values = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(values | change))
@@ -245,14 +239,10 @@ def test_the_fingerprint_reads_a_bounded_number_of_blocks(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     "rows",
     [
-        [[2**62, 0]] * 3,
-        [[-1, -1]] * 3,
-        [[4, 0], [2, 2], [12, 4]],
-        [[4, 5], [8, 8], [12, 12]],
-        [[4, 0], [8, 3], [12, 8]],
+        [[2**62, 0]] * 3, [[-1, -1]] * 3, [[4, 0], [2, 2], [12, 4]], [[4, 5], [8, 8], [12, 12]], [[4, 0], [8, 3], [12, 8]],
         [[4, 0], [8, 4], [11, 8]],
     ],
-)
+)  # fmt: skip
 def test_documents_that_contradict_the_tokens_are_refused(tmp_path: Path, rows: list[list[int]]) -> None:
     writer = ShardWriter(tmp_path, "train-00000", np.uint16)
     for _ in range(3):

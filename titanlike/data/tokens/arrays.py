@@ -1,6 +1,7 @@
 """Arrays of tokens. No torch."""
 
 import hashlib
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ class InMemoryTokens:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(np.ascontiguousarray(self.tokens).data).hexdigest()[:16]
 

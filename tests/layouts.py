@@ -1,0 +1,47 @@
+"""Recipes of four processes under each layout, and the batches that their ranks train on."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes import pretrain
+from tests.training import model_of, tiny, train_on_rank
+from titanlike.config import PretrainRecipe
+from titanlike.config.sections import Parallelism
+
+# Four processes each.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": dict(shard=4),
+    "HSDP": dict(replicate=2, shard=2),
+    "TP-FSDP": dict(tensor=2, shard=2),
+    "CP-FSDP": dict(context=2, shard=2),
+    "PP-FSDP": dict(pipeline=2, shard=2),
+    "PPzbv-TP": dict(pipeline=2, pipeline_schedule="zbv", tensor=2),
+}
+
+
+def recipe_for(folder: Path, name: str, model: str, layout: str | None, **sections: Any) -> PretrainRecipe:
+    parallelism = Parallelism(**LAYOUTS[layout]) if layout else Parallelism()
+    return tiny(folder, name, model=model_of(model, sections.pop("dropout", 0.0)), parallelism=parallelism, **sections)
+
+
+def training_batches(recipe: PretrainRecipe) -> list[dict[str, Tensor]]:
+    """Returns the inputs and labels of this rank in each step, with the indices of its sequences in the global batch."""
+    steps = []
+    original = pretrain.forward_backward
+
+    def patched(model: Any, microbatches: Any, num_tokens: Any, mesh: Any, *others: Any) -> Any:
+        step = {name: torch.cat([batch.inputs[name] for batch in microbatches]) for name in microbatches[0].inputs}
+        step["labels"] = torch.cat([batch.labels for batch in microbatches])
+        first = mesh.data_rank * step["labels"].shape[0]
+        steps.append(step | {"sequence": torch.arange(first, first + step["labels"].shape[0])})
+        return original(model, microbatches, num_tokens, mesh, *others)
+
+    pretrain.forward_backward = patched
+    try:
+        train_on_rank(recipe)
+    finally:
+        pretrain.forward_backward = original
+    return steps

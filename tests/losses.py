@@ -1,0 +1,29 @@
+"""A plain cross entropy, and the errors of the chunked one against it."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy
+
+
+def reference(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = (x.double() @ weight.double().t()).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def weight_gradient_errors(chunks: Sequence[int], tokens: int = 2048, device: str = "cpu") -> list[float]:
+    """Returns the relative error of the weight's gradient in bfloat16 for each chunk size, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 64, generator=generator).to(device, torch.bfloat16)
+    weight = (0.1 * torch.randn(256, 64, generator=generator)).to(device, torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, 256, (tokens,), generator=generator).to(device)
+    exact = torch.autograd.grad(reference(x[None], weight, labels), weight)[0].double()
+    errors = []
+    for chunk in chunks:
+        (found,) = torch.autograd.grad(chunked_linear_cross_entropy(x, weight, labels, chunk=chunk) / 7, weight)
+        assert found.dtype == torch.bfloat16
+        errors.append(((7 * found.double() - exact).norm() / exact.norm()).item())
+    return errors
