@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fuzz.test_folders import JUNK, change_json, damage, refused_or
+from tests.fuzz.damage import JUNK, change_json, damage, refused_or
 from tests.interop.models import CONFIGS, MemoryWeights, model_of
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.conversations import Conversation
