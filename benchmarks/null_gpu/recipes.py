@@ -56,8 +56,13 @@ def short(recipe: PretrainRecipe, gpus: int) -> list[str]:
 
 def plan(name: str, gpus: int, options: Sequence[str]) -> Memory:
     """Returns the memory that is planned for rank 0 of a recipe with options of the command line."""
+    return memory(job_of(name, gpus, options))
+
+
+def job_of(name: str, gpus: int, options: Sequence[str]) -> Job:
+    """Returns the job of a recipe with options of the command line."""
     overrides = dict(option.removeprefix("--").split("=", 1) for option in options)
-    return memory(Job(load_known(FOLDER / f"{name}.toml", overrides), gpus))
+    return Job(load_known(FOLDER / f"{name}.toml", overrides), gpus)
 
 
 def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_ranks: bool = False) -> dict[str, Any]:

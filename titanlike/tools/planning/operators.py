@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from titanlike.config.sections import DTYPE_BYTES, Float8
 from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import TransformerConfig
+from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.experts import ends_with_experts, largest_load, routed_matmuls, routing_bytes
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.workload import Matmul, Passes, Workload
@@ -89,11 +90,7 @@ class Counts:
         elementwise_forward, elementwise_backward = self._elementwise_bytes()
         casts_forward, casts_backward = self._cast_bytes(float8)
         routing_forward, routing_backward = routing_bytes(self.job)
-        launches = [len(forward) + (6 if self.compiled else 34), len(inputs) + (10 if self.compiled else 60)]
-        if routed:
-            launches = [number + (20 if self.compiled else 36) for number in launches]
-            if self.job.layout.expert > 1:
-                launches = [number + 20 for number in launches]
+        launches = self._launches(len(forward), len(inputs), len(float8))
         full = Workload(
             tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0]
         )
@@ -111,6 +108,26 @@ class Counts:
             ),
             Workload(tuple(weights), 0.0, 0.0, 0.0, len(weights)),
         )
+
+    def _launches(self, forward: int, backward: int, float8: int) -> tuple[int, int]:
+        """Kernels that the host launches for a block, forward and backward without the gradients of weights, given its products.
+        Constants are from steps of the shipped recipes on null GPUs (`tests/unit/test_planning_null_gpu.py`)."""
+        job, model = self.job, self.job.recipe.model
+        qk_norm, post_norms = int(model.qk_norm), int(model.post_norms)
+        if self.compiled:
+            forward += 8 + 2 * qk_norm + 6 * post_norms
+            backward += 14 + 3 * qk_norm + 12 * post_norms
+        else:
+            forward += 19 + 2 * qk_norm + 2 * post_norms
+            backward += 44 + 4 * qk_norm + 4 * post_norms
+        forward, backward = forward + 3 * float8, backward + 5 * float8  # maxima and casts
+        if not job.uses_fsdp():  # each weight is cast, and each gradient
+            number = len(model.block_matrices())
+            forward, backward = forward + number, backward + number
+        if isinstance(model, MoeConfig):
+            extra = (20 if self.compiled else 36) + (25 if job.layout.expert > 1 else 0)
+            forward, backward = forward + extra, backward + extra
+        return forward, backward
 
     def _recomputed(self, matmuls: list[Matmul], forward: Workload) -> Workload:
         """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms, and that

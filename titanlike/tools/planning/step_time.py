@@ -107,6 +107,17 @@ class Rank:
             found[stage] += [(counts.loss(), 1)] * (stage == len(self.job.split) - 1)
         return found
 
+    @property
+    def launches(self) -> float:
+        """Kernels that the host launches for the blocks and both ends in a step, without those of FSDP and the optimizer."""
+        works = [
+            (number, work.kernels)
+            for modules in self.modules.values()
+            for passes, number in modules
+            for work in (passes.forward, passes.recomputation, passes.backward_input, passes.backward_weight)
+        ]
+        return self.job.num_microbatches * sum(number * kernels for number, kernels in works)
+
     @cached_property
     def phases(self) -> dict[tuple[int, Kind], Parts]:
         """Seconds of a micro-batch in each stage: computation, and collectives that it waits for."""
