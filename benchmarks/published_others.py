@@ -13,7 +13,7 @@ from titanlike.tools.planning.program import Program
 # Weights and moments in bfloat16. Each tensor-parallel rank computes all logits, and their loss in eager code.
 KEMPNER = Program(attention="fused", eager_loss=True, whole_logits=True)
 KEMPNER_PIPELINE = replace(KEMPNER, rope_bytes=24, norm_bytes=(36, 60), sequence_parallel=False)
-NODES_OF_4 = dict(gpus_per_node=4, node_switch=False)
+NODES_OF_4 = dict(gpus_per_node=4)
 # A model of transformers, compiled, with an eager loss of all logits in float32.
 PRIME_RL = Program(attention="flash", norm_bytes=(36, 60), eager_loss=True)
 AUTOMODEL = Program(attention="fused", cast_share=0.5, load_variation=0.0, hidden_exchange=0.7)

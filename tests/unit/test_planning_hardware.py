@@ -103,3 +103,17 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
         load_hardware(str(tmp_path / "zero.toml"))
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         load_hardware(str(tmp_path.rename(tmp_path.with_suffix(".toml"))))
+
+
+def test_a_file_extends_a_shipped_one(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "h100"\nnetwork_gb_per_second = 25\n')
+    found, base = load_hardware(str(file)), load_hardware("h100")
+    assert found == dataclasses.replace(base, network_gb_per_second=25.0)
+    assert base.has_switch and not load_hardware("h200_nodes_of_4").has_switch
+    file.write_text('extends = "h10"\n')
+    with pytest.raises(UserError, match='extends = "h10" is not a shipped file; use one of a100, '):
+        load_hardware(str(file))
+    file.write_text('extends = "h100"\nnetwork_gb_per_sec = 25\n')
+    with pytest.raises(UserError, match=r"network_gb_per_sec is an unknown key; did you mean network_gb_per_second\?"):
+        load_hardware(str(file))

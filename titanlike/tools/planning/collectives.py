@@ -101,7 +101,7 @@ class Links:
             return 0.0
         hardware = self.hardware
         bandwidth = hardware.node_gb_per_second * hardware.node_fraction * 1e9
-        if not hardware.node_switch:  # each two GPUs have their own link
+        if not hardware.has_switch:  # each two GPUs have their own link
             local = max(2, min(size, hardware.gpus_per_node // distance))
             bandwidth *= (local - 1) / max(1, hardware.gpus_per_node - 1)
         latency = hardware.node_latency_us * 1e-6

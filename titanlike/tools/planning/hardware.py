@@ -65,9 +65,9 @@ class Hardware:
     network_gb_per_second: Rate
     """Bandwidth of a GPU to other nodes, in one direction."""
 
-    node_switch: bool = True
+    node_switch: bool | None = None
     """Whether a switch joins the GPUs of a node. Without one, each two GPUs share an equal part of that bandwidth: a pair of four
-    GPUs has a third of it."""
+    GPUs has a third of it. Default: unless a node has four GPUs, whose boards have none."""
     float8_tflops: RateOrZero = 0.0
     """Peak dense float8 throughput. 0: the GPU has no float8 matmuls."""
     tf32_tflops: RateOrZero = 0.0
@@ -123,6 +123,11 @@ class Hardware:
     gpu_watts: RateOrZero = 0.0
     """Power of a GPU. 0: unknown."""
 
+    @property
+    def has_switch(self) -> bool:
+        """Whether a switch joins the GPUs of a node."""
+        return self.gpus_per_node != 4 if self.node_switch is None else self.node_switch
+
 
 def hardware_names() -> list[str]:
     """Returns the names of the shipped hardware files."""
@@ -153,6 +158,8 @@ def described_by(name: str, folder: Path, type_: type[Described], kind: str) -> 
     except (ValueError, RecursionError) as error:  # of tomli, or text that is not UTF-8
         raise UserError(f"--{kind} {shown(name)} is not valid TOML: {shown(str(error))}") from None
     keys = type_.__dataclass_fields__
+    if "extends" in values:
+        values = _extended(values, folder, f"{kind} file {shown(name)}")
     try:
         text = json.dumps(({"name": path.stem} if "name" in keys else {}) | values, default=str)
     except ValueError:  # hexadecimal digits of an integer that Python does not convert to decimal ones
@@ -166,6 +173,14 @@ def described_by(name: str, folder: Path, type_: type[Described], kind: str) -> 
         raise UserError(
             "\n".join(_message(f"{kind} file {shown(name)}", list(keys), detail) for detail in details)
         ) from None
+
+
+def _extended(values: dict[str, Any], folder: Path, file: str) -> dict[str, Any]:
+    """Returns the values of a file together with those of the shipped one that it extends."""
+    base, names = values["extends"], sorted(file.stem for file in folder.glob("*.toml"))
+    if base not in names:
+        raise UserError(f"{file}: extends = {show_value(base)} is not a shipped file; use one of {', '.join(names)}")
+    return tomli.loads((folder / f"{base}.toml").read_text()) | {key: values[key] for key in values if key != "extends"}
 
 
 def _message(file: str, keys: list[str], detail: dict[str, object]) -> str:

@@ -82,7 +82,7 @@ def compare(
     job = Job(recipe, num_gpus)
     found = {"run_memory_gib": memory_gib, "planned_memory_gib": memory(job).allocated / GIB}
     if hardware and tokens_per_second:
-        plan = make_plan(job, replace(hardware, gpus_per_node=gpus_per_node))
+        plan = make_plan(job, replace(hardware, gpus_per_node=gpus_per_node, node_switch=hardware.has_switch))
         found |= {"run_tokens_per_second": tokens_per_second, "planned_tokens_per_second": plan.tokens_per_second}
     return found
 
