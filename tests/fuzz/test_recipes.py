@@ -311,7 +311,7 @@ def titanlike_case(rng: random.Random, folder: Path) -> None:
             ["data", "inspect", rng.choice(("nope.toml", "x" * 300 + ".toml", "no folder", "x" * 300)), "--step=1"],
             ["data", "prepare", "none.txt", "--out", "x", "--tokenizer", "bytes", f"--workers={number}"],
             ["data", "train-tokenizer", "none.txt", "--out", "x", f"--vocab-size={number}"],
-            ["schema", "--markdwn"], ["export"], ["verfy"], [], [rng.choice(ODD_TEXT)[:99]], ["data"], ["data", "prepar"],
+            ["schema", "--markdwn"], ["export"], ["verfy"], [rng.choice(ODD_TEXT)[:99]], ["data"], ["data", "prepar"],
             ["schema", f"--x={number}"], ["export", "a", "b", "--dtype", number[:9]], ["export", "a", "b", "--step", number[:9]],
             ["import", number[:9]],
         ]

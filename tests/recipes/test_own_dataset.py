@@ -49,7 +49,8 @@ def test_a_stateful_dataloader_in_a_copied_recipe_resumes_exactly(tmp_path: Path
     # Including that of step 3, which the deleted file had.
     assert [one["validation_loss"] for one in records(tmp_path / "runs/run") if "validation_loss" in one] == validated
 
-    (tmp_path / "my_data.py").write_text(example.replace("version 1", "version 2"))
+    # Of another size: Python recompiles a file by its size and its time in seconds.
+    (tmp_path / "my_data.py").write_text(example.replace("version 1", "version 2.0"))
     refused = run(tmp_path, "mine.toml", **options)
     assert refused.returncode == 2
     assert "trained on other data (fingerprint training of my dataset, version 1, now training of my" in refused.stderr
