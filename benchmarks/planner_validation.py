@@ -1,12 +1,12 @@
-"""Predictions of the planner beside published measurements of Llama pre-training.
+"""Predictions of the planner beside published measurements of training.
 
     python -m benchmarks.planner_validation --out benchmarks/results/planner_validation.json
     python -m benchmarks.planner_validation --markdown
 
-Each row of `benchmarks/published.py` is predicted with the recipe that computes the same, and with a record of how the measured
-program differs from this toolkit. One efficiency is fitted for each hardware and precision, to every other row of such a group in
-the order of the file, and judged on the rest. Rows that are marked as not listed are judged only, those of other hardware with the
-efficiency in its file. All rows stay, with the reason where the error is large.
+Each row of `benchmarks/published.py` and `benchmarks/published_others.py` is predicted with the recipe that computes the same, and
+with a record of how the measured program differs from this toolkit. One efficiency of each GPU and precision, and a few constants,
+are fitted: to all rows, which is what is shipped, and for each source to the rows of the others, which judges it and gives the
+ranges of plans. Rows that are not listed are never fitted. All rows stay, with the reason where the error is large.
 """
 
 import argparse

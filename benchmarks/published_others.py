@@ -14,7 +14,8 @@ from titanlike.tools.planning.program import Program
 KEMPNER = Program(attention="fused", eager_loss=True, whole_logits=True)
 KEMPNER_PIPELINE = replace(KEMPNER, rope_bytes=24, norm_bytes=(36, 60), sequence_parallel=False)
 NODES_OF_4 = dict(gpus_per_node=4)
-# A model of transformers, compiled, with an eager loss of all logits in float32.
+# A model of transformers with an eager loss of all logits in float32. The source says compiled; the differences between its GPUs
+# are those of eager elementwise kernels.
 PRIME_RL = Program(attention="flash", norm_bytes=(36, 60), eager_loss=True)
 AUTOMODEL = Program(attention="fused", cast_share=0.5, load_variation=0.0, hidden_exchange=0.7)
 # Experts are padded to the largest load of a router with random weights.
