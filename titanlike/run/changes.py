@@ -87,12 +87,14 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
             f"{run} that was trained with another tokenizer (fingerprint {saved.tokenizer}, now {now.tokenizer}). Restore it to "
             f"resume, {or_new_run}"
         )
-    if saved.data != now.data:
+    if saved.data != now.data and not saved.imported:
         raise UserError(
             f"{run} that was trained on other data (fingerprint {saved.data}, now {now.data}). Restore the data to resume, "
             f"{or_new_run}"
         )
     inexact = [line for key, line in differences.items() if key in changed or key.startswith(INEXACT)]
+    if saved.imported:
+        return [*inexact, f"imported from {saved.imported}"]
     machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
     inexact += _differences(machine_before, machine_now).values()
     if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:

@@ -1,0 +1,1 @@
+"""Settings and checkpoints of other training programs."""
