@@ -4,7 +4,7 @@ one."""
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Program:
     parts: Callable[[TransformerConfig, Collection[str]], dict[str, Part]]
     evidence: str  # in the key of a weight
     state_key: str  # of the optimizer state {kind} of the tensor {key}
+    master_key: str  # of the float32 weights, if the model has low precision
     step: Callable[[DCPFolder], int]
     ignored: str  # keys that have no weights
 
@@ -60,10 +61,20 @@ def _megatron_step(folder: DCPFolder) -> int:
 
 PROGRAMS = {
     "torchtitan": Program(
-        torchtitan_parts, "layers.0.attention.wq.", "optimizer.state.{key}.{kind}", _torchtitan_step, r"optimizer\.|.*freqs_cis$"
+        parts=torchtitan_parts,
+        evidence="layers.0.attention.wq.",
+        state_key="optimizer.state.{key}.{kind}",
+        master_key="",
+        step=_torchtitan_step,
+        ignored=r"optimizer\.|.*freqs_cis$",
     ),
     "megatron": Program(
-        megatron_parts, "linear_qkv", "optimizer.state.{kind}.{key}", _megatron_step, r"optimizer\.|.*_extra_state|rng_state"
+        parts=megatron_parts,
+        evidence="self_attention.linear_qkv.",
+        state_key="optimizer.state.{kind}.{key}",
+        master_key="optimizer.state.fp32_param.{key}",
+        step=_megatron_step,
+        ignored=r"optimizer\.|.*_extra_state|rng_state|rerun_state",
     ),
 }
 
@@ -98,7 +109,10 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
     parts = program.parts(recipe.model, folder.tensors)
     _check(folder, program, parts, recipe.model)
 
-    sources = {f"model.{parameter}": part for parameter, part in parts.items()}
+    sources = {}
+    for parameter, part in parts.items():
+        master = program.master_key.format(key=part.key)
+        sources[f"model.{parameter}"] = replace(part, key=master) if master in folder.tensors else part
     problem = "--weights-only is set" if weights_only else _state_problem(folder, program, parts, recipe.optimizer)
     step = 0 if problem else program.step(folder)
     if not problem and not step:
@@ -113,7 +127,7 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
         for parameter, part in parts.items():
             for kind in MOMENTS:
                 key = program.state_key.format(key=part.key, kind=kind)
-                sources[f"optimizer.{parameter}.{kind}"] = Part(key, part.shape, part.layer, part.rows)
+                sources[f"optimizer.{parameter}.{kind}"] = replace(part, key=key)
     dtype = getattr(torch, recipe.training.master_dtype)
     counts = {} if problem else {f"optimizer.{parameter}.step": torch.tensor(float(step)) for parameter in parts}
 

@@ -26,6 +26,8 @@ ALLOWED = {
         *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    # Megatron-LM keeps the plans of the ranks.
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath",),

@@ -36,15 +36,11 @@ def torchtitan_parts(config: TransformerConfig, found: Collection[str]) -> dict[
 def megatron_parts(config: TransformerConfig, found: Collection[str]) -> dict[str, Part]:
     """Returns the place of each parameter in a checkpoint of Megatron-LM's format `torch_dist`: queries, keys and values are one
     tensor, as are the two matrices of SwiGLU, and each tensor is a stack of all layers unless layers differ. `found` are the keys of
-    the checkpoint: the names of norms depend on whether Transformer Engine was used."""
+    the checkpoint."""
     if config.name not in ("llama", "gpt"):
         raise UserError(f"model.name = {config.name!r}: checkpoints of Megatron-LM are supported for llama and gpt")
-    fused_norms = any("linear_qkv.layer_norm_weight" in key for key in found)
     is_stacked = not any(key.startswith("decoder.layers.0.") for key in found)
-    norms = {
-        "attention_norm": "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm.",
-        "ffn_norm": "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm.",
-    }
+    norms = {"attention_norm": "self_attention.linear_qkv.layer_norm_", "ffn_norm": "mlp.linear_fc1.layer_norm_"}
     heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
     fused_rows = (heads + 2 * groups) * size
     gated = config.parameters().get("layers.0.feed_forward.w3.weight")
