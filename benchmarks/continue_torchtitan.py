@@ -3,9 +3,9 @@
     python -m venv peer && peer/bin/pip install torch torchtitan==0.2.2
     python -m benchmarks.continue_torchtitan --python peer/bin/python --out benchmarks/results/continue_torchtitan.json
 
-torchtitan trains its debug model, Llama 3 on two processes with FSDP, and saves after 10 of 15 steps. `titanlike import` converts that
-checkpoint, and the run continues under three layouts. Then the reverse: a run of titanlike on two processes is exported after 10
-steps, and torchtitan continues. All train on the same batches, in float32.
+torchtitan trains its debug model, Llama 3 on two processes with FSDP, and saves after 10 of 15 steps. `titanlike import` converts
+that checkpoint, and the run continues under three layouts. Then the reverse: a run of titanlike on two processes is exported after
+10 steps, and torchtitan continues. All train on the same batches, in float32.
 """
 
 import argparse
@@ -128,7 +128,14 @@ def train_there(
     # torch 2.14 refuses torchtitan's tied embedding under FSDP.
     processes = 1 if MODELS[model].get("tied_head") else 2
     options = OPTIONS | {"training.local_batch_size": 8 // processes} | (options or {})
-    values = {"model": model, "folder": str(folder), "batches": str(batches), "steps": STEPS, "interval": SAVED, "skip": skip}
+    values = {
+        "model": model,
+        "folder": str(folder),
+        "batches": str(batches),
+        "steps": STEPS,
+        "interval": SAVED,
+        "skip": skip,
+    }
     task.write_text(json.dumps(values | {"losses": str(losses), "options": options}))
     module = "benchmarks.subjects.torchtitan_checkpoints"
     launcher = [peer, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

@@ -52,6 +52,8 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     """
     before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
     differences = _differences(before, now.recipe)
+    if not saved.step:  # weights alone
+        differences = {key: line for key, line in differences.items() if key.startswith("model.")}
     run = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
     or_new_run = "or give --run.name to start a new run"
     if saved.step > recipe.training.steps:

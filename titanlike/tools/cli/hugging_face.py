@@ -32,8 +32,8 @@ learning rate for fine-tuning. Set the data in it: without data.path it does not
 
   titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8
 
-Of a checkpoint of torch.distributed.checkpoint that torchtitan or Megatron-LM wrote, it writes a checkpoint of the recipe's run: the
-weights, and the state of AdamW and the step where they can be converted. The run then resumes from it, under any layout.
+Of a checkpoint of torch.distributed.checkpoint that torchtitan or Megatron-LM wrote, it writes a checkpoint of the recipe's run:
+the weights and, where they can be converted, the state of AdamW and the step. The run resumes from it under any layout.
 
   titanlike import outputs/checkpoint/step-1000 train.toml --from torchtitan && titanlike train train.toml"""
 # Lines of an imported recipe, and the comments on them.
@@ -69,8 +69,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         description=IMPORT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("source", type=Path, metavar="SOURCE", help="Hugging Face folder, or checkpoint of another program")
-    command.add_argument("recipe", type=Path, help="recipe to write, or, for a checkpoint, the recipe of the run to continue")
+    command.add_argument(
+        "source", type=Path, metavar="SOURCE", help="Hugging Face folder, or checkpoint of another program"
+    )
+    command.add_argument(
+        "recipe", type=Path, help="recipe to write, or, for a checkpoint, the recipe of the run to continue"
+    )
     text = "program that wrote the checkpoint (default: recognized by its tensors)"
     command.add_argument("--from", dest="program", choices=["torchtitan", "megatron"], default="", help=text)
     command.add_argument("--weights-only", action="store_true", help="start at step 1 with a new optimizer")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from titanlike.checkpoint import loader
-from titanlike.checkpoint.format import ShardRange, write_tensors
+from titanlike.checkpoint.format import write_tensors
 from titanlike.checkpoint.store import CheckpointMetadata, commit, file_of, name_of, open_store
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown, validate
@@ -44,6 +44,15 @@ class Program:
     master_key: str  # of the float32 weights, if the model has low precision
     step: Callable[[DCPFolder], int]
     ignored: str  # keys that have no weights
+
+    def weight(self, part: Part, folder: DCPFolder) -> Part:
+        """Returns the place of a parameter's values in the highest precision."""
+        master = self.master_key.format(key=part.key)
+        return replace(part, key=master) if master in folder.tensors else part
+
+    def moment(self, part: Part, kind: str) -> Part:
+        """Returns the place of a parameter's optimizer state."""
+        return replace(part, key=self.state_key.format(key=part.key, kind=kind))
 
     def is_weight(self, key: str) -> bool:
         """Whether a tensor belongs to the model."""
@@ -85,8 +94,9 @@ def program_of_checkpoint(folder: DCPFolder) -> str:
         if any(program.evidence in key for key in folder.tensors):
             return name
     raise UserError(
-        f"{folder.path} is not a checkpoint of {' or '.join(PROGRAMS)}: its tensors are {shown(', '.join(sorted(folder.tensors)[:5]))}"
-        ", ...; export it as a Hugging Face folder with its own program, and import that"
+        f"{folder.path} is not a checkpoint of {' or '.join(PROGRAMS)}: its tensors are "
+        f"{shown(', '.join(sorted(folder.tensors)[:5]))}, ...; export it as a Hugging Face folder with its own program, and import "
+        "that"
     )
 
 
@@ -98,67 +108,74 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
         name: the program, "torchtitan" or "megatron". Default: recognized by the names of the tensors.
     """
     folder = DCPFolder(source)
-    program = PROGRAMS[name or program_of_checkpoint(folder)]
     name = name or program_of_checkpoint(folder)
+    program = PROGRAMS[name]
     if isinstance(recipe, FinetuneRecipe) and recipe.lora.rank:
-        raise UserError("lora.rank: a run with LoRA starts from checkpoint.initial; import without LoRA, export, and set that key")
+        raise UserError(
+            "lora.rank: a run with LoRA starts from checkpoint.initial; import without LoRA, export, and set that key"
+        )
     run = RunDirectory(recipe)
-    store = open_store(run.checkpoints)
-    if store.steps() or run.metrics.exists():
+    if open_store(run.checkpoints).steps() or run.metrics.exists():
         raise UserError(f"{run.path} holds a run already; set run.name in the recipe to import into a new one")
     parts = program.parts(recipe.model, folder.tensors)
     _check(folder, program, parts, recipe.model)
-
-    sources = {}
-    for parameter, part in parts.items():
-        master = program.master_key.format(key=part.key)
-        sources[f"model.{parameter}"] = replace(part, key=master) if master in folder.tensors else part
-    problem = "--weights-only is set" if weights_only else _state_problem(folder, program, parts, recipe.optimizer)
+    problem = "--weights-only is set" if weights_only else _state_problem(folder, program, parts, recipe)
     step = 0 if problem else program.step(folder)
-    if not problem and not step:
-        problem = f"{source} does not tell its step, " + (
-            "which Megatron-LM has in the name of the folder (iter_0001000)" if name == "megatron" else "train_state.step"
-        )
-    if step and recipe.data.source == "stream":
-        raise UserError("data.source = 'stream' has no position at the step of another program; give --weights-only")
     if step >= recipe.training.steps:
-        raise UserError(f"{source} is of step {step}, but training.steps = {recipe.training.steps}; set it to the steps in total")
-    if not problem:
-        for parameter, part in parts.items():
-            for kind in MOMENTS:
-                key = program.state_key.format(key=part.key, kind=kind)
-                sources[f"optimizer.{parameter}.{kind}"] = replace(part, key=key)
-    dtype = getattr(torch, recipe.training.master_dtype)
-    counts = {} if problem else {f"optimizer.{parameter}.step": torch.tensor(float(step)) for parameter in parts}
+        raise UserError(
+            f"{source} is of step {step}, but training.steps = {recipe.training.steps}; set it to the steps in total"
+        )
 
-    metadata = CheckpointMetadata(
-        step=step,
-        recipe=recipe_as_json(recipe),
-        tokens=recipe.training.num_tokens(step),
-        versions=versions(),
-        imported=name,
+    sources = {f"model.{parameter}": program.weight(part, folder) for parameter, part in parts.items()}
+    counts = {}
+    if step:
+        for parameter, part in parts.items():
+            counts[f"optimizer.{parameter}.step"] = torch.tensor(float(step))
+            for kind in MOMENTS:
+                sources[f"optimizer.{parameter}.{kind}"] = program.moment(part, kind)
+    dtype, shapes = getattr(torch, recipe.training.master_dtype), recipe.model.parameters()
+    specs = {target: torch.empty(shapes[_parameter_of(target)].shape, dtype=dtype, device="meta") for target in sources}
+
+    def read(target: str) -> Tensor:
+        return counts[target] if target in counts else _read(folder, sources[target]).to(dtype)
+
+    size = _write(
+        run,
+        CheckpointMetadata(
+            step=step,
+            recipe=recipe_as_json(recipe),
+            tokens=recipe.training.num_tokens(step),
+            versions=versions(),
+            imported=name,
+        ),
+        specs | counts,
+        read,
     )
+    what = f"weights and optimizer state of step {step:,}" if step else f"weights ({problem}: the run starts at step 1)"
+    return (
+        f"{run.checkpoints}/{name_of(step)}: {what} of {name}, {size:,} bytes; the data continues where the recipe's data is "
+        f"after step {step:,}"
+    )
+
+
+def _write(
+    run: RunDirectory, metadata: CheckpointMetadata, specs: Mapping[str, Tensor], read: Callable[[str], Tensor]
+) -> int:
+    """Writes a checkpoint, tensor by tensor. Returns its size in bytes."""
+    store, step, size = open_store(run.checkpoints), metadata.step, sum(spec.nbytes for spec in specs.values())
     if "://" not in run.checkpoints:
         Path(run.checkpoints).mkdir(parents=True, exist_ok=True)
-    shapes = {target: recipe.model.parameters()[_parameter_of(target)].shape for target in sources}
-    specs = {target: torch.empty(shape, dtype=dtype, device="meta") for target, shape in shapes.items()} | counts
-    size = sum(spec.nbytes for spec in specs.values())
     store.begin(step, size)
-    seed_generators(recipe.run.seed)
-    states = json.dumps(generator_states())
+    seed_generators(run.recipe.run.seed)
+    states = json.dumps(generator_states())  # those of a new run
     digests = {}
     for number, names in enumerate(_files(specs)):
         ranges = {target: [list(specs[target].shape), [0] * specs[target].dim()] for target in names}
+        notes = {"shards": json.dumps(ranges), "generators": states}
         with store.create(step, file_of(number)) as stream:
-            digests[file_of(number)] = write_tensors(
-                stream,
-                {target: specs[target] for target in names},
-                lambda target: counts[target] if target in counts else _read(folder, sources[target]).to(dtype),
-                {"shards": json.dumps(ranges), "generators": states},
-            )
+            digests[file_of(number)] = write_tensors(stream, {target: specs[target] for target in names}, read, notes)
     commit(store, metadata, digests)
-    what = f"weights and optimizer state of step {step:,}" if step else f"weights ({problem}: the run starts at step 1)"
-    return f"{store}/{name_of(step)}: {what} of {name}, {size:,} bytes; the data starts where the recipe's data is at step {step:,}"
+    return size
 
 
 def _parameter_of(target: str) -> str:
@@ -210,9 +227,10 @@ def _check(folder: DCPFolder, program: Program, parts: Mapping[str, Part], confi
             )
 
 
-def _state_problem(folder: DCPFolder, program: Program, parts: Mapping[str, Part], optimizer: Optimizer) -> str:
+def _state_problem(folder: DCPFolder, program: Program, parts: Mapping[str, Part], recipe: PretrainRecipe) -> str:
     """Returns why the state of the optimizer cannot be imported, or "" if it can."""
-    keys = [program.state_key.format(key=part.key, kind=kind) for part in parts.values() for kind in MOMENTS]
+    optimizer = recipe.optimizer
+    keys = [program.moment(part, kind).key for part in parts.values() for kind in MOMENTS]
     missing = [key for key in keys if key not in folder.tensors]
     if len(missing) == len(keys):
         other = any(key.startswith("optimizer.") for key in folder.tensors)
@@ -223,12 +241,16 @@ def _state_problem(folder: DCPFolder, program: Program, parts: Mapping[str, Part
         return "optimizer.groups has another optimizer than AdamW"
     if optimizer.state_dtype != "full" or optimizer.stochastic_rounding:
         return "the recipe's optimizer state has low precision"
+    if recipe.data.source == "stream":
+        return "data.source = 'stream' has no position at a step of another program"
+    if not program.step(folder):
+        return "the step is not known: Megatron-LM has it in the name of the folder, iter_0001000"
     return ""
 
 
 def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
-    """Writes a checkpoint of a run as one of torchtitan, which `torch.distributed.checkpoint` reads: weights, the state of AdamW, the
-    learning-rate schedule and the step. Returns what was exported."""
+    """Writes a checkpoint of a run as one of torchtitan, which `torch.distributed.checkpoint` reads: weights, the state of AdamW,
+    the learning-rate schedule and the step. Returns what was exported."""
     recipe, step = weights.metadata.recipe, weights.metadata.step
     if weights.adapted_layers:
         raise UserError(f"{weights.path} has LoRA adapters; export a Hugging Face folder, which has them merged")
@@ -292,7 +314,13 @@ def _torchtitan_options(recipe: Mapping[str, Any], step: int) -> tuple[dict[str,
     peak, schedule, steps = section.lr, validate(Schedule, recipe["schedule"]), recipe["training"]["steps"]
     rate = learning_rate(min(step + 1, steps), steps, peak, schedule)  # of the next step
     optimizer = torch.optim.AdamW(
-        [torch.empty(1)], peak, (section.beta1, section.beta2), section.eps, section.weight_decay, foreach=False, fused=True
+        [torch.empty(1)],
+        peak,
+        (section.beta1, section.beta2),
+        section.eps,
+        section.weight_decay,
+        foreach=False,
+        fused=True,
     )
     state = LambdaLR(optimizer, lambda _: 1.0).state_dict()
     del state["lr_lambdas"]

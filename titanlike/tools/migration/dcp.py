@@ -2,6 +2,7 @@
 objects, only the classes that describe tensors are loaded."""
 
 import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from io import BytesIO
@@ -77,7 +78,7 @@ class DCPFolder:
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            message = str(error).splitlines()[0]
+            message = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"{self.path}: {shown(items[0].storage_index.fqn)} cannot be read: {message}") from None
         return planner.value
 
@@ -103,7 +104,9 @@ class _Unpickler(pickle.Unpickler):
     """Loads the classes that describe tensors, and no other."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in ALLOWED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if name in ALLOWED.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it contains {shown(f'{module}.{name}')}, which is not loaded")
 
@@ -117,7 +120,9 @@ class _Target(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert self.tensor is not None
-        part = tuple(slice(start, start + size) for start, size in zip(read_item.dest_offsets, read_item.lengths, strict=True))
+        part = tuple(
+            slice(start, start + size) for start, size in zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        )
         return self.tensor[part]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
@@ -150,4 +155,6 @@ def write_dcp(path: Path, state: Mapping[str, Any], read: Callable[[str], Tensor
             return read(write_item.index.fqn)
 
     writer = dcp.FileSystemWriter(path, single_file_per_rank=False, thread_count=1)
-    dcp.save(dict(state), storage_writer=writer, planner=Planner(), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist asks for
+        dcp.save(dict(state), storage_writer=writer, planner=Planner(), no_dist=True)

@@ -21,8 +21,8 @@ class Part:
 
 
 def torchtitan_parts(config: TransformerConfig, found: Collection[str]) -> dict[str, Part]:
-    """Returns the place of each parameter. torchtitan's names are the same; its Llama rotates adjacent elements of queries and keys,
-    and this library, like Transformers, the two halves of a head."""
+    """Returns the place of each parameter. torchtitan's names are the same; its Llama rotates adjacent elements of queries and
+    keys, and this library, like Transformers, the two halves of a head."""
     if config.name not in ("llama", "qwen3"):
         raise UserError(f"model.name = {config.name!r}: checkpoints of torchtitan are supported for llama and qwen3")
     parts = {}
@@ -34,9 +34,9 @@ def torchtitan_parts(config: TransformerConfig, found: Collection[str]) -> dict[
 
 
 def megatron_parts(config: TransformerConfig, found: Collection[str]) -> dict[str, Part]:
-    """Returns the place of each parameter in a checkpoint of Megatron-LM's format `torch_dist`: queries, keys and values are one
-    tensor, as are the two matrices of SwiGLU, and each tensor is a stack of all layers unless layers differ. `found` are the keys of
-    the checkpoint."""
+    """Returns the place of each parameter in a checkpoint of Megatron-LM's format `torch_dist`. Queries, keys and values are one
+    tensor, as are the two matrices of SwiGLU, and each tensor is a stack of all layers, unless they differ. `found` are the keys
+    of the checkpoint."""
     if config.name not in ("llama", "gpt"):
         raise UserError(f"model.name = {config.name!r}: checkpoints of Megatron-LM are supported for llama and gpt")
     is_stacked = not any(key.startswith("decoder.layers.0.") for key in found)
@@ -62,7 +62,11 @@ def megatron_parts(config: TransformerConfig, found: Collection[str]) -> dict[st
         if module in norms:
             key = norms[module] + kind
         elif module in ("attention.wq", "attention.wk", "attention.wv"):
-            key, num_rows, rows = f"self_attention.linear_qkv.{kind}", fused_rows, _fused_rows(module[-1], heads, groups, size)
+            key, num_rows, rows = (
+                f"self_attention.linear_qkv.{kind}",
+                fused_rows,
+                _fused_rows(module[-1], heads, groups, size),
+            )
         elif module == "attention.wo":
             key = f"self_attention.linear_proj.{kind}"
         elif module == "feed_forward.w2":
@@ -85,8 +89,8 @@ def _halves_from_pairs(num_rows: int, head_dim: int) -> Tensor:
 
 
 def _fused_rows(which: str, num_heads: int, num_groups: int, head_dim: int) -> Tensor:
-    """Returns the rows of queries, keys or values in the fused matrix, in which the query heads of a group are followed by its key and
-    its value."""
+    """Returns the rows of queries, keys or values in the fused matrix, in which the query heads of a group are followed by its
+    key and its value."""
     per_group = num_heads // num_groups
     rows = torch.arange((num_heads + 2 * num_groups) * head_dim).view(num_groups, per_group + 2, head_dim)
     heads: Mapping[str, slice] = {
