@@ -138,7 +138,11 @@ def test_a_checkpoint_of_torchtitan_returns_as_it_was(tmp_path: Path, config: Tr
     assert "weights and optimizer state of step 3 of torchtitan" in message
     weights = open_weights(tmp_path / "imported")
     assert isinstance(weights, CheckpointWeights)
-    export_checkpoint(weights, tmp_path / "exported")
+    assert export_checkpoint(weights, tmp_path / "exported").endswith(
+        f"; torchtitan has one weight decay for all parameters, also norms: {recipe.optimizer.weight_decay}"
+    )
+    with pytest.raises(UserError, match="exported exists; choose another folder"):
+        export_checkpoint(weights, tmp_path / "exported")
     folder = DCPFolder(tmp_path / "exported")
     expected = {k: v for k, v in state.items() if isinstance(v, Tensor)}
     expected |= {f"optimizer.{k}": v for k, v in state["optimizer"].items() if isinstance(v, Tensor)}

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         if arguments.command == "export":
             _export(arguments)
-        elif arguments.program or arguments.weights_only or (arguments.source / ".metadata").exists():
+        elif arguments.program or arguments.weights_only or _is_dcp(arguments.source):
             _import_checkpoint(arguments)
         else:
             import_recipe(arguments.source, arguments.recipe)
@@ -114,6 +114,11 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     size = export(weights, arguments.folder, dtype=arguments.dtype or "", shard_size=arguments.shard_size * 10**6)
     print(f"{arguments.folder}: {weights.config.label()}, {size:,} bytes of weights, from {weights.path}")
+
+
+def _is_dcp(source: Path) -> bool:
+    """Whether a folder, or one in it, is a checkpoint of torch.distributed.checkpoint."""
+    return (source / ".metadata").exists() or any(source.glob("*/.metadata"))
 
 
 def _import_checkpoint(arguments: argparse.Namespace) -> None:

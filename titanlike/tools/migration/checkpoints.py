@@ -2,6 +2,7 @@
 one."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -252,6 +253,8 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
     """Writes a checkpoint of a run as one of torchtitan, which `torch.distributed.checkpoint` reads: weights, the state of AdamW,
     the learning-rate schedule and the step. Returns what was exported."""
     recipe, step = weights.metadata.recipe, weights.metadata.step
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} exists; choose another folder, or remove it")
     if weights.adapted_layers:
         raise UserError(f"{weights.path} has LoRA adapters; export a Hugging Face folder, which has them merged")
     parts = torchtitan_parts(weights.config, ())
@@ -265,12 +268,15 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
 
     for parameter, part in parts.items():
         add(state, part.key, part.key, f"model.{parameter}", part)
-    problem = ""
+    note = ""
     if missing := [p for p in parts for kind in (*MOMENTS, "step") if f"optimizer.{p}.{kind}" not in entries]:
-        problem = f"; no optimizer state, because that of {missing[0]} is not AdamW's"
+        note = f"; without optimizer state, because that of {missing[0]} is not AdamW's"
     else:
         optimizer: dict[str, Any] = {}
-        options, schedule = _torchtitan_options(recipe, step)
+        section = validate(Optimizer, recipe["optimizer"])
+        options, schedule = _torchtitan_options(section, recipe, step)
+        if len({_weight_decay(section, parameter, len(part.shape) > 1) for parameter, part in parts.items()}) > 1:
+            note = f"; torchtitan has one weight decay for all parameters, also norms: {section.weight_decay}"
         for parameter, part in parts.items():
             for kind in (*MOMENTS, "step"):
                 key = f"state.{part.key}.{kind}"
@@ -294,7 +300,7 @@ def export_checkpoint(weights: CheckpointWeights, folder: Path) -> str:
 
     with whole_folder(folder) as partial_folder:
         write_dcp(partial_folder, state, read)
-    return f"{folder}: {weights.config.label()} of step {step:,} for torchtitan, from {weights.path}{problem}"
+    return f"{folder}: {weights.config.label()} of step {step:,} for torchtitan, from {weights.path}{note}"
 
 
 def _tie(state: dict[str, Any], sources: dict[str, tuple[str, Part]]) -> None:
@@ -307,10 +313,18 @@ def _tie(state: dict[str, Any], sources: dict[str, tuple[str, Part]]) -> None:
                 sources[prefix + copy] = sources[prefix + key]
 
 
-def _torchtitan_options(recipe: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _weight_decay(section: Optimizer, name: str, is_matrix: bool) -> float:
+    group = section.group_of(name, is_matrix=is_matrix)
+    if group and group.weight_decay is not None:
+        return group.weight_decay
+    return section.weight_decay if is_matrix else 0.0
+
+
+def _torchtitan_options(
+    section: Optimizer, recipe: Mapping[str, Any], step: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the options of torchtitan's optimizer, which has one group of parameters, and the state of its learning-rate schedule
     after a step."""
-    section = validate(Optimizer, recipe["optimizer"])
     peak, schedule, steps = section.lr, validate(Schedule, recipe["schedule"]), recipe["training"]["steps"]
     rate = learning_rate(min(step + 1, steps), steps, peak, schedule)  # of the next step
     optimizer = torch.optim.AdamW(
