@@ -2,7 +2,8 @@
 
     python -m benchmarks.subjects.megatron_checkpoint KIND FOLDER
 
-KIND is "llama" or "gpt". FOLDER/iter_0000010 is the checkpoint, FOLDER/logits.npy has the tokens' logits.
+KIND is "llama" or "gpt". FOLDER/iter_0000010 is the checkpoint, FOLDER/tokens.npy and
+FOLDER/logits.npy are tokens and their logits.
 """
 
 import os
@@ -57,6 +58,7 @@ def main() -> None:
     mask = torch.triu(torch.ones(1, 1, 32, 32, dtype=torch.bool), 1)
     with torch.no_grad():
         logits = model(tokens, position_ids, mask)
+    np.save(folder / "tokens.npy", tokens.numpy())
     np.save(folder / "logits.npy", logits.float().numpy())
     checkpoint = folder / "iter_0000010"
     checkpoint.mkdir()

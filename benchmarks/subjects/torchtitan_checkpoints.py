@@ -1,5 +1,5 @@
-"""torchtitan 0.2.2: trains a model on given batches, and saves or loads its own checkpoints. A process of `continue_torchtitan`,
-which runs it in torchtitan's environment by torchrun.
+"""torchtitan 0.2.2: trains a model on given batches, and saves or loads its own checkpoints. A process of
+`other_checkpoints`, which runs it in torchtitan's environment by torchrun.
 
     torchrun ... -m benchmarks.subjects.torchtitan_checkpoints TASK.json
 

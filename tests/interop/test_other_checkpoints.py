@@ -1,4 +1,4 @@
-"""Checkpoints of torchtitan and Megatron-LM: imported, exported, refused. `benchmarks.continue_torchtitan` does the same with files
+"""Checkpoints of torchtitan and Megatron-LM: imported, exported, refused. `benchmarks.other_checkpoints` does the same with files
 that these programs wrote."""
 
 import dataclasses

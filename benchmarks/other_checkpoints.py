@@ -1,11 +1,14 @@
-"""A run of torchtitan continued here, and a run of titanlike continued there, on the CPU: losses side by side.
+"""Checkpoints that torchtitan and Megatron-Core wrote, continued here, and the reverse for torchtitan, on the CPU.
 
-    python -m venv peer && peer/bin/pip install torch torchtitan==0.2.2
-    python -m benchmarks.continue_torchtitan --python peer/bin/python --out benchmarks/results/continue_torchtitan.json
+    python -m venv torchtitan && torchtitan/bin/pip install torch torchtitan==0.2.2
+    python -m venv megatron && megatron/bin/pip install torch megatron-core==0.16.1 psutil
+    python -m benchmarks.other_checkpoints --torchtitan torchtitan/bin/python --megatron megatron/bin/python \
+        --out benchmarks/results/other_checkpoints.json
 
 torchtitan trains its debug model, Llama 3 on two processes with FSDP, and saves after 10 of 15 steps. `titanlike import` converts
 that checkpoint, and the run continues under three layouts. Then the reverse: a run of titanlike on two processes is exported after
-10 steps, and torchtitan continues. All train on the same batches, in float32.
+10 steps, and torchtitan continues. All train on the same batches, in float32. Megatron-Core saves a model with random weights and
+its logits, which are compared with those of the imported model.
 """
 
 import argparse
@@ -18,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from titanlike.config import PretrainRecipe, load
 from titanlike.config.shipped import REPOSITORY
 from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.interop.weights import load_weights, open_weights
+from titanlike.models.registry import build_model
 from titanlike.run.run_dir import versions
 
 STEPS, SAVED = 15, 10
@@ -36,6 +42,12 @@ MODELS = {
         tied_head=True,
     ),
 }  # fmt: skip
+MEGATRON = {
+    "llama": dict(
+        name="llama", dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=96, vocab_size=320, max_seq_len=128
+    ),
+    "gpt": dict(name="gpt", dim=64, num_layers=2, num_heads=4, vocab_size=320, max_seq_len=128),
+}
 RECIPE = """\
 recipe = "pretrain"
 [model]
@@ -163,6 +175,25 @@ def variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
+def compare_logits(kind: str, peer: str, folder: Path) -> dict[str, float]:
+    """Imports a model that Megatron-Core saved. Returns the largest difference of a logit, and the largest logit."""
+    subprocess.run(
+        [peer, "-m", "benchmarks.subjects.megatron_checkpoint", kind, str(folder)], check=True, env=variables(), cwd=REPOSITORY
+    )  # fmt: skip
+    recipe = folder / "train.toml"
+    fields = "\n".join(f"{key} = {json.dumps(value)}" for key, value in MEGATRON[kind].items())
+    recipe.write_text(RECIPE.format(model=fields, steps=STEPS, folder=folder) + 'name = "imported"\n')
+    command("import", folder / "iter_0000010", recipe)
+    weights = open_weights(folder / "imported")
+    model = build_model(weights.config)
+    load_weights(model, weights)
+    expected = np.load(folder / "logits.npy")
+    tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
+    with torch.no_grad():
+        found = model(tokens).numpy()
+    return {"largest_difference": float(np.abs(found - expected).max()), "largest_logit": float(np.abs(expected).max())}
+
+
 def markdown(results: dict[str, Any]) -> str:
     """Returns a table of the losses after the checkpoint, and the largest difference."""
     lines = []
@@ -182,15 +213,23 @@ def markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     """Runs all models, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="Python with torchtitan 0.2.2")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--torchtitan", help="Python with torchtitan 0.2.2")
+    parser.add_argument("--megatron", help="Python with megatron-core 0.16.1")
+    parser.add_argument("--out", type=Path, help="file to write or complete")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"versions": versions(), "torchtitan": "0.2.2", "models": {}}
-    for model in arguments.models.split(","):
+    results: dict[str, Any] = {"models": {}, "megatron": {}}
+    if arguments.out and arguments.out.exists():
+        results |= json.loads(arguments.out.read_text())
+    results["versions"] = versions() | {"torchtitan": "0.2.2", "megatron-core": "0.16.1"}
+    for model in MODELS if arguments.torchtitan else ():
         with tempfile.TemporaryDirectory() as folder:
-            results["models"][model] = continue_runs(model, arguments.python, Path(folder))
-            print(markdown({"models": {model: json.loads(json.dumps(results["models"][model]))}}))
+            results["models"][model] = continue_runs(model, arguments.torchtitan, Path(folder))
+    for kind in MEGATRON if arguments.megatron else ():
+        with tempfile.TemporaryDirectory() as folder:
+            results["megatron"][kind] = compare_logits(kind, arguments.megatron, Path(folder))
+    results = json.loads(json.dumps(results))
+    print(markdown(results))
+    print(results["megatron"])
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
