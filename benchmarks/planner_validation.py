@@ -112,8 +112,8 @@ SEARCHED = {
     "exchange_fraction": (0.3, 0.4, 0.5, 0.6, 0.8),
     "grouped_half_rows": (256.0, 512.0, 1024.0, 2048.0, 4096.0),
 }
-# Where no fitted row depends on it: all-to-alls of nccl-tests reach about 0.8 of its all-gathers. What is shipped is fitted to all rows,
-# so that it would not judge a source.
+# Where no fitted row depends on it: all-to-alls of nccl-tests reach about 0.8 of its all-gathers. The shipped figure is fitted to
+# all rows, and would have seen the source that it judges.
 UNFITTED = {"exchange_fraction": 0.8}
 
 

@@ -96,7 +96,8 @@ class Links:
 
     @property
     def _exchange_fraction(self) -> float:
-        """Speed of all-to-alls within a node relative to all-gathers: kernels that send a token once write to other ranks directly."""
+        """Speed of all-to-alls within a node relative to all-gathers. Kernels that send a token once write to other ranks directly:
+        DeepEP publishes 153 of 160 GB/s on H800."""
         return 1.0 if self.job.program.ranks_per_token else self.hardware.exchange_fraction
 
     def seconds(self, collective: Collective) -> float:

@@ -17,7 +17,6 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Stage
 from titanlike.tools.planning.workload import Matmul
 
-
 CAST_KERNELS = 3  # of a tensor to float8: its maximum, the scale, and the cast in both layouts
 
 

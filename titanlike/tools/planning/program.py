@@ -53,7 +53,7 @@ class Program:
     hidden_exchange: Share = 0.0
     """Share of the all-to-alls of experts that runs beside computation."""
     ranks_per_token: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
-    """Ranks that a token is sent to, once for all of its experts there, as DeepEP does. 0: all-to-alls send a copy for each expert."""
+    """Ranks that a token is sent to, once for all its experts there, as by DeepEP. 0: all-to-alls send a copy for each expert."""
     fused_experts: bool = False
     """Elementwise operations of experts are fused, also with expert parallelism."""
     float8_experts: bool = False
