@@ -296,6 +296,11 @@ def test_small_matmuls_are_slower_and_none_is_faster_than_memory() -> None:
         matmul = Matmul(*sizes)
         return matmul.flops / kernels.seconds(Workload((matmul,)))["matmul"] / 1e12 / H100.efficiency
 
+    def gain(rows: int) -> float:  # of float8, for experts
+        matmul = Matmul(rows, 4096, 4096, float8=True, count=8, grouped="m")
+        return kernels.matmul(replace(matmul, float8=False)) / kernels.matmul(matmul)
+
+    assert 1.0 < gain(1024) < 0.8 * gain(100_000)
     largest = H100.bf16_tflops * H100.gemm_fraction
     assert 0.9 * largest < rate(16384, 16384, 16384) < largest
     assert rate(8192, 4096, 1024) < rate(8192, 4096, 4096) < rate(8192, 8192, 8192)
@@ -389,7 +394,8 @@ def test_experts_of_other_programs() -> None:
     }
     assert sent[0.0] == model.experts_per_token * sent[1.0]
     once = parts(ranks_per_token=float(model.experts_per_token))  # as many bytes, directly, and one permutation
-    assert once["exposed expert"] < before.parts["exposed expert"] and once["elementwise"] < before.parts["elementwise"]
+    assert once["exposed expert"] < before.parts["exposed expert"]
+    assert once["elementwise"] < 0.9 * before.parts["elementwise"]
     assert parts(fused_experts=True)["elementwise"] < before.parts["elementwise"]
     in_float8 = parts(float8_experts=True)
     assert in_float8["matmul"] < before.parts["matmul"] and in_float8["elementwise"] > before.parts["elementwise"]

@@ -97,7 +97,7 @@ def float8_experts(job: Job) -> bool:
     return job.program.float8_experts and job.recipe.float8.scaling != "none"
 
 
-def expert_launches(job: Job, casts: bool = True) -> float:
+def expert_launches(job: Job, casts: bool = True) -> int:
     """Returns the kernels that the host launches for the experts of a rank in a pass, beyond one for each of their matmuls.
 
     Args:
@@ -105,8 +105,8 @@ def expert_launches(job: Job, casts: bool = True) -> float:
     """
     model = job.recipe.model
     if not isinstance(model, MoeConfig):
-        return 0.0
-    number = model.num_experts / job.layout.expert if job.program.single_experts else 1.0
+        return 0
+    number = model.num_experts // job.layout.expert if job.program.single_experts else 1
     return 3 * (number - 1) + 2 * CAST_KERNELS * number * (casts and float8_experts(job))
 
 
