@@ -17,6 +17,8 @@ from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.parameters import Stage
 from titanlike.tools.planning.workload import Matmul
 
+CAST_KERNELS = 3  # of a tensor to float8: its maximum, the scale, and the cast in both layouts
+
 
 @dataclass(frozen=True)
 class RoutedActivations:
@@ -81,38 +83,65 @@ def routed_matmuls(job: Job, load: float = 1.0) -> list[Matmul]:
         return []
     rows = tokens * model.experts_per_token * load
     number = min(model.num_experts / layout.expert, rows)
-    hidden = model.ffn_dim // layout.tensor
-    gates = [Matmul(rows / number, hidden, model.dim, count=number, grouped="m")] * 2
+    hidden, float8 = model.ffn_dim // layout.tensor, float8_experts(job)
+    gates = [Matmul(rows / number, hidden, model.dim, float8, count=number, grouped="m")] * 2
     return [
         Matmul(tokens, model.num_experts, model.dim),
         *gates,
-        Matmul(rows / number, model.dim, hidden, count=number, grouped="m"),
+        Matmul(rows / number, model.dim, hidden, float8, count=number, grouped="m"),
     ]
 
 
-def routing_bytes(job: Job) -> tuple[float, float]:
-    """Returns the bytes of the router's scores, of the permutations of tokens and of the elementwise operations of the experts,
-    forward and backward. With expert parallelism, experts are not compiled, and permute twice as often."""
+def float8_experts(job: Job) -> bool:
+    """Whether experts multiply in float8."""
+    return job.program.float8_experts and job.recipe.float8.scaling != "none"
+
+
+def expert_launches(job: Job, casts: bool = True) -> int:
+    """Returns the kernels that the host launches for the experts of a rank in a pass, beyond one for each of their matmuls.
+
+    Args:
+        casts: Whether this pass casts two inputs, or the gradients of two outputs, if experts multiply in float8.
+    """
+    model = job.recipe.model
+    if not isinstance(model, MoeConfig):
+        return 0
+    number = model.num_experts // job.layout.expert if job.program.single_experts else 1
+    return 3 * (number - 1) + 2 * CAST_KERNELS * number * (casts and float8_experts(job))
+
+
+def routing_bytes(job: Job, load: float = 1.0) -> tuple[float, float]:
+    """Returns the bytes of the router's scores, of the permutations of tokens, of the elementwise operations of the experts and of
+    their casts, forward and backward. With expert parallelism, experts are not compiled, and permute twice as often if all-to-alls
+    send a copy for each expert.
+
+    Args:
+        load: of `largest_load`.
+    """
     model, layout, tokens = job.recipe.model, job.layout, job.tokens
     if not isinstance(model, MoeConfig):
         return 0.0, 0.0
     element, exchanged = DTYPE_BYTES[job.recipe.training.compute_dtype], layout.expert > 1
     router_compiled = job.recipe.compile.mode != "none"
-    compiled = router_compiled and not exchanged
-    num_rows = tokens * model.experts_per_token
-    rows, hidden = num_rows * model.dim, num_rows * model.ffn_dim // layout.tensor
+    compiled = router_compiled and (not exchanged or job.program.fused_experts)
+    permutes_twice = exchanged and not job.program.ranks_per_token
+    num_rows = tokens * model.experts_per_token * load
+    rows, hidden = num_rows * model.dim, num_rows * model.ffn_dim / layout.tensor
     # A permutation 4; product with the router's weights and sum 2, or 6 in several kernels. Backward: of these 4 or 8; the sum of
     # the input gradients of two matmuls 6; the sum over the experts of a token 2.
-    permutations = (16 if exchanged else 8) * rows
+    permutations = (16 if permutes_twice else 8) * rows
     forward = permutations + (2 if compiled else 6) * rows + 2 * tokens * model.dim + (6 if compiled else 10) * hidden
     backward = permutations + (4 if compiled else 8) * rows + 8 * rows + (10 if compiled else 18) * hidden
     backward += (6 + 2) * tokens * model.dim  # the router reads the same input as the experts
+    if float8_experts(job):  # as of other matrices: the inputs, and the gradients of the outputs
+        forward += 5 * (rows + hidden) * job.program.cast_share
+        backward += (3 * (rows + hidden) + 6 * (rows + 2 * hidden)) * job.program.cast_share
     scores = tokens * model.num_experts  # in float32
     router = (10 if router_compiled else 18 + 2 * model.experts_per_token) * scores
     if model.balance_loss:
         router += (4 if router_compiled or model.router_score == "softmax" else 16) * scores
     # Eight passes over keys and indices of 8 bytes, and the inverse of the permutation.
-    sorts = (2 if exchanged else 1) * (256 + 24) * num_rows
+    sorts = (2 if permutes_twice else 1) * (256 + 24) * num_rows
     return forward * element / 2 + router + sorts, backward * element / 2 + 20.0 * scores
 
 
@@ -124,7 +153,8 @@ def exchanged_tokens(job: Job, recomputed: bool, needs_grad: bool, totals: Total
         return
     forward = num * (1 + recomputed)
     totals.add("all-to-all", "expert", "expert counts", num, model.num_experts * INT64)  # kept for the recomputation
-    size = job.tokens * model.experts_per_token * model.dim * DTYPE_BYTES[job.recipe.training.compute_dtype]
+    copies = job.program.ranks_per_token or model.experts_per_token
+    size = round(job.tokens * copies * model.dim * DTYPE_BYTES[job.recipe.training.compute_dtype])
     totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)
 
 

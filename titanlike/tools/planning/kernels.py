@@ -35,16 +35,17 @@ class Kernels:
     def matmul(self, matmul: Matmul) -> float:
         """Returns the seconds of a matmul: slower where a dimension is small, and never faster than memory."""
         hardware, recipe = self.hardware, self.counts.job.recipe
-        peak, half = hardware.bf16_tflops * hardware.gemm_fraction, hardware.gemm_half_size
+        peak, cost = hardware.bf16_tflops * hardware.gemm_fraction, 1.0
         if recipe.training.compute_dtype == "float32" or recipe.float8.emulate:
             reduced = recipe.training.matmul_precision != "highest" and hardware.tf32_tflops
             peak = (hardware.tf32_tflops if reduced else hardware.float32_tflops) * hardware.gemm_fraction
         elif matmul.float8:
             peak = (hardware.float8_tflops or hardware.bf16_tflops) * hardware.float8_gemm_fraction
             peak *= SCALING_SPEED.get(recipe.float8.scaling, 1.0)
-            half *= max(1.0, peak / (hardware.bf16_tflops * hardware.gemm_fraction))
+            cost = max(1.0, peak / (hardware.bf16_tflops * hardware.gemm_fraction))
         for name, size in (("m", matmul.m), ("n", matmul.n), ("k", matmul.k)):
-            peak *= size / (size + (hardware.grouped_half_rows if name == matmul.grouped else half))
+            half = hardware.grouped_half_rows if name == matmul.grouped else hardware.gemm_half_size
+            peak *= size / (size + half * cost)
         inputs = (matmul.m + matmul.n) * matmul.k * (1 if matmul.float8 else self.counts.element)
         moved = (inputs + matmul.m * matmul.n * self.counts.element) * matmul.count
         return max(matmul.flops / (peak * 1e12 * self.speed), moved / self.memory_speed)
@@ -80,5 +81,6 @@ class Kernels:
             "attention": work.attention_forward / forward + work.attention_backward / backward,
             "elementwise": work.bytes / self.memory_speed,
         }
-        parts["kernel launches"] = max(0.0, work.kernels * self.hardware.launch_us * 1e-6 - sum(parts.values()))
+        launch_us = self.counts.job.program.launch_us or self.hardware.launch_us
+        parts["kernel launches"] = max(0.0, work.kernels * launch_us * 1e-6 - sum(parts.values()))
         return parts

@@ -11,7 +11,13 @@ from titanlike.config.sections import DTYPE_BYTES, Float8
 from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.moe_config import MoeConfig
-from titanlike.tools.planning.experts import ends_with_experts, largest_load, routed_matmuls, routing_bytes
+from titanlike.tools.planning.experts import (
+    ends_with_experts,
+    expert_launches,
+    largest_load,
+    routed_matmuls,
+    routing_bytes,
+)
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.workload import Matmul, Passes, Workload
 
@@ -89,7 +95,7 @@ class Counts:
         attention = self._attention_flops(local)
         elementwise_forward, elementwise_backward = self._elementwise_bytes()
         casts_forward, casts_backward = self._cast_bytes(float8)
-        routing_forward, routing_backward = routing_bytes(self.job)
+        routing_forward, routing_backward = routing_bytes(self.job, self.load)
         launches = self._launches(len(forward), len(inputs), len(float8))
         full = Workload(
             tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0]
@@ -106,7 +112,7 @@ class Counts:
                 elementwise_backward + casts_backward + routing_backward,
                 launches[1],
             ),
-            Workload(tuple(weights), 0.0, 0.0, 0.0, len(weights)),
+            Workload(tuple(weights), 0.0, 0.0, 0.0, len(weights) + expert_launches(self.job, casts=False)),
         )
 
     def _launches(self, forward: int, backward: int, float8: int) -> tuple[int, int]:
@@ -125,7 +131,7 @@ class Counts:
             number = len(model.block_matrices())
             forward, backward = forward + number, backward + number
         if isinstance(model, MoeConfig):
-            extra = (20 if self.compiled else 36) + (25 if job.layout.expert > 1 else 0)
+            extra = (20 if self.compiled else 36) + (25 if job.layout.expert > 1 else 0) + expert_launches(job)
             forward, backward = forward + extra, backward + extra
         return forward, backward
 

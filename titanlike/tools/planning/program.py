@@ -52,6 +52,16 @@ class Program:
     """Each expert computes as many rows as the one with most tokens."""
     hidden_exchange: Share = 0.0
     """Share of the all-to-alls of experts that runs beside computation."""
+    ranks_per_token: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
+    """Ranks that a token is sent to, once for all its experts there, as by DeepEP. 0: all-to-alls send a copy for each expert."""
+    fused_experts: bool = False
+    """Elementwise operations of experts are fused, also with expert parallelism."""
+    float8_experts: bool = False
+    """Experts multiply in float8 where the recipe does."""
+    single_experts: bool = False
+    """Each expert has kernels of its own: one for each matmul, and those of its casts."""
+    launch_us: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
+    """Microseconds of the host for each kernel. 0: those of the hardware."""
 
 
 TITANLIKE = Program()
