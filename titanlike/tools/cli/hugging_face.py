@@ -1,4 +1,4 @@
-"""`titanlike export` and `titanlike import`: Hugging Face folders from checkpoints, and recipes from Hugging Face folders."""
+"""`titanlike export` and `titanlike import`: Hugging Face folders from checkpoints, and recipes from what users bring."""
 
 import argparse
 from dataclasses import asdict
@@ -25,7 +25,13 @@ IMPORT = """\
 Writes a recipe that starts from the weights of a Hugging Face folder: its [model], [tokenizer] and checkpoint.initial, with a
 learning rate for fine-tuning. Set the data in it: without data.path it does not run.
 
-  titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8"""
+  titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8
+
+Or writes the recipe of a job of another program: a job config of torchtitan 0.1 to 0.2, or a shell script that starts Megatron-LM's
+pretrain_gpt.py. Each key of the file is in the recipe, or named in its comments with the reason why not.
+
+  titanlike import torchtitan.toml recipe.toml --gpus 64
+  titanlike import pretrain_llama.sh recipe.toml"""
 # Lines of an imported recipe, and the comments on them.
 COMMENTS = {
     'source = "chat"': 'conversations or instructions; "text" or "shards" for continued pre-training',
@@ -53,12 +59,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command.add_argument("--adapter", action="store_true", help="write the LoRA adapters, in PEFT's format")
     command = commands.add_parser(
         "import",
-        help="write a recipe that starts from a Hugging Face folder",
+        help="write a recipe from a Hugging Face folder, or from a job of torchtitan or Megatron-LM",
         description=IMPORT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("source", type=Path, metavar="HF_FOLDER", help="folder with config.json and safetensors files")
+    command.add_argument(
+        "source", type=Path, metavar="SOURCE", help="folder with config.json and safetensors files, or a job's .toml or .sh file"
+    )
     command.add_argument("recipe", type=Path, help="recipe to write")
+    text = "GPUs of the job, if its batch or layout depends on their number"
+    command.add_argument("--gpus", type=positive_int, metavar="N", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -66,6 +76,10 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         if arguments.command == "export":
             _export(arguments)
+        elif arguments.source.is_file():
+            from titanlike.tools.migration import formats
+
+            formats.import_recipe(arguments.source, arguments.recipe, arguments.gpus)
         else:
             import_recipe(arguments.source, arguments.recipe)
     except UserError as error:

@@ -1,0 +1,2 @@
+"""x"""
+def convert(name, text, num_gpus): return None
