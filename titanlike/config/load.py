@@ -62,9 +62,11 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as a recipe: {error}") from None
     except ValueError as error:
-        kind = "a script of Megatron-LM" if "pretrain_" in text else ""
-        kind = "a config of Hugging Face" if path.suffix == ".json" else kind
-        raise UserError(_foreign(path, kind) if kind else f"{path}: invalid TOML: {error}") from None
+        if path.suffix == ".json":
+            raise UserError(_foreign(path, "no recipe, but a model's config", is_job=False)) from None
+        if "pretrain_gpt.py" in text:
+            raise UserError(_foreign(path, "a script of Megatron-LM")) from None
+        raise UserError(f"{path}: invalid TOML: {error}") from None
     if is_torchtitan(values):
         raise UserError(_foreign(path, "a job config of torchtitan"))
     if is_no_file:
@@ -95,11 +97,10 @@ def is_torchtitan(values: Mapping[str, Any]) -> bool:
     return (isinstance(model, dict) and "flavor" in model) or (isinstance(job, dict) and "dump_folder" in job)
 
 
-def _foreign(path: Path, kind: str) -> str:
-    return (
-        f"{path} is {kind}: `titanlike import {path} recipe.toml` writes it as a recipe, and `titanlike plan {path} --gpus N` plans it "
-        "as it is"
-    )
+def _foreign(path: Path, kind: str, *, is_job: bool = True) -> str:
+    """Returns the sentence that answers the file of another program."""
+    convert = f"`titanlike import {path} recipe.toml` writes it as a recipe, and " if is_job else ""
+    return f"{path} is {kind}: {convert}`titanlike plan {path} --gpus N` plans it as it is"
 
 
 def _similar_recipe(path: Path) -> str:

@@ -52,7 +52,8 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...]) -> TransformerConfig:
-    """Returns the config of the model in a folder, or of a `config.json`. Raises `UserError` if none of the classes describes it."""
+    """Returns the config of the model in a folder, or of a `config.json`. Raises `UserError` if none of the classes "
+    "describes it."""
     file = path if path.is_file() else path / CONFIG
     values = read_json(file)
     architectures = values.get("architectures")

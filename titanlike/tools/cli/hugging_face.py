@@ -64,7 +64,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder with config.json and safetensors files, or a job's .toml or .sh file"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="folder with config.json and safetensors files, or a job's .toml or .sh file",
     )
     command.add_argument("recipe", type=Path, help="recipe to write")
     text = "GPUs of the job, if its batch or layout depends on their number"

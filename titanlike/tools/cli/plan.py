@@ -53,7 +53,10 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="recipe, or a job of another program; override keys with --section.key=value"
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="recipe, or a job of another program; override keys with --section.key=value",
     )
     text = "number of GPUs; several, such as 8,64,512, print a table of scaling"
     parser.add_argument("--gpus", metavar="N[,N...]", help=text)
@@ -173,7 +176,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
     if job:
         if not arguments.program:
             program = replace(program, **(job.plan_changes if planned_as else {}))
-        _print_converted(job, planned_as or "titanlike")
+        _print_converted(job, planned_as or "titanlike", counts)
     request = Request(arguments, command_line.recipe, command_line.overrides, recipe, hardware, program, progress)
     if request.measured:
         request = _anchored(request, counts[0])
@@ -186,16 +189,23 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
 
         refuse_to_replace(arguments.write)
         if job:
-            raise UserError(f"--write extends a recipe: first `titanlike import {command_line.recipe} recipe.toml`, and plan that")
+            raise UserError(
+                f"--write extends a recipe: first `titanlike import {command_line.recipe} recipe.toml`, and plan that"
+            )
     if len(counts) > 1:
         return _scaling(request, counts)
     return _search(request, counts[0]) if arguments.search else _plan(request, counts[0])
 
 
-def _print_converted(job: "Conversion", program: str) -> None:
+def _print_converted(job: "Conversion", program: str, counts: list[int]) -> None:
     """Prints what was made of another program's file, and whose run is planned."""
+    lines = job.summary()
+    if job.batch_grows and len(counts) > 1:
+        lines.append(
+            f"the batch is that of {counts[0]} GPUs; --scaling weak makes it proportional to them, as the other program does"
+        )
     other = "; --program titanlike plans this toolkit's run of it" if program != "titanlike" else ""
-    print("\n".join([*job.summary(), f"planned as a run of {program}{other}\n"]), file=sys.stderr)
+    print("\n".join([*lines, f"planned as a run of {program}{other}\n"]), file=sys.stderr)
 
 
 def _anchored(request: Request, num_gpus: int) -> Request:

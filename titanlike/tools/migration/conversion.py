@@ -56,6 +56,8 @@ class Conversion:
     num_gpus: int | None = None
     is_job: bool = True
     """Whether the file describes a training run, and not a model only."""
+    batch_grows: bool = False
+    """Whether the other program's batch is proportional to the number of GPUs."""
     planned_as: str = ""
     """The program of `titanlike plan --program` that this one is."""
     plan_changes: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +90,9 @@ class Conversion:
                 self.mapped.setdefault(key, []).append(ours)
         # Keys of a file have dots, options of a command line do not.
         set_by = [key for key in keys if key in self.given]
-        origin = ", ".join(set_by or keys[:1]) + ("" if set_by or not keys else f", {self.program.split()[0]}'s default")
+        origin = ", ".join(set_by or keys[:1]) + (
+            "" if set_by or not keys else f", {self.program.split()[0]}'s default"
+        )
         self.comments[ours] = "; ".join(filter(None, (origin, comment)))
 
     def use(self, *keys: str) -> None:
@@ -102,6 +106,13 @@ class Conversion:
         if key in self.given:
             self.mapped.pop(key, None)
             self.not_mapped[key] = NotMapped(key, self.given[key], reason, changes)
+
+    def lack(self, key: str, reason: str) -> None:
+        """Notes that the value of a key has no counterpart, even if the file leaves it to its default."""
+        if key in self.given:
+            self.leave(key, reason)
+        else:
+            self.differ(f"{key} = {show_value(self.keys[key].default)}, its default: {reason}")
 
     def differ(self, text: str) -> None:
         """Notes what the other program does otherwise."""

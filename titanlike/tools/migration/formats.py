@@ -46,12 +46,14 @@ def import_recipe(path: Path, recipe: Path, num_gpus: int | None) -> None:
     job = convert(path, num_gpus)
     if job is None:
         raise UserError(
-            f"{shown(str(path))} is no file that can be imported: give a job config of torchtitan (.toml), a shell script that starts "
+            f"{shown(str(path))} is no file that can be imported: give a job config of torchtitan (.toml), a shell script "
+            "that starts "
             "Megatron-LM (.sh), or the folder of a Hugging Face model"
         )
     if not job.is_job:
         raise UserError(
-            f"{shown(str(path))} has no training in it: `titanlike plan {shown(str(path))} --gpus N` prices it, and `titanlike import` takes "
+            f"{shown(str(path))} has no training in it: `titanlike plan {shown(str(path))} --gpus N` prices it, and "
+            "`titanlike import` takes "
             "its folder, with the weights"
         )
     if recipe.exists():

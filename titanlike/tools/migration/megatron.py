@@ -1,5 +1,6 @@
 """Command lines of Megatron-LM's pretrain_gpt.py as recipes. `formats.py` calls it for `titanlike import` and `titanlike plan`."""
 
+import itertools
 import math
 import re
 from typing import Any
@@ -36,14 +37,16 @@ def convert(name: str, text: str, num_gpus: int | None) -> Conversion | None:
     job = Conversion(
         "Megatron-LM", name, _options(name, words), KEYS, num_gpus or _num_gpus(launcher), planned_as="megatron"
     )
+    where = "" if num_gpus else ", as its launcher's options say"
     for line, condition in script.skipped:
         job.differ(
-            f"line {line} of the script: `{shown(condition)}` depends on its environment, and is taken as neither true nor false: define its "
+            f"line {line} of the script: `{shown(condition)}` depends on its environment, and is taken as neither true nor "
+            "false: define its "
             "variables at the top of the script, or delete the condition"
         )
     model = model_section(job)
     _data(job)
-    data_ranks = _layout(job, model.num_layers)
+    data_ranks = _layout(job, model.num_layers, where)
     steps = _batch(job, data_ranks)
     _optimizer(job)
     _schedule(job, steps)
@@ -98,7 +101,7 @@ def _num_gpus(launcher: list[str]) -> int | None:
     """Returns the number of GPUs that the options of torchrun say, if they do."""
     sizes = {}
     text = " ".join(launcher).replace("=", " ").replace("-", "_").split()
-    for word, value in zip(text, text[1:], strict=False):
+    for word, value in itertools.pairwise(text):
         if word in ("__nproc_per_node", "__nnodes") and value.isdigit():
             sizes[word] = int(value)
     return math.prod(sizes.values()) if len(sizes) == 2 else None
@@ -113,14 +116,18 @@ def _data(job: Conversion) -> None:
     kind, model = job["--tokenizer-type"], job["--tokenizer-model"]
     job.use("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--data-path", "--mock-data")
     if kind in ("", "GPT2BPETokenizer"):
-        job.set("tokenizer.encoding", "gpt2", "--tokenizer-type", "--vocab-file", comment="tiktoken's, with the same tokens")
+        job.set(
+            "tokenizer.encoding", "gpt2", "--tokenizer-type", "--vocab-file", comment="tiktoken's, with the same tokens"
+        )
     elif kind == "NullTokenizer":
         job.set("tokenizer.encoding", "bytes", "--tokenizer-type", comment="there is no text")
     else:
         job.set("tokenizer.encoding", _path(model) or "tokenizer", "--tokenizer-model",
                 comment="a Hugging Face folder, tokenizer.json, or tiktoken file: set it")  # fmt: skip
         if kind in ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer"):
-            job.leave("--tokenizer-type", "SentencePiece files are not read; give the folder with the model's tokenizer.json")
+            job.leave(
+                "--tokenizer-type", "SentencePiece files are not read; give the folder with the model's tokenizer.json"
+            )
     paths = [path for path in job["--data-path"] if not re.fullmatch(r"[\d.]+", path)]
     if job["--mock-data"] or not paths:
         job.set("data.source", "synthetic", "--mock-data")
@@ -149,28 +156,44 @@ def _data(job: Conversion) -> None:
         return
     job.set("validation.interval", interval, "--eval-interval")
     job.set("validation.batches", iterations, "--eval-iters")
-    job.set("data.holdout_every", max(2, round(1 / share)), "--split", comment="shards with a validation split have their own")
+    job.set(
+        "data.holdout_every",
+        max(2, round(1 / share)),
+        "--split",
+        comment="shards with a validation split have their own",
+    )
     if len(shares) > 2 and shares[2]:
-        job.differ(f"--split: a share of {shares[2]:g} for tests, which Megatron-LM does not train on, is training data here")
+        job.differ(
+            f"--split: a share of {shares[2]:g} for tests, which Megatron-LM does not train on, is training data here"
+        )
 
 
-def _layout(job: Conversion, num_layers: int) -> int:
+def _layout(job: Conversion, num_layers: int, where: str) -> int:
     """Returns the number of data-parallel ranks, 0 if it is not known."""
     tensor, pipeline, context, expert = (
         job[f"--{name}-parallel-size"] for name in ("tensor-model", "pipeline-model", "context", "expert-model")
     )
-    for name, ours in (("tensor-model", "tensor"), ("pipeline-model", "pipeline"), ("context", "context"), ("expert-model", "expert")):
+    for name, ours in (
+        ("tensor-model", "tensor"),
+        ("pipeline-model", "pipeline"),
+        ("context", "context"),
+        ("expert-model", "expert"),
+    ):
         job.set(f"parallelism.{ours}", job[f"--{name}-parallel-size"], f"--{name}-parallel-size")
     others, data_ranks = tensor * pipeline * context, 0
     if job.num_gpus:
         data_ranks, rest = divmod(job.num_gpus, others)
         if rest or not data_ranks:
-            raise UserError(f"{job.source}: its layout needs a multiple of {others} GPUs, not {job.num_gpus}; give --gpus")
+            raise UserError(
+                f"{job.source}: its layout needs a multiple of {others} GPUs, not {job.num_gpus}{where}; give --gpus"
+            )
     _data_parallel(job, data_ranks, expert)
     sequence_parallel, overlap = job["--sequence-parallel"], job["--tp-comm-overlap"]
     job.use("--sequence-parallel", "--tp-comm-overlap", "--expert-tensor-parallel-size")
     if tensor > 1 and not sequence_parallel:
-        job.differ("--sequence-parallel is not set; it is always on here, which takes less memory and computes the same")
+        job.differ(
+            "--sequence-parallel is not set; it is always on here, which takes less memory and computes the same"
+        )
         job.plan_changes["sequence_parallel"] = False
     if tensor > 1:
         job.set("parallelism.async_tensor_parallel", overlap, "--tp-comm-overlap")
@@ -195,26 +218,39 @@ def _data_parallel(job: Conversion, data_ranks: int, expert: int) -> None:
         job.set("parallelism.shard", -1, *keys)
         if shards == "optim_grads_params":
             return
-        job.set("parallelism.reshard_after_forward", "never", "--use-distributed-optimizer", "--data-parallel-sharding-strategy")
+        job.set(
+            "parallelism.reshard_after_forward",
+            "never",
+            "--use-distributed-optimizer",
+            "--data-parallel-sharding-strategy",
+        )
         job.set("parallelism.gradient_sync", "last_microbatch", "--use-distributed-optimizer")
         if shards == "optim":
             job.differ(
-                "the distributed optimizer is ZeRO-1; parallelism.reshard_after_forward = 'never' is nearest: it shards gradients and, between "
+                "the distributed optimizer is ZeRO-1; parallelism.reshard_after_forward = 'never' is nearest: it shards "
+                "gradients and, between "
                 "steps, parameters too"
             )
         return
     if not data_ranks:
         raise UserError(
-            f"{job.source}: without --use-distributed-optimizer each data-parallel rank has a replica, and their number is that of the GPUs "
+            f"{job.source}: without --use-distributed-optimizer each data-parallel rank has a replica, and their number is "
+            "that of the GPUs "
             "divided by the other dimensions; give the number of GPUs of the job, such as --gpus 8"
         )
-    job.set("parallelism.replicate", data_ranks, *keys, comment="without --use-distributed-optimizer, replicas as in DDP")
+    job.set(
+        "parallelism.replicate", data_ranks, *keys, comment="without --use-distributed-optimizer, replicas as in DDP"
+    )
     job.set("parallelism.shard", 1, *keys)
 
 
 def _pipeline(job: Conversion, num_layers: int, pipeline: int) -> None:
-    keys = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--decoder-first-pipeline-num-layers",
-            "--decoder-last-pipeline-num-layers")  # fmt: skip
+    keys = (
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+    )
     per_stage, virtual, first, last = (job[key] for key in keys)
     job.use(*keys)
     if pipeline == 1:
@@ -241,7 +277,8 @@ def _batch(job: Conversion, data_ranks: int) -> int:
         raise UserError(f"{job.source}: --micro-batch-size is missing")
     if not total and not data_ranks:
         raise UserError(
-            f"{job.source}: --global-batch-size is missing, so that it is --micro-batch-size on each data-parallel rank; give the number of "
+            f"{job.source}: --global-batch-size is missing, so that it is --micro-batch-size on each data-parallel rank; give "
+            "the number of "
             "GPUs of the job, such as --gpus 8"
         )
     total = total or micro * data_ranks
@@ -269,7 +306,9 @@ def _ramp(job: Conversion, total: int) -> list[list[int]]:
             limits = [(start + index * increment, (index + 1) * samples // count) for index in range(count)]
         elif stepwise:
             entries = [entry.split(":") for entry in stepwise.replace("'", " ").split()]
-            starts = [float(text.rstrip("KMBT")) * THRESHOLD.get(text[-1:], 1) / job["--seq-length"] for text, _ in entries]
+            starts = [
+                float(text.rstrip("KMBT")) * THRESHOLD.get(text[-1:], 1) / job["--seq-length"] for text, _ in entries
+            ]
             limits = [(int(size), int(end)) for (_, size), end in zip(entries[:-1], starts[1:], strict=True)]
         else:
             return []
@@ -282,7 +321,13 @@ def _ramp(job: Conversion, total: int) -> list[list[int]]:
         if (number := -(-(end - consumed) // size)) > 0:
             ramp.append([number, size])
             consumed += number * size
-    job.set("training.batch_ramp", ramp, "--rampup-batch-size", "--step-batch-size-schedule", comment="pairs of steps and sequences")
+    job.set(
+        "training.batch_ramp",
+        ramp,
+        "--rampup-batch-size",
+        "--step-batch-size-schedule",
+        comment="pairs of steps and sequences",
+    )
     return ramp
 
 
@@ -294,7 +339,9 @@ def _optimizer(job: Conversion) -> None:
         raise UserError(f"{job.source}: --lr is missing")
     job.set("optimizer.lr", job["--lr"], "--lr")
     clip = job["--clip-grad"]
-    job.set("training.max_norm", clip or float(LIMIT), "--clip-grad", comment="" if clip else "0 disables clipping there")
+    job.set(
+        "training.max_norm", clip or float(LIMIT), "--clip-grad", comment="" if clip else "0 disables clipping there"
+    )
     if job["--decoupled-lr"]:
         scale = job["--decoupled-lr"] / job["--lr"]
         job.set(
@@ -320,10 +367,8 @@ def _schedule(job: Conversion, steps: int) -> None:
     if style.upper() == "WSD":
         shape = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}.get(wsd_style, "")
         if not shape:
-            job.leave("--lr-wsd-decay-style", "no such shape here; 'sqrt' is nearest, which falls fast at first too")
+            job.lack("--lr-wsd-decay-style", "no such shape here; 'sqrt' is nearest, which falls fast at first too")
             shape = "sqrt"
-            if "--lr-wsd-decay-style" not in job.given:
-                job.differ(f"--lr-wsd-decay-style = {wsd_style!r}, the default: no such shape here; 'sqrt' is nearest")
     if not shape:
         job.leave("--lr-decay-style", "no such schedule here; the learning rate is constant after the warmup")
         shape = "none"
@@ -338,7 +383,9 @@ def _schedule(job: Conversion, steps: int) -> None:
     _compare_schedule(job, section, steps, warmup, decay_steps, wsd)
 
 
-def _compare_schedule(job: Conversion, section: Schedule, steps: int, warmup: float, decay_steps: float, wsd: float) -> None:
+def _compare_schedule(
+    job: Conversion, section: Schedule, steps: int, warmup: float, decay_steps: float, wsd: float
+) -> None:
     """Notes how far the learning rate is from that of Megatron-LM at most."""
     from titanlike.optim.schedule import learning_rate  # imports torch
 
@@ -347,7 +394,9 @@ def _compare_schedule(job: Conversion, section: Schedule, steps: int, warmup: fl
     minimum = job["--min-lr"] / job["--lr"]
     style, wsd_style = job["--lr-decay-style"], job["--lr-wsd-decay-style"]
     initial = job["--lr-warmup-init"] / job["--lr"]
-    theirs = [megatron_learning_rate(step, warmup, decay_steps, style, minimum, initial, wsd, wsd_style) for step in sampled]
+    theirs = [
+        megatron_learning_rate(step, warmup, decay_steps, style, minimum, initial, wsd, wsd_style) for step in sampled
+    ]
     difference, step = largest_difference(ours, theirs, sampled)
     why = "it counts from 0 there, so that the first step of a warmup has a learning rate of 0"
     if decay_steps != steps:
@@ -402,16 +451,25 @@ def _precision(job: Conversion) -> None:
         gathers = (job["--fp8-param-gather"] or job["--fp8-param"]) and scaling == "tensorwise"
         job.set("float8.all_gather", gathers, "--fp8-param-gather")
         if recipe != scaling:
-            job.leave("--fp8-recipe", "no such scaling here; 'tensorwise' computes the scale of each tensor when it is cast")
-            if "--fp8-recipe" not in job.given:
-                job.differ(f"--fp8-recipe = {recipe!r}, the default: no such scaling here; 'tensorwise' computes each scale anew")
+            job.lack(
+                "--fp8-recipe", "no such scaling here; 'tensorwise' computes the scale of each tensor when it is cast"
+            )
     granularity = "selective" if job["--recompute-activations"] else job["--recompute-granularity"]
     if job["--checkpoint-activations"] or job["--activations-checkpoint-method"]:
         granularity = "full"
     method, number = job["--recompute-method"], job["--recompute-num-layers"]
-    keys = ("--recompute-granularity", "--recompute-activations", "--checkpoint-activations", "--activations-checkpoint-method")
+    keys = (
+        "--recompute-granularity",
+        "--recompute-activations",
+        "--checkpoint-activations",
+        "--activations-checkpoint-method",
+    )
     job.use(*keys, "--recompute-method", "--recompute-num-layers", "--recompute-modules")
-    comment = "Megatron-LM recomputes attention scores, which flash attention never stores" if granularity == "selective" else ""
+    comment = (
+        "Megatron-LM recomputes attention scores, which flash attention never stores"
+        if granularity == "selective"
+        else ""
+    )
     job.set("activation_checkpoint.mode", "full" if granularity == "full" else "none", *keys, comment=comment)
     if granularity == "full" and (method == "block" or (number or 1) > 1):
         job.leave("--recompute-num-layers", "each block is recomputed by itself here, which takes other memory")
@@ -438,7 +496,9 @@ def _checkpoint(job: Conversion) -> None:
 
 
 def _observation(job: Conversion, steps: int) -> None:
-    trackers = [name for name, key in (("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")) if key in job.given]
+    trackers = [
+        name for name, key in (("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")) if key in job.given
+    ]
     job.set("metrics.trackers", trackers, "--tensorboard-dir", "--wandb-project")
     if name := _path(job["--wandb-project"]):
         job.set("metrics.project", name[:100], "--wandb-project")

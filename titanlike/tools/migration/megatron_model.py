@@ -44,7 +44,16 @@ def model_section(job: Conversion) -> TransformerConfig:
         fields[field] = value
         job.set(f"model.{field}", value, *keys, comment=comment)
 
-    put("name", name, "--swiglu", "--normalization", "--position-embedding-type", "--num-experts", "--qk-layernorm", "--add-qkv-bias")
+    put(
+        "name",
+        name,
+        "--swiglu",
+        "--normalization",
+        "--position-embedding-type",
+        "--num-experts",
+        "--qk-layernorm",
+        "--add-qkv-bias",
+    )
     put("dim", dim, "--hidden-size")
     put("num_layers", job["--num-layers"], "--num-layers")
     put("num_heads", heads, "--num-attention-heads")
@@ -61,20 +70,13 @@ def model_section(job: Conversion) -> TransformerConfig:
     else:
         _llama(job, put, ffn, kv_heads, head_dim)
     if job["--attention-dropout"]:
-        text = f"--attention-dropout = {job['--attention-dropout']:g}{_default(job, '--attention-dropout')}: attention has no dropout here"
-        job.leave("--attention-dropout", "attention has no dropout here")
-        if "--attention-dropout" not in job.given:
-            job.differ(text)
+        job.lack("--attention-dropout", "attention has no dropout here")
     job.use("--init-method-std")
     if job["--init-method-std"] != INITIAL_STD:
         job.leave("--init-method-std", f"initial weights have a standard deviation of {INITIAL_STD} here")
     config = validate(config_class(name), fields)
     _norm_epsilon(job, config)
     return config
-
-
-def _default(job: Conversion, key: str) -> str:
-    return "" if key in job.given else ", the default"
 
 
 def _family(job: Conversion) -> str:
@@ -95,7 +97,8 @@ def _family(job: Conversion) -> str:
         return "gpt"
     more = [text for text, holds in (("experts", experts), ("QK-norm", qk_norm)) if holds]
     raise UserError(
-        f"{job.source}: {', '.join([*parts, *more])}: no model of this toolkit has these parts; those like Llama have SwiGLU, RMSNorm and "
+        f"{job.source}: {', '.join([*parts, *more])}: no model of this toolkit has these parts; those like Llama have SwiGLU, "
+        "RMSNorm and "
         "RoPE, and gpt has GELU, LayerNorm and learned positions"
     )
 
@@ -120,12 +123,19 @@ def _vocabulary(job: Conversion) -> tuple[Any, ...]:
 
 def _gpt(job: Conversion, put: Any, ffn: int, kv_heads: int, head_dim: int) -> None:
     dim, heads = job["--hidden-size"], job["--num-attention-heads"]
-    for key, value, only in (("--ffn-hidden-size", ffn, 4 * dim), ("--num-query-groups", kv_heads, heads), ("--kv-channels", head_dim, dim // heads)):
+    for key, value, only in (
+        ("--ffn-hidden-size", ffn, 4 * dim),
+        ("--num-query-groups", kv_heads, heads),
+        ("--kv-channels", head_dim, dim // heads),
+    ):
         if value != only:
             raise UserError(f"{job.source}: {key} = {value}, but gpt of this toolkit has {only}")
     put("dropout", job["--hidden-dropout"], "--hidden-dropout")
     if job["--untie-embeddings-and-output-weights"]:
-        job.leave("--untie-embeddings-and-output-weights", "the head of gpt is tied to the embedding here, which takes fewer parameters")
+        job.leave(
+            "--untie-embeddings-and-output-weights",
+            "the head of gpt is tied to the embedding here, which takes fewer parameters",
+        )
     if job["--disable-bias-linear"]:
         job.leave("--disable-bias-linear", "the linear layers of gpt have biases here")
 
@@ -137,10 +147,14 @@ def _llama(job: Conversion, put: Any, ffn: int, kv_heads: int, head_dim: int) ->
     if cls.has_field("head_dim"):
         put("head_dim", head_dim, "--kv-channels")
     elif head_dim * heads != dim:
-        raise UserError(f"{job.source}: --kv-channels = {head_dim}, but a head of {name} has {dim // heads} here; qwen3 has such heads")
+        raise UserError(
+            f"{job.source}: --kv-channels = {head_dim}, but a head of {name} has {dim // heads} here; qwen3 has such heads"
+        )
     put("rope_theta", float(job["--rotary-base"]), "--rotary-base")
     if job["--rotary-percent"] != 1.0:
-        raise UserError(f"{job.source}: --rotary-percent = {job['--rotary-percent']:g}: RoPE rotates the whole head here")
+        raise UserError(
+            f"{job.source}: --rotary-percent = {job['--rotary-percent']:g}: RoPE rotates the whole head here"
+        )
     job.use("--use-rope-scaling", "--rope-scaling-factor")
     if job["--use-rope-scaling"] and cls.has_field("rope_scaling"):
         put("rope_scaling", job["--rope-scaling-factor"], "--use-rope-scaling", "--rope-scaling-factor")
@@ -153,12 +167,12 @@ def _llama(job: Conversion, put: Any, ffn: int, kv_heads: int, head_dim: int) ->
     elif tied != cls.tied_head:
         job.differ(f"--untie-embeddings-and-output-weights is not set; the head of {name} is never tied here")
     if job["--hidden-dropout"]:
-        job.leave("--hidden-dropout", f"{name} has no dropout here")
-        if "--hidden-dropout" not in job.given:
-            job.differ(f"--hidden-dropout = {job['--hidden-dropout']:g}, the default: {name} has no dropout here")
+        job.lack("--hidden-dropout", f"{name} has no dropout here")
     job.use("--hidden-dropout", "--disable-bias-linear", "--add-qkv-bias")
     if not job["--disable-bias-linear"]:
-        job.differ(f"--disable-bias-linear is not set, so that all linear layers have biases; those of {name} have none here")
+        job.differ(
+            f"--disable-bias-linear is not set, so that all linear layers have biases; those of {name} have none here"
+        )
     if job["--num-experts"]:
         _experts(job, put, ffn, cls)
     else:
@@ -166,7 +180,12 @@ def _llama(job: Conversion, put: Any, ffn: int, kv_heads: int, head_dim: int) ->
 
 
 def _experts(job: Conversion, put: Any, ffn: int, cls: Any) -> None:
-    job.use("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size", "--moe-layer-freq", "--moe-router-score-function")
+    job.use(
+        "--moe-ffn-hidden-size",
+        "--moe-shared-expert-intermediate-size",
+        "--moe-layer-freq",
+        "--moe-router-score-function",
+    )
     if str(job["--moe-layer-freq"]) not in ("1", "([1]*1)"):
         raise UserError(f"{job.source}: --moe-layer-freq = {job['--moe-layer-freq']}: every block has experts here")
     width = job["--moe-ffn-hidden-size"] or ffn
@@ -176,13 +195,34 @@ def _experts(job: Conversion, put: Any, ffn: int, cls: Any) -> None:
     job.use("--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
     kind = job["--moe-router-load-balancing-type"]
     if kind in ("aux_loss", "seq_aux_loss"):
-        comment = "" if kind == "seq_aux_loss" else "over each sequence here, over a micro-batch there"
-        put("balance_loss", job["--moe-aux-loss-coeff"], "--moe-aux-loss-coeff", "--moe-router-load-balancing-type", comment=comment)
+        # Megatron-LM adds a loss for each block, of loads that sum to 1; here it is one of all blocks, of loads that sum to topk.
+        factor = job["--num-layers"] / job["--moe-router-topk"]
+        span = "sequence" if kind == "seq_aux_loss" else "micro-batch"
+        put(
+            "balance_loss",
+            job["--moe-aux-loss-coeff"] * factor,
+            "--moe-aux-loss-coeff",
+            "--moe-router-load-balancing-type",
+            comment=f"{job['--moe-aux-loss-coeff']:g} x num_layers / topk: one loss of all blocks and each sequence, there of each block "
+            f"and {span}",
+        )
     elif kind != "none":
-        job.leave("--moe-router-load-balancing-type", "the load is balanced by model.balance_loss or model.balance_bias_rate here")
-    job.use("--moe-router-pre-softmax", "--moe-router-topk-scaling-factor", "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate")
+        job.leave(
+            "--moe-router-load-balancing-type",
+            "the load is balanced by model.balance_loss or model.balance_bias_rate here",
+        )
+    job.use(
+        "--moe-router-pre-softmax",
+        "--moe-router-topk-scaling-factor",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate",
+    )
     if not cls.has_field("router_score"):
-        for key in ("--moe-router-score-function", "--moe-router-topk-scaling-factor", "--moe-router-enable-expert-bias"):
+        for key in (
+            "--moe-router-score-function",
+            "--moe-router-topk-scaling-factor",
+            "--moe-router-enable-expert-bias",
+        ):
             if key in job.given and job[key] not in ("softmax", None, False):
                 job.leave(key, 'mixtral has no such router; model.name = "qwen3_moe" has')
         return
@@ -194,7 +234,8 @@ def _experts(job: Conversion, put: Any, ffn: int, cls: Any) -> None:
     shared = job["--moe-shared-expert-intermediate-size"] or 0
     if shared % width:
         raise UserError(
-            f"{job.source}: --moe-shared-expert-intermediate-size = {shared} is no multiple of the {width} of an expert, as it is here"
+            f"{job.source}: --moe-shared-expert-intermediate-size = {shared} is no multiple of the {width} of an expert, as "
+            "it is here"
         )
     put("num_shared_experts", shared // width, "--moe-shared-expert-intermediate-size")
 
@@ -206,6 +247,4 @@ def _norm_epsilon(job: Conversion, config: TransformerConfig) -> None:
         return
     job.use(key)
     if epsilon != config.norm_eps:
-        job.leave(key, f"{config.norm_eps:g} in {config.name}")
-        if key not in job.given:
-            job.differ(f"{key} = {epsilon:g}, the default: {config.norm_eps:g} in {config.name}")
+        job.lack(key, f"{config.norm_eps:g} in {config.name}")

@@ -44,7 +44,7 @@ KEYS: dict[str, Key] = {
     "--attention-dropout": Key(0.1),
     "--init-method-std": Key(0.02),
     "--init-method-xavier-uniform": Key(False, reason="initial weights are normal here", changes=True),
-    "--embedding-init-method-std": Key(None, types=FLOAT, reason="initial weights have a standard deviation of 0.02 here", changes=True),
+    "--embedding-init-method-std": Key(None, types=FLOAT, reason="initial weights have a std of 0.02 here", changes=True),
     "--make-vocab-size-divisible-by": Key(128),
     "--vocab-size": Key(None, types=INT),
     "--padded-vocab-size": Key(None, types=INT),
@@ -115,7 +115,7 @@ KEYS: dict[str, Key] = {
     "--main-params-dtype": Key("fp32", reason="see training.master_dtype", changes=True),
     "--exp-avg-dtype": Key("fp32", reason="see optimizer.state_dtype", changes=True),
     "--exp-avg-sq-dtype": Key("fp32", reason="see optimizer.state_dtype", changes=True),
-    "--optimizer-cpu-offload": Key(False, reason="see parallelism.cpu_offload, which offloads weights and gradients too", changes=True),
+    "--optimizer-cpu-offload": Key(False, reason="see parallelism.cpu_offload, which offloads more", changes=True),
     "--optimizer-offload-fraction": Key(1.0, reason="see parallelism.cpu_offload", changes=True),
     # Precision and recomputation.
     "--bf16": Key(False),
@@ -227,8 +227,8 @@ for _reason, _names in {
         overlap-param-gather-with-optimizer-step no-align-param-gather align-param-gather no-scatter-gather-tensors-in-pipeline
         use-ring-exchange-p2p enable-cuda-graph cuda-graph-warmup-steps cuda-graph-impl cuda-graph-scope external-cuda-graph
         te-rng-tracker use-nccl-ub fsdp-double-buffer fsdp-manual-registration suggested-communication-unit-size
-        no-gradient-reduce-div-fusion keep-fp8-transpose-cache-when-using-custom-fsdp use-tp-pp-dp-mapping nccl-communicator-config-path
-        microbatch-group-size-per-virtual-pipeline-stage train-sync-interval DDP-impl no-contiguous-buffers-in-local-ddp
+        no-gradient-reduce-div-fusion keep-fp8-transpose-cache-when-using-custom-fsdp use-tp-pp-dp-mapping
+        nccl-communicator-config-path microbatch-group-size-per-virtual-pipeline-stage train-sync-interval DDP-impl no-contiguous-buffers-in-local-ddp
         delay-wgrad-compute high-priority-stream-groups num-workers no-mmap-bin-files no-create-attention-mask-in-dataloader
         data-cache-path data-impl num-dataset-builder-threads tiktoken-pattern tiktoken-num-special-tokens rope-type
         grad-reduce-div-fusion no-clone-scatter-output-in-embedding""",
@@ -238,9 +238,9 @@ for _reason, _names in {
         wandb-exp-name wandb-save-dir logging-level moe-per-layer-logging log-straggler disable-straggler-on-startup
         straggler-ctrlr-port straggler-minmax-count no-one-logger one-logger-project one-logger-run-name one-logger-async
         record-memory-history memory-snapshot-path config-logger-dir app-tag-run-name app-tag-run-version""",
-    FILES: """ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load
-        ckpt-assume-constant-structure dist-ckpt-strictness auto-detect-ckpt-format no-save-optim no-save-rng no-load-optim no-load-rng
-        non-persistent-save-interval non-persistent-ckpt-type use-persistent-ckpt-worker exit-on-missing-checkpoint
+    FILES: """ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save no-ckpt-fully-parallel-save
+        ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness auto-detect-ckpt-format no-save-optim no-save-rng
+        no-load-optim no-load-rng non-persistent-save-interval non-persistent-ckpt-type use-persistent-ckpt-worker exit-on-missing-checkpoint
         use-checkpoint-args override-opt_param-scheduler override-opt-param-scheduler use-checkpoint-opt_param-scheduler
         use-checkpoint-opt-param-scheduler no-initialization""",
     CLUSTER: """distributed-backend distributed-timeout-minutes exit-signal-handler enable-ft-package calc-ft-timeouts local-rank

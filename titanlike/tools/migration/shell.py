@@ -1,6 +1,6 @@
-"""The command line that a shell script builds, without running it: assignments, arrays, defaults, simple tests. `megatron.py` calls it.
+"""The command line that a shell script builds from assignments, arrays, defaults and simple tests, without running it.
 
-What a script leaves to its environment stays in the text, as `$NAME`.
+`megatron.py` calls it. What a script leaves to its environment stays in the text, as `$NAME`.
 """
 
 import ast
@@ -77,7 +77,9 @@ def _tokens(text: str) -> Iterator[Word | str]:
         if character == "#" and not parts:
             position = _find(text, "\n", position)
             continue
-        if character in " \t\n;&|()<>" and not (parts and text.startswith("(", position) and parts[-1][0].endswith("$")):
+        if character in " \t\n;&|()<>" and not (
+            parts and text.startswith("(", position) and parts[-1][0].endswith("$")
+        ):
             if parts:
                 yield Word(tuple(parts), line)
                 parts = []
@@ -214,7 +216,8 @@ class _Reader:
             closing = self._branch(executed=run)
             body = self.tokens[body_start : self.position]
             if (unknown or (executed and taken is None)) and any(
-                isinstance(token, Word) and (token.raw.startswith("--") or ASSIGNMENT.match(token.raw)) for token in body
+                isinstance(token, Word) and (token.raw.startswith("--") or ASSIGNMENT.match(token.raw))
+                for token in body
             ):
                 self.script.skipped.append((line, " ".join(word.raw for word in condition) or "else"))
             taken = None if unknown else taken if taken is not False else run

@@ -61,7 +61,9 @@ KEYS: dict[str, Key] = {
     "optimizer.weight_decay": Key(0.1),
     "optimizer.implementation": Key("fused", reason="the optimizer is always fused"),
     "optimizer.early_step_in_backward": Key(
-        False, reason="the step follows the backward pass, as clipping needs; this takes memory for gradients", changes=True
+        False,
+        reason="the step follows the backward pass, as clipping needs; this takes memory for gradients",
+        changes=True,
     ),
     "lr_scheduler.warmup_steps": Key(200),
     "lr_scheduler.total_steps": Key(None, types=OPTIONAL_INT),
@@ -98,7 +100,9 @@ KEYS: dict[str, Key] = {
         False, reason="the loss is always parallel; the result is the same", changes=True
     ),
     "parallelism.enable_async_tensor_parallel": Key(False),
-    "parallelism.enable_compiled_autograd": Key(False, reason="the backward pass of each block is compiled", changes=True),
+    "parallelism.enable_compiled_autograd": Key(
+        False, reason="the backward pass of each block is compiled", changes=True
+    ),
     "parallelism.pipeline_parallel_degree": Key(1, ours="parallelism.pipeline"),
     "parallelism.pipeline_parallel_split_points": Key([]),
     "parallelism.module_fqns_per_model_part": Key([]),
@@ -118,18 +122,24 @@ KEYS: dict[str, Key] = {
     ),
     "parallelism.expert_parallel_degree": Key(1, ours="parallelism.expert"),
     "parallelism.expert_tensor_parallel_degree": Key(1),
-    "parallelism.expert_parallel_comm_backend": Key("standard", reason="tokens travel by torch's all-to-all", changes=True),
+    "parallelism.expert_parallel_comm_backend": Key(
+        "standard", reason="tokens travel by torch's all-to-all", changes=True
+    ),
     "checkpoint.enable": Key(False),
     "checkpoint.enable_checkpoint": Key(False),
     "checkpoint.enable_ft_dataloader_checkpoints": Key(True, reason=FT),
-    "checkpoint.folder": Key("checkpoint", reason="checkpoints are in the run directory; checkpoint.dir names another place"),
+    "checkpoint.folder": Key(
+        "checkpoint", reason="checkpoints are in the run directory; checkpoint.dir names another place"
+    ),
     "checkpoint.interval": Key(500, ours="checkpoint.interval"),
     "checkpoint.initial_load_path": Key("", types=OPTIONAL_TEXT),
     "checkpoint.initial_load_model_only": Key(True),
     "checkpoint.initial_load_model_weights_only": Key(True),
     "checkpoint.initial_load_in_hf": Key(False),
     "checkpoint.initial_load_in_hf_quantized": Key(False, reason="quantized weights are not read", changes=True),
-    "checkpoint.last_save_model_only": Key(True, reason="the last checkpoint is a whole one too; `titanlike export` writes weights"),
+    "checkpoint.last_save_model_only": Key(
+        True, reason="the last checkpoint is a whole one too; `titanlike export` writes weights"
+    ),
     "checkpoint.last_save_model_weights_only": Key(
         False, reason="the last checkpoint is a whole one too; `titanlike export` writes weights"
     ),
@@ -138,8 +148,12 @@ KEYS: dict[str, Key] = {
     "checkpoint.async_mode": Key("disabled"),
     "checkpoint.keep_latest_k": Key(10),
     "checkpoint.load_step": Key(-1),
-    "checkpoint.exclude_from_loading": Key([], reason="a checkpoint is loaded whole; checkpoint.initial loads weights", changes=True),
-    "checkpoint.enable_first_step_checkpoint": Key(False, reason="checkpoint.interval = 1 saves every step", changes=True),
+    "checkpoint.exclude_from_loading": Key(
+        [], reason="a checkpoint is loaded whole; checkpoint.initial loads weights", changes=True
+    ),
+    "checkpoint.enable_first_step_checkpoint": Key(
+        False, reason="checkpoint.interval = 1 saves every step", changes=True
+    ),
     "checkpoint.create_seed_checkpoint": Key(False, reason="initial weights do not depend on the layout"),
     "checkpoint.load_only": Key(False),
     "activation_checkpoint.mode": Key("selective"),
@@ -182,7 +196,9 @@ KEYS: dict[str, Key] = {
     "validation.dataloader.prefetch_factor": Key(0, reason=LOADER),
     "debug.seed": Key(None, types=OPTIONAL_INT),
     "debug.deterministic": Key(False),
-    "debug.deterministic_warn_only": Key(False, reason="an operation without a deterministic implementation is an error"),
+    "debug.deterministic_warn_only": Key(
+        False, reason="an operation without a deterministic implementation is an error"
+    ),
     "debug.moe_force_load_balance": Key(False, reason=DEBUG, changes=True),
     "quantize.grouped_mm.float8.fqns": Key([], types=(list, str)),
     "quantize.grouped_mm.mx.fqns": Key([], types=(list, str)),
@@ -195,8 +211,12 @@ for _name in ("process_group", "process_group_timeout_ms", "replica_id", "group_
 for _prefix in ("float8", "quantize.linear.float8"):
     KEYS |= {
         f"{_prefix}.enable_fsdp_float8_all_gather": Key(False),
-        f"{_prefix}.precompute_float8_dynamic_scale_for_fsdp": Key(False, reason="the scales of all weights are computed together"),
-        f"{_prefix}.force_recompute_fp8_weight_in_bwd": Key(False, reason="FSDP gathers weights again for the backward pass"),
+        f"{_prefix}.precompute_float8_dynamic_scale_for_fsdp": Key(
+            False, reason="the scales of all weights are computed together"
+        ),
+        f"{_prefix}.force_recompute_fp8_weight_in_bwd": Key(
+            False, reason="FSDP gathers weights again for the backward pass"
+        ),
         f"{_prefix}.recipe_name": Key("", types=OPTIONAL_TEXT),
         f"{_prefix}.filter_fqns": Key([]),
         f"{_prefix}.emulate": Key(False),
@@ -216,6 +236,18 @@ ONLY_0_1 = {
     *(key for key in KEYS if key.startswith(("float8.", "mx."))),
 }
 
+# Keys of before 0.1 that change results if they are left out.
+RENAMED = {
+    "training.batch_size": "training.local_batch_size",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+}
+
 SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
@@ -225,11 +257,13 @@ SCHEDULES = {
     "dualpipev": "dualpipev",
 }
 INITIALIZATION = (
-    "initial weights: normal with a standard deviation of 1 for the embedding, dim**-0.5 for the head, and for wo, w2 and w3 of block i "
+    "initial weights: normal with a standard deviation of 1 for the embedding, dim**-0.5 for the head, and for wo, w2 and w3 "
+    "of block i "
     "0.02 / sqrt(2 * (i + 1)); here 0.02, and 0.02 / sqrt(2 * num_layers) for wo and w2"
 )
 DATA_ORDER = (
-    "data: each rank reads its part of the stream and skips a token between sequences; here the order is a function of seed and step, "
+    "data: each rank reads its part of the stream and skips a token between sequences; here the order is a function of seed "
+    "and step, "
     "whatever the layout"
 )
 
@@ -241,9 +275,12 @@ def convert(name: str, values: Mapping[str, Any], num_gpus: int | None) -> Conve
         num_gpus: of the job, which its batch size may depend on.
     """
     given = dict(_flat(values))
-    is_old = bool(ONLY_0_1 & given.keys()) or (
-        "model.tokenizer_path" in given and "model.hf_assets_path" not in given
-    )
+    if predecessors := sorted(RENAMED.keys() & given.keys()):
+        raise UserError(
+            f"{name}: {', '.join(predecessors)}: torchtitan 0.1 renamed it; write "
+            f"{', '.join(RENAMED[key] for key in predecessors)} instead"
+        )
+    is_old = bool(ONLY_0_1 & given.keys()) or ("model.tokenizer_path" in given and "model.hf_assets_path" not in given)
     version = "0.1" if is_old else "0.2"
     job = Conversion(f"torchtitan {version}", name, given, KEYS, num_gpus, planned_as="torchtitan")
     model = model_section(job, is_old=is_old)
@@ -288,7 +325,9 @@ def _tokens(job: Conversion) -> None:
     elif name in known:
         job.set("data.path", known[name], "training.dataset")
     else:
-        job.set("data.path", "", "training.dataset", comment="name its files here: the recipe does not run without them")
+        job.set(
+            "data.path", "", "training.dataset", comment="name its files here: the recipe does not run without them"
+        )
         job.leave("training.dataset", "a data set of your own; set data.path to its files")
 
 
@@ -308,11 +347,13 @@ def _batch(job: Conversion) -> int:
         job.set("training.global_batch_size", total, "training.global_batch_size")
     elif not data_ranks:
         raise UserError(
-            f"{job.source}: training.global_batch_size is not set, so that the batch is training.local_batch_size = {local} sequences on "
+            f"{job.source}: training.global_batch_size is not set, so that the batch is training.local_batch_size = {local} "
+            "sequences on "
             "each data-parallel rank; give the number of GPUs of the job, such as --gpus 8"
         )
     else:
-        comment = f"{local} sequences on each of {data_ranks} data-parallel ranks; torchtitan's batch grows with the GPUs"
+        job.batch_grows = True
+        comment = f"{local} on each of {data_ranks} data-parallel ranks; torchtitan's batch grows with the GPUs"
         keys = ("training.local_batch_size", "training.global_batch_size")
         job.set("training.global_batch_size", local * data_ranks, *keys, comment=comment)
     if job["parallelism.pipeline_parallel_degree"] > 1:
@@ -368,7 +409,8 @@ def _schedule(job: Conversion) -> None:
     difference, step = schedule_difference(section, steps)
     if difference > 0:
         job.differ(
-            f"learning rate: the decay begins one step later and would reach its end one step after the last; the largest difference is "
+            "learning rate: the decay begins one step later and would reach its end one step after the last; the largest "
+            "difference is "
             f"{difference:.2%} of the peak, at step {step}"
         )
 
@@ -404,7 +446,11 @@ def schedule_difference(section: Schedule, num_steps: int) -> tuple[float, int]:
 def _layout(job: Conversion, num_layers: int) -> None:
     """FSDP and pipeline; sizes of dimensions have a key each."""
     reshard = job["parallelism.fsdp_reshard_after_forward"]
-    job.set("parallelism.reshard_after_forward", {"default": "auto"}.get(reshard, reshard), "parallelism.fsdp_reshard_after_forward")
+    job.set(
+        "parallelism.reshard_after_forward",
+        {"default": "auto"}.get(reshard, reshard),
+        "parallelism.fsdp_reshard_after_forward",
+    )
     asynchronous = job["parallelism.enable_async_tensor_parallel"]
     job.use("parallelism.enable_async_tensor_parallel")
     if asynchronous and job["parallelism.tensor_parallel_degree"] == 1:
@@ -415,7 +461,8 @@ def _layout(job: Conversion, num_layers: int) -> None:
     job.use("parallelism.expert_tensor_parallel_degree")
     if job["parallelism.expert_parallel_degree"] > 1 and expert_tensor != tensor:
         job.leave(
-            "parallelism.expert_tensor_parallel_degree", f"parallelism.tensor = {tensor} shards every expert here as well"
+            "parallelism.expert_tensor_parallel_degree",
+            f"parallelism.tensor = {tensor} shards every expert here as well",
         )
     stage_keys = [
         f"parallelism.{name}"
@@ -432,7 +479,8 @@ def _layout(job: Conversion, num_layers: int) -> None:
     schedule = SCHEDULES.get(name.lower())
     if schedule is None:
         raise UserError(
-            f"{job.source}: parallelism.pipeline_parallel_schedule = {name!r} is not supported; use one of 1F1B, GPipe, Interleaved1F1B, "
+            f"{job.source}: parallelism.pipeline_parallel_schedule = {name!r} is not supported; use one of 1F1B, GPipe, "
+            "Interleaved1F1B, "
             "InterleavedZeroBubble, ZBVZeroBubble and DualPipeV"
         )
     job.set("parallelism.pipeline_schedule", schedule, stage_keys[-1])
@@ -446,7 +494,10 @@ def _layout(job: Conversion, num_layers: int) -> None:
     else:
         sizes = stage_sizes(num_layers, pipeline * (1 if schedule in ("1f1b", "gpipe") else 2), first, last)
     if min(sizes) < 1:
-        job.differ(f"pipeline: torchtitan has stages of {sizes} blocks; each has at least one here, and parallelism.pipeline_split is left to its default")
+        job.differ(
+            f"pipeline: torchtitan has stages of {sizes} blocks; each has at least one here, and parallelism.pipeline_split "
+            "is left to its default"
+        )
     else:
         job.set("parallelism.pipeline_split", sizes, *stage_keys[:5], comment="as torchtitan divides the blocks")
 
@@ -474,7 +525,9 @@ def _float8(job: Conversion, matrices: Mapping[str, Any]) -> None:
     scaling = (job[f"{table}.recipe_name"] or "tensorwise") if kind == "float8" else "mxfp8"
     job.set("float8.scaling", scaling, f"{table}.recipe_name", "model.converters")
     if kind == "float8":
-        job.set("float8.all_gather", job[f"{table}.enable_fsdp_float8_all_gather"], f"{table}.enable_fsdp_float8_all_gather")
+        job.set(
+            "float8.all_gather", job[f"{table}.enable_fsdp_float8_all_gather"], f"{table}.enable_fsdp_float8_all_gather"
+        )
         job.set("float8.emulate", job[f"{table}.emulate"], f"{table}.emulate")
     filters = [str(name) for name in job[f"{table}.filter_fqns"]]
     automatic = "auto_filter_small_kn" in filters
@@ -502,13 +555,14 @@ def _compute(job: Conversion, *, is_old: bool) -> None:
     job.use("activation_checkpoint.selective_ac_option")
     if mode == "selective" and option == "1":
         mode = "full"
-    job.set("activation_checkpoint.mode", mode, "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
+    job.set(
+        "activation_checkpoint.mode", mode, "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+    )
     if mode == "selective" and option != "op":
-        text = f"every {option} blocks are recomputed as a whole; here each block keeps some outputs, which takes other memory and time"
-        if "activation_checkpoint.selective_ac_option" in job.given:
-            job.leave("activation_checkpoint.selective_ac_option", text)
-        else:
-            job.differ(f"selective_ac_option = {option!r}, the default: {text}")
+        job.lack(
+            "activation_checkpoint.selective_ac_option",
+            f"every {option} blocks are recomputed whole there; here each keeps some outputs, which takes other memory and time",
+        )
     seed = "debug.seed" if "debug.seed" in job.given else "training.seed"
     if (value := job[seed]) is not None:
         job.set("run.seed", value, seed)
@@ -529,14 +583,20 @@ def _checkpoint(job: Conversion) -> None:
         job.set("checkpoint.keep_every", 1, "checkpoint.keep_latest_k", comment="keeps all")
     job.use("checkpoint.load_step")
     if job["checkpoint.load_step"] > 0:
-        job.leave("checkpoint.load_step", "a checkpoint of torchtitan is imported with `titanlike import ... --from torchtitan`")
+        job.leave(
+            "checkpoint.load_step",
+            "a checkpoint of torchtitan is imported with `titanlike import ... --from torchtitan`",
+        )
     path, in_hf = job["checkpoint.initial_load_path"], job["checkpoint.initial_load_in_hf"]
     job.use("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only",
             "checkpoint.initial_load_model_weights_only")  # fmt: skip
     if path and in_hf:
         job.set("checkpoint.initial", path, "checkpoint.initial_load_path")
     elif path:
-        job.leave("checkpoint.initial_load_path", "a distributed checkpoint: `titanlike import ... --from torchtitan` converts it")
+        job.leave(
+            "checkpoint.initial_load_path",
+            "a distributed checkpoint: `titanlike import ... --from torchtitan` converts it",
+        )
     elif in_hf:
         job.set("checkpoint.initial", job["model.hf_assets_path"], "model.hf_assets_path")
     dtype = job["checkpoint.export_dtype"]
@@ -544,11 +604,18 @@ def _checkpoint(job: Conversion) -> None:
     if job["checkpoint.last_save_in_hf"] and dtype != "float16":
         job.set("checkpoint.export", dtype, "checkpoint.last_save_in_hf", "checkpoint.export_dtype")
     elif dtype == "float16":
-        job.leave("checkpoint.export_dtype", "`titanlike export RUN FOLDER --dtype float16` writes such weights", changes=False)
+        job.leave(
+            "checkpoint.export_dtype",
+            "`titanlike export RUN FOLDER --dtype float16` writes such weights",
+            changes=False,
+        )
 
 
 def _validation(job: Conversion, data_ranks: int) -> None:
-    keys = [f"validation.{name}" for name in ("enable", "freq", "steps", "local_batch_size", "dataset", "dataset_path", "seq_len")]
+    keys = [
+        f"validation.{name}"
+        for name in ("enable", "freq", "steps", "local_batch_size", "dataset", "dataset_path", "seq_len")
+    ]
     enabled, freq, steps, local, dataset, path, seq_len = (job[key] for key in keys)
     job.set("data.holdout_every", 0, comment="torchtitan holds out nothing of the training data")
     if not enabled:
@@ -566,11 +633,7 @@ def _validation(job: Conversion, data_ranks: int) -> None:
     job.set("data.validation_path", path or (VALIDATION_C4 if dataset == "c4_validation" else dataset),
             "validation.dataset_path", "validation.dataset")  # fmt: skip
     if seq_len != job["training.seq_len"]:
-        text = f"validation has the sequences of training.seq_len = {job['training.seq_len']}"
-        if "validation.seq_len" in job.given:
-            job.leave("validation.seq_len", text)
-        else:
-            job.differ(f"validation.seq_len = {seq_len}, the default: {text} here")
+        job.lack("validation.seq_len", f"validation has sequences of training.seq_len = {job['training.seq_len']}")
 
 
 def _observation(job: Conversion) -> None:

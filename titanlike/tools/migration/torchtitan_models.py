@@ -41,7 +41,7 @@ MASKED = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
 UNSUPPORTED = {
     "llama4": "its attention in chunks, blocks without RoPE and interleaved experts are no model of this toolkit",
     "llama4_iRoPE": "its attention in chunks and blocks without RoPE are no model of this toolkit",
-    "deepseek_v3": "multi-head latent attention is no model of this toolkit; model.name = \"qwen3_moe\" has the options of its experts",
+    "deepseek_v3": "multi-head latent attention is no model of this toolkit; qwen3_moe has the options of its experts",
     "gpt_oss": "attention sinks and biased experts are no model of this toolkit",
     "flux": "it generates images; this toolkit trains language models",
     "vlm": "it has an image encoder; this toolkit trains language models",
@@ -56,7 +56,8 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
     families = {"llama3": LLAMA3, "llama3_ft": LLAMA3, "qwen3": QWEN3 | QWEN3_MOE}
     if name not in families:
         raise UserError(
-            f"{job.source}: model.name = {json.dumps(name)} is no model of torchtitan 0.1 to 0.2.2 that this toolkit has; those are llama3 "
+            f"{job.source}: model.name = {json.dumps(name)} is no model of torchtitan 0.1 to 0.2.2 that this toolkit has; "
+            "those are llama3 "
             "and qwen3"
         )
     ending = next((ending for ending in MASKED if flavor.endswith(ending)), "") if name != "qwen3" else ""
@@ -64,7 +65,8 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
     if size not in families[name]:
         choices = ", ".join(families[name])
         raise UserError(
-            f"{job.source}: model.flavor = {json.dumps(flavor)} is no flavor of {name} in torchtitan 0.1 to 0.2.2 ({choices}); if it is your "
+            f"{job.source}: model.flavor = {json.dumps(flavor)} is no flavor of {name} in torchtitan 0.1 to 0.2.2 "
+            f"({choices}); if it is your "
             "own, write [model] of the recipe by hand (docs/config.md)"
         )
     family = "llama" if name != "qwen3" else "qwen3_moe" if size in QWEN3_MOE else "qwen3"
@@ -78,7 +80,9 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
             del fields["rope_scaling"]
         is_test = str(job["model.tokenizer_path"]).endswith(TEST_TOKENIZER)
         fields["vocab_size"] = TEST_VOCABULARY if is_test else LLAMA3_VOCABULARY
-        comments["vocab_size"] = "that of the tokenizer in torchtitan 0.1" + ("" if is_test else ": Llama 3's is assumed")
+        comments["vocab_size"] = "that of the tokenizer in torchtitan 0.1" + (
+            "" if is_test else ": Llama 3's is assumed"
+        )
     published = config_class(family).sizes.get(fields.get("size", ""), {})
     longest = published.get("max_seq_len", config_class(family).__dataclass_fields__["max_seq_len"].default)  # type: ignore[attr-defined]
     if job["training.seq_len"] > longest:
@@ -87,8 +91,11 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
     for field, value in fields.items():
         job.set(f"model.{field}", value, "model.flavor", comment=comments.get(field, ""))
     if ending:
-        job.set("data.document_masks", True, "model.flavor", comment="block_causal; position ids restart here at each document")
+        job.set(
+            "data.document_masks",
+            True,
+            "model.flavor",
+            comment="block_causal; position ids restart here at each document",
+        )
     job.use("model.flavor")
     return validate(config_class(family), {**published, "name": family, **fields})
-
-
