@@ -6,14 +6,13 @@ import re
 from typing import Any
 
 from titanlike.config.base import LIMIT, UserError, shown
-from titanlike.config.sections import Schedule
-from titanlike.tools.migration.conversion import Conversion, largest_difference
+from titanlike.tools.migration.conversion import Conversion
 from titanlike.tools.migration.megatron_model import model_section
 from titanlike.tools.migration.megatron_options import KEYS
+from titanlike.tools.migration.megatron_schedule import set_schedule
 from titanlike.tools.migration.shell import commands_with, read_script
 
 PROGRAM = r"pretrain_\w+\.py"
-MAX_COMPARED = 100_000  # steps of a schedule
 THRESHOLD = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 DATA_ORDER = "data: Megatron-LM shuffles with a seed of its own; here the order is a function of seed and step, whatever the layout"
 
@@ -34,9 +33,8 @@ def convert(name: str, text: str, num_gpus: int | None) -> Conversion | None:
     if not found:
         return None
     launcher, words = max(found, key=lambda one: len(one[1]))
-    job = Conversion(
-        "Megatron-LM", name, _options(name, words), KEYS, num_gpus or _num_gpus(launcher), planned_as="megatron"
-    )
+    options, undefined = _options(name, words)
+    job = Conversion("Megatron-LM", name, options, KEYS, num_gpus or _num_gpus(launcher), planned_as="megatron")
     where = "" if num_gpus else ", as its launcher's options say"
     for line, condition in script.skipped:
         job.differ(
@@ -44,12 +42,14 @@ def convert(name: str, text: str, num_gpus: int | None) -> Conversion | None:
             "false: define its "
             "variables at the top of the script, or delete the condition"
         )
+    for word in undefined:
+        job.differ(f"the script does not define {shown(word)} of the command; options in it are not seen")
     model = model_section(job)
     _data(job)
     data_ranks = _layout(job, model.num_layers, where)
     steps = _batch(job, data_ranks)
     _optimizer(job)
-    _schedule(job, steps)
+    set_schedule(job, steps)
     _precision(job)
     _checkpoint(job)
     _observation(job, steps)
@@ -58,25 +58,38 @@ def convert(name: str, text: str, num_gpus: int | None) -> Conversion | None:
     return job
 
 
-def _options(name: str, words: list[str]) -> dict[str, Any]:
-    """Returns options and their values, of the types that are known of them. A flag has the value true."""
+def _options(name: str, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Returns options and their values, of the types that are known of them, and words that may be undefined options. A flag has
+    the value true."""
     # An array's item may be an option with its value.
     words = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
     options: dict[str, Any] = {}
+    undefined: list[str] = []
     option = ""
     for word in words:
         if re.match(r"--[a-zA-Z]", word):
             option, equals, value = word.partition("=")
             options[option] = [value] if equals else []
+        elif re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", word) and (not option or _is_complete(option, options[option])):
+            undefined.append(word)
         elif option:
             options[option].append(word.strip("'\""))
-    return {key: _typed(name, key, values) for key, values in options.items()}
+    return {key: _typed(name, key, values) for key, values in options.items()}, undefined
+
+
+def _is_complete(option: str, values: list[str]) -> bool:
+    """Whether an option has all values that it takes."""
+    known = KEYS.get(option)
+    if known is None or isinstance(known.default, list):
+        return False
+    return bool(values) or isinstance(known.default, bool)
 
 
 def _typed(name: str, key: str, values: list[str]) -> Any:
     known = KEYS.get(key)
-    if known is None or list in known.types or isinstance(known.default, list):
-        return values if len(values) != 1 or known else values[0]
+    if known is None or isinstance(known.default, list):
+        is_read = known is not None and (not known.reason or known.changes)
+        return values if is_read else values[0] if len(values) == 1 else values or True
     types = known.types or (type(known.default),)
     text = " ".join(values)
     if bool in types:
@@ -351,87 +364,6 @@ def _optimizer(job: Conversion) -> None:
         )
         if job["--decoupled-min-lr"] is not None:
             job.leave("--decoupled-min-lr", "schedule.min_ratio is that of all parameters")
-
-
-def _schedule(job: Conversion, steps: int) -> None:
-    total = job.tables["training"]["global_batch_size"]
-    decay_keys, warmup_keys = ("--lr-decay-iters", "--lr-decay-samples"), ("--lr-warmup-iters", "--lr-warmup-samples")
-    decay_steps = job[decay_keys[0]] or (job[decay_keys[1]] or 0) / total or steps
-    fraction = job["--lr-warmup-fraction"]
-    warmup = fraction * decay_steps if fraction is not None else job[warmup_keys[0]] or job[warmup_keys[1]] / total
-    style, minimum, peak = job["--lr-decay-style"], job["--min-lr"], job["--lr"]
-    wsd = job["--lr-wsd-decay-iters"] or (job["--lr-wsd-decay-samples"] or 0) / total
-    wsd_style = job["--lr-wsd-decay-style"]
-    job.use(*decay_keys, "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-wsd-decay-style")
-    shape = {"constant": "none", "linear": "linear", "cosine": "cosine"}.get(style, "")
-    if style.upper() == "WSD":
-        shape = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}.get(wsd_style, "")
-        if not shape:
-            job.lack("--lr-wsd-decay-style", "no such shape here; 'sqrt' is nearest, which falls fast at first too")
-            shape = "sqrt"
-    if not shape:
-        job.leave("--lr-decay-style", "no such schedule here; the learning rate is constant after the warmup")
-        shape = "none"
-    ratio = min(1.0, wsd / steps) if style.upper() == "WSD" else 0.0
-    rounded = min(steps, round(warmup))
-    comment = f"{warmup:.2f} steps there" if rounded != warmup else ""
-    job.set("schedule.warmup_steps", rounded, *warmup_keys, "--lr-warmup-fraction", comment=comment)
-    job.set("schedule.decay", shape, "--lr-decay-style", "--lr-wsd-decay-style")
-    job.set("schedule.decay_ratio", ratio, "--lr-wsd-decay-iters", "--lr-wsd-decay-samples")
-    job.set("schedule.min_ratio", min(1.0, minimum / peak), "--min-lr", "--lr")
-    section = Schedule(rounded, shape, ratio, min(1.0, minimum / peak))  # type: ignore[arg-type]
-    _compare_schedule(job, section, steps, warmup, decay_steps, wsd)
-
-
-def _compare_schedule(
-    job: Conversion, section: Schedule, steps: int, warmup: float, decay_steps: float, wsd: float
-) -> None:
-    """Notes how far the learning rate is from that of Megatron-LM at most."""
-    from titanlike.optim.schedule import learning_rate  # imports torch
-
-    sampled = range(1, steps + 1, -(-steps // MAX_COMPARED))
-    ours = [learning_rate(step, steps, 1.0, section) for step in sampled]
-    minimum = job["--min-lr"] / job["--lr"]
-    style, wsd_style = job["--lr-decay-style"], job["--lr-wsd-decay-style"]
-    initial = job["--lr-warmup-init"] / job["--lr"]
-    theirs = [
-        megatron_learning_rate(step, warmup, decay_steps, style, minimum, initial, wsd, wsd_style) for step in sampled
-    ]
-    difference, step = largest_difference(ours, theirs, sampled)
-    why = "it counts from 0 there, so that the first step of a warmup has a learning rate of 0"
-    if decay_steps != steps:
-        why += f"; the decay ends at step {decay_steps:,.0f} of {steps:,} there, and at the last here"
-    if "batch_ramp" in job.tables["training"]:
-        why += "; during the ramp of the batch size, it counts samples there"
-    if difference > 0:
-        job.differ(f"learning rate: {why}; the largest difference is {difference:.2%} of the peak, at step {step:,}")
-
-
-def megatron_learning_rate(
-    step: int, warmup: float, decay_steps: float, style: str, minimum: float, initial: float = 0.0, wsd: float = 0.0,
-    wsd_style: str = "exponential",
-) -> float:  # fmt: skip
-    """Returns Megatron-LM's learning rate of a step, counted from 1, as a fraction of the peak, with a constant batch."""
-    done = step - 1
-    if warmup > 0 and done <= warmup:
-        return initial + (1.0 - initial) * done / warmup
-    if style == "constant":
-        return 1.0
-    if done > decay_steps:
-        return minimum
-    if style == "inverse-square-root":
-        return max(minimum, math.sqrt(max(warmup, 1) / max(done, 1)))
-    progress = (done - warmup) / max(decay_steps - warmup, 1e-9)
-    if style.upper() == "WSD":
-        progress = max(0.0, done - (decay_steps - wsd)) / wsd if wsd else 0.0
-        style = wsd_style if progress > 0 else "linear"
-    remaining = {
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-        "exponential": 2.0 * 0.5**progress - 1.0,
-        "minus_sqrt": 1.0 - math.sqrt(progress),
-    }[style]
-    return minimum + (1.0 - minimum) * remaining
 
 
 def _precision(job: Conversion) -> None:

@@ -203,8 +203,8 @@ def _experts(job: Conversion, put: Any, ffn: int, cls: Any) -> None:
             job["--moe-aux-loss-coeff"] * factor,
             "--moe-aux-loss-coeff",
             "--moe-router-load-balancing-type",
-            comment=f"{job['--moe-aux-loss-coeff']:g} x num_layers / topk: one loss of all blocks and each sequence, there of each block "
-            f"and {span}",
+            comment=f"{job['--moe-aux-loss-coeff']:g} x num_layers / topk: one loss of all blocks and each sequence, there "
+            f"of each block and {span}",
         )
     elif kind != "none":
         job.leave(

@@ -51,6 +51,7 @@ KEYS: dict[str, Key] = {
     "--fp32-residual-connection": Key(False, reason="the residual stream has training.compute_dtype", changes=True),
     "--apply-query-key-layer-scaling": Key(False, reason="for float16, which does not exist here"),
     "--openai-gelu": Key(False, reason="the GELU of gpt is its tanh approximation here too"),
+    "--use-checkpoint-args": Key(False, reason="the model is what the options say", changes=True),
     "--transformer-impl": Key("transformer_engine", reason=SPEED),
     "--num-experts": Key(None, types=INT),
     "--moe-router-topk": Key(2),
@@ -228,8 +229,9 @@ for _reason, _names in {
         use-ring-exchange-p2p enable-cuda-graph cuda-graph-warmup-steps cuda-graph-impl cuda-graph-scope external-cuda-graph
         te-rng-tracker use-nccl-ub fsdp-double-buffer fsdp-manual-registration suggested-communication-unit-size
         no-gradient-reduce-div-fusion keep-fp8-transpose-cache-when-using-custom-fsdp use-tp-pp-dp-mapping
-        nccl-communicator-config-path microbatch-group-size-per-virtual-pipeline-stage train-sync-interval DDP-impl no-contiguous-buffers-in-local-ddp
-        delay-wgrad-compute high-priority-stream-groups num-workers no-mmap-bin-files no-create-attention-mask-in-dataloader
+        nccl-communicator-config-path microbatch-group-size-per-virtual-pipeline-stage train-sync-interval DDP-impl
+        no-contiguous-buffers-in-local-ddp delay-wgrad-compute high-priority-stream-groups num-workers no-mmap-bin-files
+        no-create-attention-mask-in-dataloader
         data-cache-path data-impl num-dataset-builder-threads tiktoken-pattern tiktoken-num-special-tokens rope-type
         grad-reduce-div-fusion no-clone-scatter-output-in-embedding""",
     LOGS: """log-params-norm log-num-zeros-in-grad log-throughput log-progress timing-log-level timing-log-option
@@ -239,9 +241,9 @@ for _reason, _names in {
         straggler-ctrlr-port straggler-minmax-count no-one-logger one-logger-project one-logger-run-name one-logger-async
         record-memory-history memory-snapshot-path config-logger-dir app-tag-run-name app-tag-run-version""",
     FILES: """ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save no-ckpt-fully-parallel-save
-        ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness auto-detect-ckpt-format no-save-optim no-save-rng
-        no-load-optim no-load-rng non-persistent-save-interval non-persistent-ckpt-type use-persistent-ckpt-worker exit-on-missing-checkpoint
-        use-checkpoint-args override-opt_param-scheduler override-opt-param-scheduler use-checkpoint-opt_param-scheduler
+        ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness auto-detect-ckpt-format no-save-optim
+        no-save-rng no-load-optim no-load-rng non-persistent-save-interval non-persistent-ckpt-type use-persistent-ckpt-worker
+        exit-on-missing-checkpoint override-opt_param-scheduler override-opt-param-scheduler use-checkpoint-opt_param-scheduler
         use-checkpoint-opt-param-scheduler no-initialization""",
     CLUSTER: """distributed-backend distributed-timeout-minutes exit-signal-handler enable-ft-package calc-ft-timeouts local-rank
         adlr-autoresume adlr-autoresume-interval check-for-spiky-loss check-for-large-grads no-check-for-nan-in-loss-and-grad

@@ -373,13 +373,15 @@ class _Reader:
         """Returns what $((...)), ${...} or $(...) stands for, or the text itself."""
         if text.startswith("$(("):
             return self._arithmetic(text, depth)
-        match = re.fullmatch(rf"\$\{{({NAME}|\d)(\[[@*]\])?(?:(:?[-=+?])(.*))?\}}", text, re.DOTALL)
+        match = re.fullmatch(rf"\$\{{({NAME}|\d)(\[(?:[@*]|\d+)\])?(?:(:?[-=+?])(.*))?\}}", text, re.DOTALL)
         if not match:
             return text
-        name, is_array, default, other = match.groups()
+        name, subscript, default, other = match.groups()
         value = self.script.variables.get(name)
-        if is_array:
-            return value if isinstance(value, list) else [value] if value is not None else []
+        if subscript:
+            values = value if isinstance(value, list) else [value] if value is not None else []
+            index = subscript[1:-1]
+            return values if not index.isdigit() else values[int(index)] if int(index) < len(values) else ""
         if default and "?" not in default and (value is None or value == "") == ("+" not in default):
             replacement = Word(((other, '"'),), 0) if not other.startswith(('"', "'")) else next(_tokens(other))
             assert isinstance(replacement, Word)
