@@ -50,7 +50,7 @@ LLAMA = """
 TP=2
 MODEL=(--num-layers 4 --hidden-size 256 --num-attention-heads 8 --swiglu --normalization RMSNorm --disable-bias-linear
     --position-embedding-type rope --seq-length 512 --untie-embeddings-and-output-weights)
-torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $TP --vocab-size 1000 \\
+torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $TP --vocab-size 1100 \\
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok --micro-batch-size 1 --global-batch-size 16 --train-iters 100 \\
     --lr 1e-3 --bf16 --use-distributed-optimizer --sequence-parallel --data-path a --hidden-dropout 0 --attention-dropout 0"""
 
@@ -280,7 +280,7 @@ def test_a_llama_of_megatron(tmp_path: Path) -> None:
     model = recipe.model
     assert isinstance(model, LlamaConfig)
     assert (
-        model.ffn_dim == 640 and model.vocab_size == 1024 and not model.tied_head
+        model.ffn_dim == 640 and model.vocab_size == 1280 and not model.tied_head
     )  # 4 x 256 x 2/3; 128 x 2 divides it
     assert (model.num_kv_heads, model.rope_theta, model.norm_eps) == (8, 10000.0, 1e-5)
     assert (recipe.optimizer.beta2, recipe.optimizer.weight_decay, recipe.run.seed) == (0.999, 0.01, 1234)
@@ -488,6 +488,9 @@ def test_plans_of_files_of_other_programs(
     here, text = speed("--program=titanlike")
     assert theirs < here and "planned as a run of titanlike\n" in text
     assert speed("--training.seq_len=2048")[0] != theirs  # an override
+    job.write_text(f"{JOB}[compile]\nenable = true\n")
+    assert speed()[0] > speed("--program=torchtitan")[0]  # what the job has otherwise: it compiles its loss
+    job.write_text(JOB)
     assert command(monkeypatch, "plan", job, "--gpus=8,16", "--quick", "--json") == 0
     assert "the batch is that of 8 GPUs; --scaling weak" in capsys.readouterr().err
     assert command(monkeypatch, "plan", job, "--gpus=8", "--search", "--write", tmp_path / "best.toml") == 2
@@ -499,6 +502,7 @@ def test_plans_of_files_of_other_programs(
 def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> None:
     for name, text, kind in (
         ("job.toml", JOB, "a job config of torchtitan: `titanlike import"),
+        ("short.toml", '[model]\nflavor = "8B"\n', "a job config of torchtitan: `titanlike import"),
         ("job.sh", LLAMA, "a script of Megatron-LM: `titanlike import"),
         ("config.json", '{"vocab_size": 3}', "no recipe, but a model's config: `titanlike plan"),
     ):
@@ -523,6 +527,7 @@ def test_a_result_has_counts_and_the_check(tmp_path: Path) -> None:
     path.write_text(JOB.replace('"c4"', '"mine"'))
     row = migration.result(path, "https://example.org", 8)
     assert (row["keys"], row["mapped"], row["without_effect"], row["parameters"]) == (9, 7, 1, 8_030_261_248)
+    assert row["not_mapped"] == {"training.dataset": "a data set of your own; set data.path to its files"}
     assert row["check"] == "data.source = 'stream' requires data.path, which is empty; set it, or data.mixture"
     path.write_text(JOB.replace('"llama3"', '"llama4"'))
     assert migration.result(path, "https://example.org", 8)["refused"].startswith('model.name = "llama4"')

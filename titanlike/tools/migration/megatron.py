@@ -160,8 +160,8 @@ def _data(job: Conversion) -> None:
         job.leave("--reset-position-ids", "position ids restart if, and only if, attention is masked between documents")
     job.use("--reset-position-ids")
     interval, iterations = job["--eval-interval"], job["--eval-iters"]
-    shares = [float(part) for part in re.findall(r"[\d.]+", job["--split"])]
-    share = shares[1] / sum(shares) if len(shares) > 1 and sum(shares) else 0.0
+    shares: list[float] = [float(part) for part in re.findall(r"[\d.]+", job["--split"])]
+    share = shares[1] / sum(shares) if len(shares) > 1 and any(shares) else 0.0
     job.use("--split", "--eval-interval", "--eval-iters")
     if iterations < 1 or not share:
         job.set("validation.interval", 0, "--eval-iters", "--split")
