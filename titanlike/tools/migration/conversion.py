@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from titanlike.config.base import UserError, shown
+from titanlike.config.base import UserError, printable, shown, validate
 from titanlike.config.load import dump, nearest, show_value
 
+T = TypeVar("T")
+
+UNUSED = "no rule takes it into account in this job"
+MAX_VALUE = 10**13  # such as samples of a run
 WIDTH = 40  # column of the comments beside keys
 
 
@@ -23,6 +27,8 @@ class Key(NamedTuple):
     """Whether a value other than the default changes results, memory or speed, so that its loss has to be reported."""
     types: tuple[type, ...] = ()
     """Valid types, if the default does not tell them."""
+    least: int = 0
+    """The smallest valid number. A default of -1, which stands for something else, is valid too."""
 
     def accepts(self, value: Any) -> bool:
         """Whether a value has the type of this key."""
@@ -72,14 +78,25 @@ class Conversion:
     """What the other program does otherwise whatever its keys say."""
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key, or its default. Raises `UserError` for a value of another type."""
+        """The value of a key, or its default. Raises `UserError` for a value of another type, or out of range."""
         known = self.keys[key]
-        value = self.given.get(key, known.default)
-        if key in self.given and not known.accepts(value):
+        if key not in self.given:
+            return known.default
+        value, name = self.given[key], f"{self.source}: {shown(key)} = {show_value(self.given[key])}"
+        if not known.accepts(value):
             types = known.types or (type(known.default),)
-            expected = " or ".join(one.__name__ for one in types)
-            raise UserError(f"{self.source}: {key} = {show_value(value)} must be of type {expected}")
+            raise UserError(f"{name} must be of type {' or '.join(one.__name__ for one in types)}")
+        is_number = isinstance(value, int | float) and value != known.default
+        if is_number and not known.least <= value <= MAX_VALUE:
+            raise UserError(f"{name} must be a number from {known.least} to {MAX_VALUE:,}")
         return value
+
+    def checked(self, type_: type[T], fields: Mapping[str, Any]) -> T:
+        """Returns a section with these fields. Raises `UserError` if the values of the file are not valid for it."""
+        try:
+            return validate(type_, fields)
+        except ValueError as error:
+            raise UserError(f"{self.source}: [{type_.__name__}] of the recipe: {error}") from None
 
     def set(self, ours: str, value: Any, *keys: str, comment: str = "") -> None:
         """Sets a key of the recipe, which follows from these keys of the file or, if it sets none of them, their defaults."""
@@ -134,7 +151,7 @@ class Conversion:
                 meant = f"; did you mean {near}?" if near else ""
                 self.leave(key, f"unknown to {self.program}{meant}")
             elif key not in self.mapped and key not in self.not_mapped:
-                raise AssertionError(f"{key} is neither mapped nor named")
+                self.leave(key, UNUSED)
 
     def text(self) -> str:
         """Returns the recipe as TOML, with what became of each key in comments."""
@@ -156,7 +173,8 @@ class Conversion:
                 section = line.strip("[]")
             comment = self.comments.get(f"{section}.{line.partition(' = ')[0]}", "")
             lines.append(f"{line.ljust(WIDTH)} # {comment}" if comment else line)
-        return "\n".join(lines) + "\n"
+        # Names in comments are those of the file.
+        return "\n".join(map(printable, lines)) + "\n"
 
     def summary(self) -> list[str]:
         """Returns lines that say what was mapped and, of what was not, what has an effect."""

@@ -8,11 +8,12 @@ from tempfile import TemporaryDirectory
 from titanlike.config import UserError
 from titanlike.config.base import refuse_credentials, shown
 from titanlike.config.load import is_torchtitan, parse
+from titanlike.config.shipped import train_command
 from titanlike.tools.migration import hugging_face, megatron, torchtitan
 from titanlike.tools.migration.conversion import Conversion
 from titanlike.utils.files import atomic_write_text
 
-SCRIPTS = (".sh", ".sbatch", ".slurm", ".bash", ".txt")
+SCRIPTS = (".sh", ".sbatch", ".slurm", ".bash", ".txt", "")
 
 
 def convert(path: Path, num_gpus: int | None = None) -> Conversion | None:
@@ -30,7 +31,9 @@ def convert(path: Path, num_gpus: int | None = None) -> Conversion | None:
     if path.suffix == ".json":
         return hugging_face.convert(path)
     if path.suffix in SCRIPTS:
-        return megatron.convert(str(path), text, num_gpus)
+        job = megatron.convert(str(path), text, num_gpus)
+        refuse_credentials("", dict(job.given) if job else {})
+        return job
     try:
         values = parse(text)
     except ValueError:
@@ -62,7 +65,8 @@ def import_recipe(path: Path, recipe: Path, num_gpus: int | None) -> None:
         atomic_write_text(recipe, job.text())
     except OSError as error:
         raise UserError(f"{recipe} cannot be written: {error.strerror}") from None
-    print("\n".join([f"{recipe}: written from {path}", *job.summary()]))
+    check = f"check it with {train_command()} {recipe} --check {num_gpus or job.num_gpus or 'N'}"
+    print("\n".join([f"{recipe}: written from {path}", *job.summary(), check]))
 
 
 @contextmanager

@@ -415,6 +415,7 @@ def _checkpoint(job: Conversion) -> None:
     job.set("checkpoint.interval", job["--save-interval"] or job["--persistent-save-interval"] or 0, "--save-interval",
             "--persistent-save-interval")  # fmt: skip
     job.set("checkpoint.mode", "async" if job["--async-save"] else "sync", "--async-save")
+    job.use("--save-retain-interval")
     if job["--save-retain-interval"]:
         job.set("checkpoint.keep_every", job["--save-retain-interval"], "--save-retain-interval")
     else:

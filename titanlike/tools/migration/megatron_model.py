@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from titanlike.config.base import UserError, shown, validate
+from titanlike.config.base import UserError, shown
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import config_class
 from titanlike.tools.migration.conversion import Conversion
@@ -71,10 +71,13 @@ def model_section(job: Conversion) -> TransformerConfig:
         _llama(job, put, ffn, kv_heads, head_dim)
     if job["--attention-dropout"]:
         job.lack("--attention-dropout", "attention has no dropout here")
+    if not job["--num-experts"]:
+        for key in [key for key in job.given if key.startswith("--moe-")]:
+            job.leave(key, "there are no experts", changes=False)
     job.use("--init-method-std")
     if job["--init-method-std"] != INITIAL_STD:
         job.leave("--init-method-std", f"initial weights have a standard deviation of {INITIAL_STD} here")
-    config = validate(config_class(name), fields)
+    config = job.checked(config_class(name), fields)
     _norm_epsilon(job, config)
     return config
 

@@ -73,7 +73,7 @@ def set_schedule(job: Conversion, steps: int) -> None:
     job.set("schedule.decay", shape, "--lr-decay-style", "--lr-wsd-decay-style")
     job.set("schedule.decay_ratio", ratio, "--lr-wsd-decay-iters", "--lr-wsd-decay-samples")
     job.set("schedule.min_ratio", min(1.0, minimum / peak), "--min-lr", "--lr")
-    section = Schedule(rounded, shape, ratio, min(1.0, minimum / peak))  # type: ignore[arg-type]
+    section = job.checked(Schedule, job.tables["schedule"])
     minimum, initial = minimum / peak, job["--lr-warmup-init"] / peak
     theirs = MegatronSchedule(warmup, decay_steps, style, minimum, initial, wsd, wsd_style, total)
     _compare_schedule(job, section, steps, theirs)

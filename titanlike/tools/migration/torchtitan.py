@@ -11,6 +11,7 @@ from titanlike.tools.migration.torchtitan_keys import KEYS, ONLY_0_1, RENAMED
 from titanlike.tools.migration.torchtitan_models import SOURCE_C4, VALIDATION_C4, model_section
 
 MAX_COMPARED = 100_000  # steps of a schedule
+OLD_TOKENIZER = "./torchtitan/datasets/tokenizer/tokenizer.model"  # the default of 0.1
 MAX_TRACES = 10  # of a recipe; torchtitan has no limit
 
 SCHEDULES = {
@@ -49,7 +50,7 @@ def convert(name: str, values: Mapping[str, Any], num_gpus: int | None) -> Conve
     version = "0.1" if is_old else "0.2"
     job = Conversion(f"torchtitan {version}", name, given, KEYS, num_gpus, planned_as="torchtitan")
     model = model_section(job, is_old=is_old)
-    _tokens(job)
+    _tokens(job, is_old=is_old)
     data_ranks = _batch(job)
     _optimizer(job)
     _schedule(job)
@@ -72,11 +73,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _tokens(job: Conversion) -> None:
+def _tokens(job: Conversion, *, is_old: bool) -> None:
     """Tokenizer and training data."""
     old, new = job["model.tokenizer_path"], job["model.hf_assets_path"]
-    if old and "model.hf_assets_path" not in job.given:
-        job.set("tokenizer.encoding", old, "model.tokenizer_path")
+    if "model.hf_assets_path" not in job.given and (old or is_old):
+        job.set("tokenizer.encoding", old or OLD_TOKENIZER, "model.tokenizer_path")
     else:
         job.leave("model.tokenizer_path", "model.hf_assets_path takes precedence", changes=False)
         job.set("tokenizer.encoding", new, "model.hf_assets_path")
@@ -88,7 +89,12 @@ def _tokens(job: Conversion) -> None:
     if path:
         job.set("data.path", path, "training.dataset_path", comment="a folder or pattern of .jsonl or .parquet files")
     elif name in known:
-        job.set("data.path", known[name], "training.dataset")
+        job.set(
+            "data.path",
+            known[name],
+            "training.dataset",
+            comment="in a clone of torchtitan" if name == "c4_test" else "",
+        )
     else:
         job.set(
             "data.path", "", "training.dataset", comment="name its files here: the recipe does not run without them"
@@ -170,13 +176,12 @@ def _schedule(job: Conversion) -> None:
     job.set("schedule.decay_ratio", 0.0 if whole else float(ratio), "lr_scheduler.decay_ratio",
             comment="0: all steps after the warmup" if whole else "")  # fmt: skip
     job.set("schedule.min_ratio", job[factor_key], factor_key)
-    section = Schedule(warmup, kind if length else "none", 0.0 if whole else float(ratio), float(job[factor_key]))
+    section = job.checked(Schedule, job.tables["schedule"])
     difference, step = schedule_difference(section, steps)
     if difference > 0:
         job.differ(
             "learning rate: the decay begins one step later and would reach its end one step after the last; the largest "
-            "difference is "
-            f"{difference:.2%} of the peak, at step {step}"
+            f"difference is {difference:.2%} of the peak, at step {step}"
         )
 
 
@@ -250,17 +255,19 @@ def _layout(job: Conversion, num_layers: int) -> None:
         )
     job.set("parallelism.pipeline_schedule", schedule, stage_keys[-1])
     if modules:
-        sizes = [sum(str(module).startswith("layers.") for module in part) for part in modules]
+        sizes = [
+            sum(str(module).startswith("layers.") for module in part) for part in modules if isinstance(part, list)
+        ]
     elif points:
-        ends = [int(str(point).rpartition(".")[2]) for point in points]
+        ends = [int(end) for point in points if (end := str(point).rpartition(".")[2]).isdecimal()]
         sizes = [end - start for start, end in zip([0, *ends], [*ends, num_layers], strict=True)]
     elif per_stage:
         sizes = stage_sizes(num_layers, -(-(num_layers + first + last) // max(1, per_stage)), first, last)
     else:
         sizes = stage_sizes(num_layers, pipeline * (1 if schedule in ("1f1b", "gpipe") else 2), first, last)
-    if min(sizes) < 1:
+    if min(sizes) < 1 or sum(sizes) != num_layers or len(sizes) % pipeline:
         job.differ(
-            f"pipeline: torchtitan has stages of {sizes} blocks; each has at least one here, and parallelism.pipeline_split "
+            f"pipeline: torchtitan has stages of {sizes} blocks; which is not possible here; parallelism.pipeline_split "
             "is left to its default"
         )
     else:
@@ -412,8 +419,8 @@ def _observation(job: Conversion) -> None:
         for key in keys[1:]:
             job.leave(key, "profiling is off", changes=False)
         return
-    freq, active = max(1, freq), max(1, min(active, freq))
-    starts = list(range(freq - active + 1, job["training.steps"] + 1, freq))
+    active = min(active, freq)
+    starts = range(freq - active + 1, job["training.steps"] + 1, freq)
     comment = f"the first {MAX_TRACES} of {len(starts)}" if len(starts) > MAX_TRACES else ""
-    job.set("profiling.steps", starts[:MAX_TRACES], *keys, comment=comment)
+    job.set("profiling.steps", list(starts[:MAX_TRACES]), *keys, comment=comment)
     job.set("profiling.num_steps", active, "profiling.profiler_active")

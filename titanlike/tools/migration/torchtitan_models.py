@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from titanlike.config.base import UserError, validate
+from titanlike.config.base import UserError
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import config_class
 from titanlike.tools.migration.conversion import Conversion
@@ -98,4 +98,4 @@ def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
             comment="block_causal; position ids restart here at each document",
         )
     job.use("model.flavor")
-    return validate(config_class(family), {**published, "name": family, **fields})
+    return job.checked(config_class(family), {**published, "name": family, **fields})
