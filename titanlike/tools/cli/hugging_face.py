@@ -1,4 +1,4 @@
-"""`titanlike export` and `titanlike import`: Hugging Face folders, and checkpoints of other programs."""
+"""`titanlike export` and `titanlike import`: models for other programs, and recipes and checkpoints from what users bring."""
 
 import argparse
 from dataclasses import asdict
@@ -31,6 +31,12 @@ Writes a recipe that starts from the weights of a Hugging Face folder: its [mode
 learning rate for fine-tuning. Set the data in it: without data.path it does not run.
 
   titanlike import Llama-3.2-1B/ finetune.toml && titanlike train finetune.toml --data.path=chats.jsonl --check 8
+
+Or writes the recipe of a job of another program: a job config of torchtitan 0.1 to 0.2, or a shell script that starts Megatron-LM's
+pretrain_gpt.py. Each key of the file is in the recipe, or named in its comments with the reason why not.
+
+  titanlike import torchtitan.toml recipe.toml --gpus 64
+  titanlike import pretrain_llama.sh recipe.toml
 
 Of a checkpoint of torch.distributed.checkpoint that torchtitan or Megatron-LM wrote, it writes a checkpoint of the recipe's run:
 the weights and, where they can be converted, the state of AdamW and the step. The run resumes from it under any layout.
@@ -65,16 +71,21 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command.add_argument("--format", choices=["hf", "dcp"], default="hf", help=text)
     command = commands.add_parser(
         "import",
-        help="write a recipe that starts from a Hugging Face folder, or convert a checkpoint of another program",
+        help="write a recipe from a Hugging Face folder or a job of another program, or convert a checkpoint",
         description=IMPORT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "source", type=Path, metavar="SOURCE", help="Hugging Face folder, or checkpoint of another program"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="Hugging Face folder, a job's .toml or .sh file, or a checkpoint of torchtitan or Megatron-LM",
     )
     command.add_argument(
         "recipe", type=Path, help="recipe to write, or, for a checkpoint, the recipe of the run to continue"
     )
+    text = "GPUs of the job, if its batch or layout depends on their number"
+    command.add_argument("--gpus", type=positive_int, metavar="N", help=text)
     text = "program that wrote the checkpoint (default: recognized by its tensors)"
     command.add_argument("--from", dest="program", choices=["torchtitan", "megatron"], default="", help=text)
     command.add_argument("--weights-only", action="store_true", help="start at step 1 with a new optimizer")
@@ -87,6 +98,10 @@ def run(arguments: argparse.Namespace) -> None:
             _export(arguments)
         elif arguments.program or arguments.weights_only or _is_dcp(arguments.source):
             _import_checkpoint(arguments)
+        elif arguments.source.is_file():
+            from titanlike.tools.migration import formats
+
+            formats.import_recipe(arguments.source, arguments.recipe, arguments.gpus)
         else:
             import_recipe(arguments.source, arguments.recipe)
     except UserError as error:

@@ -1,1 +1,1 @@
-"""Settings and checkpoints of other training programs."""
+"""What users bring from other programs: job configs become recipes, and checkpoints those of a run."""
