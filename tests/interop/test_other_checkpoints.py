@@ -13,9 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from benchmarks.other_checkpoints import markdown
 from tests.checkpoints import assert_equal_state
 from tests.interop.models import LLAMA
-from tests.launching import SMALL, python, run
+from tests.launching import ROOT, SMALL, python, run
 from tests.training import GPT_, QWEN3, QWEN3_MOE, changed, tiny
 from titanlike.checkpoint.loader import read_state, read_whole
 from titanlike.checkpoint.store import LocalStore
@@ -326,3 +327,15 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[: math.floor(file.stat().st_size / 2)])
     with pytest.raises(UserError, match="damaged: b cannot be read"):
         DCPFolder(folder).read("b", (0, 0), (3, 4))
+
+
+def test_the_page_has_the_measured_losses() -> None:
+    results = json.loads((ROOT / "benchmarks/results/other_checkpoints.json").read_text())
+    page = (ROOT / "docs/migration.md").read_text()
+    assert markdown(results) in page
+    for values in results["megatron"].values():
+        assert f"{values['largest_difference']:.1e}" in page and values["largest_difference"] < 1e-5
+    for model in results["models"].values():
+        for name, losses in model.items():
+            reference = model[name.partition(",")[0]]
+            assert all(abs(losses[str(step)] - reference[str(step)]) < 1e-5 for step in range(11, 16)), name

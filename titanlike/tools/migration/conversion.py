@@ -155,7 +155,7 @@ class Conversion:
 
     def text(self) -> str:
         """Returns the recipe as TOML, with what became of each key in comments."""
-        processes = f", for {self.num_gpus} processes" if self.num_gpus else ""
+        processes = f", for {self.num_gpus} {'process' if self.num_gpus == 1 else 'processes'}" if self.num_gpus else ""
         lines = [f"# Converted from {shown(self.source)}, a job of {self.program}{processes}."]
         groups = (
             ("Not mapped, and of effect:", [one for one in self.not_mapped.values() if one.changes]),
