@@ -81,6 +81,10 @@ OTHERS += sorted((ROOT / "docs/api").glob("*.md"))
 BLOCKS = [block for page in (*PAGES, *OTHERS) for block in fenced(page)]
 
 
+FOREIGN = {"torchtitan.toml", "pretrain_llama.sh", "config.json"}  # files of other programs
+IMPORTED: set[str] = set()  # recipes that a block makes of them
+
+
 def commands(text: str) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Yields the words of each command of a line of the shell, and the variables before it."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -108,6 +112,8 @@ def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
 
 def train(words: Sequence[str], variables: dict[str, str]) -> None:
     arguments = Arguments(words)
+    if arguments.recipe.name in IMPORTED:
+        return
     recipe = load_known(arguments.recipe, arguments.overrides)
     processes = int(variables.get("NPROC", 1 if arguments.recipe == DEFAULT_RECIPE else 8))
     check_recipe(recipe, arguments.check or processes)
@@ -120,11 +126,16 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
     assert not overrides or words[0] in WITH_OVERRIDES
     if words[:2] == ["recipes", "copy"]:  # the next lines use it
         recipes.run(arguments)
+    elif words[0] == "import":
+        IMPORTED.add(arguments.recipe.name)
     elif words[0] == "sweep" and arguments.sweep.suffix == ".toml":
         load_sweep(arguments.sweep, Arguments([str(arguments.sweep), *overrides]).overrides)
     elif words[0] in ("plan", "launch", "profile", "verify", "data"):
         named = recipe_path(str(getattr(arguments, "recipe", None) or getattr(arguments, "path", "")))
         if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
+            return None
+        if named.name in FOREIGN:
+            load_hardware(arguments.hardware)
             return None
         command_line = Arguments([str(named), *overrides])
         layout = _parse(arguments.layout) if words[0] == "verify" else {}
@@ -325,6 +336,7 @@ def test_a_block_is_valid(block: Block, clone: Path) -> None:
     if block.language in COMMANDS:
         if block.text in INSTALLED:  # tests/packaging runs it
             return
+        IMPORTED.clear()
         for words, variables in commands(block.text):
             check_command(words, variables)
     elif block.language in ("python", "py"):
