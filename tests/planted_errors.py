@@ -26,6 +26,12 @@ class Planted:
 
 
 ERRORS = {
+    "jobs of other programs": Planted(
+        "titanlike/tools/migration/torchtitan.py",
+        "(step - (num_steps + 1 - length))",
+        "(step - (num_steps - length))",
+        "tests/unit/test_migration.py",
+    ),
     "sharding": Planted(
         "titanlike/parallelisms/fsdp.py",
         "module.set_gradient_divide_factor(1.0)",

@@ -12,6 +12,7 @@ from titanlike.tools.migration.megatron_options import KEYS
 from titanlike.tools.migration.megatron_schedule import set_schedule
 from titanlike.tools.migration.shell import commands_with, read_script
 
+MAX_SIZES = 10_000  # of a batch-size ramp
 PROGRAM = r"pretrain_\w+\.py"
 THRESHOLD = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 DATA_ORDER = "data: Megatron-LM shuffles with a seed of its own; here the order is a function of seed and step, whatever the layout"
@@ -316,6 +317,8 @@ def _ramp(job: Conversion, total: int) -> list[list[int]]:
         if linear:
             start, increment, samples = map(int, linear)
             count = (total - start) // increment
+            if start < 1 or not 1 <= count <= MAX_SIZES:
+                raise ValueError
             limits = [(start + index * increment, (index + 1) * samples // count) for index in range(count)]
         elif stepwise:
             entries = [entry.split(":") for entry in stepwise.replace("'", " ").split()]
@@ -331,7 +334,7 @@ def _ramp(job: Conversion, total: int) -> list[list[int]]:
         ) from None
     ramp, consumed = [], 0
     for size, end in limits:
-        if (number := -(-(end - consumed) // size)) > 0:
+        if size > 0 and (number := -(-(end - consumed) // size)) > 0:
             ramp.append([number, size])
             consumed += number * size
     job.set(

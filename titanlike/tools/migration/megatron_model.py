@@ -108,10 +108,10 @@ def _family(job: Conversion) -> str:
 
 def _vocabulary(job: Conversion) -> tuple[Any, ...]:
     """Returns the padded vocabulary, its options and a comment, as arguments of `put`."""
+    job.use("--vocab-size", "--make-vocab-size-divisible-by")
     if job["--padded-vocab-size"]:
         return (job["--padded-vocab-size"], "--padded-vocab-size")
     kind, size = job["--tokenizer-type"], job["--vocab-size"]
-    job.use("--vocab-size", "--make-vocab-size-divisible-by")
     if size and kind == "NullTokenizer":
         size += 1  # the end of a document
     if not size and kind in VOCABULARIES:

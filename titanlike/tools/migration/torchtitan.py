@@ -261,13 +261,13 @@ def _layout(job: Conversion, num_layers: int) -> None:
     elif points:
         ends = [int(end) for point in points if (end := str(point).rpartition(".")[2]).isdecimal()]
         sizes = [end - start for start, end in zip([0, *ends], [*ends, num_layers], strict=True)]
-    elif per_stage:
-        sizes = stage_sizes(num_layers, -(-(num_layers + first + last) // max(1, per_stage)), first, last)
     else:
-        sizes = stage_sizes(num_layers, pipeline * (1 if schedule in ("1f1b", "gpipe") else 2), first, last)
-    if min(sizes) < 1 or sum(sizes) != num_layers or len(sizes) % pipeline:
+        stages = pipeline * (1 if schedule in ("1f1b", "gpipe") else 2)
+        stages = -(-(num_layers + first + last) // per_stage) if per_stage else stages
+        sizes = stage_sizes(num_layers, stages, first, last) if stages <= num_layers else []
+    if min(sizes, default=0) < 1 or sum(sizes) != num_layers or len(sizes) % pipeline:
         job.differ(
-            f"pipeline: torchtitan has stages of {sizes} blocks; which is not possible here; parallelism.pipeline_split "
+            f"pipeline: torchtitan has stages of {sizes} blocks, which is not possible here; parallelism.pipeline_split "
             "is left to its default"
         )
     else:
