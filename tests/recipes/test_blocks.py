@@ -37,12 +37,12 @@ from titanlike.config.layout import DIMENSIONS
 from titanlike.config.shipped import recipe_path
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
+from titanlike.tools.arguments import parse_layout
 from titanlike.tools.cli import recipes
 from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import load_known
 from titanlike.tools.sweep.config import load_sweep
-from titanlike.tools.verify import _parse
 
 EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 COMMANDS = ("bash",)
@@ -127,7 +127,7 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
         if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
             return None
         command_line = Arguments([str(named), *overrides])
-        layout = _parse(arguments.layout) if words[0] == "verify" else {}
+        layout = parse_layout(arguments.layout) if words[0] == "verify" else {}
         keys = {f"parallelism.{key}": value for key, value in layout.items()}
         recipe = load_known(named, command_line.overrides | keys)
         if layout:

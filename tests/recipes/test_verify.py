@@ -22,10 +22,11 @@ from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.arguments import parse_layout, parse_tolerance
 from titanlike.tools.batches import first_difference, read_batches
 from titanlike.tools.programs import load_known
 from titanlike.tools.small_recipe import fitting_batch, shrink
-from titanlike.tools.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
+from titanlike.tools.verify import TOLERANCES, Result, differences
 
 
 def copied(folder: Path, old: str, new: str) -> str:
@@ -113,12 +114,12 @@ def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
 )
 def test_an_invalid_layout_is_reported(layout: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        _parse(layout)
+        parse_layout(layout)
     assert message in str(caught.value)
 
 
 def test_a_layout_may_hold_a_list() -> None:
-    chosen = _parse("pipeline=2,pipeline_split=[1, 3],tensor=2")
+    chosen = parse_layout("pipeline=2,pipeline_split=[1, 3],tensor=2")
     assert (chosen["pipeline_split"], chosen["tensor"], chosen["shard"]) == ("[1, 3]", "2", "1")
 
 
@@ -136,7 +137,7 @@ def test_a_layout_that_the_real_size_excludes_is_reported(tmp_path: Path) -> Non
 @pytest.mark.parametrize("layout", ["tensor=4", "pipeline=2,pipeline_schedule=zbv", "pipeline=2,tensor=2,shard=2"])
 def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str) -> None:
     recipe = ROOT / f"train_configs/{name}.toml"
-    chosen = {f"parallelism.{key}": value for key, value in _parse(layout).items()}
+    chosen = {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
     if load_known(recipe, {}).model.vocab_size % 2:
         chosen["model.vocab_size"] = "50304"
     values = load_known(recipe, chosen)
@@ -198,13 +199,13 @@ def test_the_shrunk_recipe_is_valid_for_every_layout_that_the_recipe_supports() 
     ],
 )
 def test_tolerances(text: str, expected: dict[str, float]) -> None:
-    assert parse_tolerance(text) == expected
+    assert parse_tolerance(text, TOLERANCES) == expected
 
 
 @pytest.mark.parametrize("text", ["losses=1e-3", "loss=", "nan", "inf", "-1", "loss=1e-3,weights"])
 def test_an_invalid_tolerance_is_reported(text: str) -> None:
     with pytest.raises(UserError, match="is neither a number, such as 1e-3, nor a quantity"):
-        parse_tolerance(text)
+        parse_tolerance(text, TOLERANCES)
 
 
 def test_nan_is_never_equal() -> None:

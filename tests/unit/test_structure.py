@@ -32,8 +32,8 @@ CORE = [
 LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
-    {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify"},
-    {"data", "harness", "planning", "programs", "small_recipe", "trace"},
+    {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify", "verify_module"},
+    {"data", "harness", "module_comparison", "planning", "programs", "small_recipe", "trace"},
     {"adapter", "arguments", "batches", "inference", "schema"},
 ]
 MAX_MODULES, MAX_LINES = 85, 10_700
