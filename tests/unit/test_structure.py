@@ -33,8 +33,8 @@ LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify", "verify_module"},
-    {"data", "harness", "module_comparison", "planning", "programs", "small_recipe", "trace"},
-    {"adapter", "arguments", "batches", "inference", "schema"},
+    {"data", "harness", "module_finding", "planning", "programs", "small_recipe", "trace"},
+    {"adapter", "arguments", "batches", "inference", "module_comparison", "schema"},
 ]
 MAX_MODULES, MAX_LINES = 85, 10_700
 SOURCES = sorted(PACKAGE.rglob("*.py"))

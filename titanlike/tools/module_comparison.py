@@ -1,5 +1,7 @@
-"""Compares what the ranks of a layout recorded of a module with what one process recorded: which tensor is wrong first, by what
-factor, and what usually causes that. Needs no process group."""
+"""Compares what the ranks of a layout recorded of a module with what one process recorded. Needs no process group.
+
+`module_finding.py` says in words what is wrong first, and what usually causes that.
+"""
 
 import itertools
 import math
@@ -22,18 +24,22 @@ TOLERANCES = {
 SMALLEST = (
     1e-3  # a tensor with smaller elements is compared relative to this fraction of the largest element of its phase
 )
+FUSED = (2, 3)  # parts of a fused weight, such as gate and up, or query, key and value
 PROPORTIONAL = 1e-3  # largest relative difference from a multiple
+NAME = "name"  # a further dimension: copies of a tied weight with different names
 
 Phase = tuple[str, int]  # what is compared, and the step, or 0
+Copy = tuple[Mapping[str, int], Tensor]  # a tensor, and the coordinates of its rank in the mesh
 
 
 @dataclass
 class Record:
-    """What one process computed. A tensor of a rank is full, or a shard of one dimension."""
+    """What one process computed. A tensor of a rank is full, or a shard."""
 
     coordinates: dict[str, int] = field(default_factory=dict)  # of the rank in the mesh
     tensors: dict[Phase, dict[str, Tensor]] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)  # modules, then parameters, in the order of their first use
+    order: list[str] = field(default_factory=list)  # modules and parameters, in the order of their first use
+    ties: dict[str, str] = field(default_factory=dict)  # further names of a parameter, and the name of its tensors
     dropout_inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -42,41 +48,28 @@ class Difference:
     """A tensor that differs from that of one process."""
 
     name: str
-    size: float  # largest difference relative to the largest element
-    factor: float | None = None  # the ranks have this multiple, which is the same on all of them
+    size: float  # the largest difference, relative to the largest element
+    factor: float | None = None  # all ranks have this multiple
     across: tuple[str, ...] = ()  # dimensions of the mesh along which copies of the tensor differ
     combined: str = ""  # "sum" or "mean", if that of the copies along `across` is the tensor of one process
-    rows: str = ""  # that are wrong, if others are not
+    part: str = ""  # the slice that is wrong, if the rest is not
     problem: str = ""  # in place of a difference
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A phase: the number of tensors, the largest difference, and those above the tolerance in the order in which errors spread."""
+    """A phase: the largest difference, and the differences above the tolerance in the order in which errors spread."""
 
     kind: str
     step: int
     num_compared: int
     worst: float
     wrong: tuple[Difference, ...] = ()
-    num_skipped: int = 0  # whose shape under the layout is neither full nor a shard
+    num_skipped: int = 0  # outputs that are neither full nor shards
 
     @property
     def title(self) -> str:
         return f"{self.kind}, step {self.step}" if self.step else self.kind
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The first phase that differs."""
-
-    comparison: Comparison
-    first: Difference
-    detail: str
-    cause: str
-
-    def __str__(self) -> str:
-        return f"NOT equal: {self.comparison.title}: {self.detail}\nusual cause: {self.cause}"
 
 
 def compare(
@@ -85,12 +78,10 @@ def compare(
     batch_dimensions: Sequence[str] = (),
     tolerances: Mapping[str, float] = TOLERANCES,
 ) -> list[Comparison]:
-    """Compares all phases, in the order in which they were computed."""
-    phases = sorted(
-        {phase for record in (one, *ranks) for phase in record.tensors}, key=lambda phase: _when(phase, KINDS)
-    )
+    """Compares all phases, in the order in which they were computed. `batch_dimensions` are those of the mesh whose ranks have
+    different parts of the batch."""
     found = []
-    for kind, step in phases:
+    for kind, step in sorted({phase for record in (one, *ranks) for phase in record.tensors}, key=_when):
         if kind == DROPOUT:
             found.append(_compare_dropout(ranks))
         elif kind == LOSS:
@@ -100,83 +91,73 @@ def compare(
     return found
 
 
-def first_finding(
-    comparisons: Sequence[Comparison], sizes: Mapping[str, int], batch_dimensions: Sequence[str]
-) -> Finding | None:
-    """Returns what is wrong first, or None if all phases agree."""
-    for comparison in comparisons:
-        if comparison.wrong:
-            first = comparison.wrong[0]
-            return Finding(
-                comparison,
-                first,
-                _describe(comparison, first),
-                usual_cause(comparison, first, sizes, batch_dimensions),
-            )
-    return None
-
-
-def _when(phase: Phase, kinds: Sequence[str]) -> tuple[int, int, int]:
+def _when(phase: Phase) -> tuple[int, int, int]:
     kind, step = phase
-    is_last = kind in (BUFFERS, DROPOUT)
-    return (2 if is_last else 1 if step else 0, step, kinds.index(kind))
+    return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, KINDS.index(kind)
 
 
 def _compare_tensors(one: Record, ranks: Sequence[Record], kind: str, step: int, tolerance: float) -> Comparison:
     expected = one.tensors.get((kind, step), {})
-    found = [record.tensors.get((kind, step), {}) for record in ranks]
-    names = [*expected, *sorted({name for tensors in found for name in tensors} - expected.keys())]
-    scale = SMALLEST * max((_largest(tensor) for tensor in expected.values()), default=0.0)
-    differences: list[Difference] = []
-    num_skipped = 0
-    sizes_of: dict[str, float] = {}
-    for name in names:
-        here = [
-            (record.coordinates, tensors[name]) for record, tensors in zip(ranks, found, strict=True) if name in tensors
-        ]
+    copies: dict[str, list[Copy]] = {name: [] for name in expected}
+    aliases: dict[str, list[str]] = {}  # the names that ranks have for a tensor
+    for record in ranks:
+        for name, tensor in record.tensors.get((kind, step), {}).items():
+            parameter, colon, rest = name.partition(": ")
+            canonical = one.ties.get(parameter, parameter) + colon + rest
+            names = aliases.setdefault(canonical, [])
+            if name not in names:
+                names.append(name)
+            copies.setdefault(canonical, []).append((record.coordinates | {NAME: names.index(name)}, tensor))
+    scales: dict[str, float] = {}  # of each kind of optimizer state, otherwise of all tensors
+    for name, tensor in expected.items():
+        _, _, state = name.partition(": ")
+        scales[state] = max(scales.get(state, 0.0), SMALLEST * _largest(tensor))
+    wrong: list[Difference] = []
+    sizes: dict[str, float] = {}
+    for name, found in copies.items():
         if name not in expected:
-            differences.append(Difference(name, math.inf, problem="exists under the layout only"))
-        elif not here:
-            if kind == OUTPUTS:
-                num_skipped += 1
-            else:
-                differences.append(Difference(name, math.inf, problem="exists in one process only"))
-        else:
-            difference = difference_of(name, expected[name], here, scale, tolerance, kind == OUTPUTS)
-            if difference is None:
-                num_skipped += 1
+            wrong.append(Difference(name, math.inf, problem="exists under the layout only"))
+        elif found:
+            scale, may_be_partial = scales[name.partition(": ")[2]], kind == OUTPUTS and name != ""
+            difference = difference_of(name, expected[name], found, scale, tolerance, may_be_partial=may_be_partial)
+            if kind == OUTPUTS and difference.problem:  # some modules have outputs of their own shape
                 continue
-            sizes_of[name] = difference.size
+            sizes[name] = difference.size
             if not difference.size <= tolerance:
-                differences.append(difference)
-    worst = max(sizes_of.values(), default=0.0)
+                wrong.append(difference)
+        elif kind != OUTPUTS:
+            wrong.append(Difference(name, math.inf, problem="exists in one process only"))
+    worst = max(sizes.values(), default=0.0)
     if kind == OUTPUTS:
         # Only the output of the model itself must agree. Those of its modules say where an error begins.
-        worst = sizes_of.get("", 0.0)
-        differences = differences if worst > tolerance else []
+        worst = sizes.get("", 0.0)
+        wrong = wrong if worst > tolerance else []
+        sizes = sizes if "" in sizes else {}
     position = {name: number for number, name in enumerate(one.order)}
     sign = -1 if kind == GRADIENTS else 1  # the backward pass starts at the end of the network
-    differences.sort(key=lambda difference: sign * position.get(difference.name.partition(": ")[0], len(position)))
-    return Comparison(kind, step, len(names) - num_skipped, worst, tuple(differences), num_skipped)
+    wrong.sort(key=lambda difference: sign * position.get(difference.name.partition(": ")[0], len(position)))
+    num_problems = sum(bool(each.problem) for each in wrong)
+    return Comparison(
+        kind, step, len(sizes) + num_problems, worst, tuple(wrong), len(copies) - len(sizes) - num_problems
+    )
 
 
 def difference_of(
     name: str,
     expected: Tensor,
-    found: Sequence[tuple[Mapping[str, int], Tensor]],
+    found: Sequence[Copy],
     scale: float,
     tolerance: float,
-    guess: bool = False,
-) -> Difference | None:
-    """Compares a tensor of one process with those of the ranks, each with the rank's coordinates.
+    *,
+    may_be_partial: bool = False,
+) -> Difference:
+    """Compares a tensor of one process with those of the ranks, relative to its largest element, or to `scale` if that is larger.
 
-    Shards are concatenated along the dimensions that give the full shape. Of several ways, the one that agrees best counts. Returns
-    None if there is none and `guess`, for tensors that need not be comparable.
+    Shards are concatenated along the dimensions that give the full shape. Of several ways, the one that agrees best counts. With
+    `may_be_partial`, so does the sum over ranks.
     """
-    candidates = [copies for copies in _assembled(expected.shape, found) if copies]
+    candidates = list(_assembled(expected.shape, found))
     if not candidates:
-        if guess:
-            return None
         shape = tuple(found[0][1].shape)
         return Difference(name, math.inf, problem=f"has the shape {shape}, in one process {tuple(expected.shape)}")
     reference = expected.double()
@@ -186,60 +167,85 @@ def difference_of(
         value = (tensor.double() - reference).abs().max().item() if tensor.numel() else 0.0
         return (value / size if size else math.inf if value else 0.0) if math.isfinite(value) else math.inf
 
-    def worst(copies: list[tuple[Mapping[str, int], Tensor]]) -> float:
+    def worst_of(copies: Sequence[Copy]) -> float:
         return max(relative(tensor) for _, tensor in copies)
 
-    copies = min(candidates, key=worst)
-    value = worst(copies)
-    if value <= tolerance:
-        return Difference(name, value)
-    tensors = [tensor.double() for _, tensor in copies]
-    across = tuple(
-        dimension
-        for dimension in copies[0][0]
-        if any(
-            (a - b).abs().max().item() > tolerance * size
-            for (at, a), (to, b) in itertools.combinations(copies, 2)
-            if all((at[other] == to[other]) != (other == dimension) for other in at)
-        )
-    )
+    if may_be_partial:
+        candidates += [[({}, torch.stack([tensor for _, tensor in copies]).sum(0))] for copies in candidates]
+    copies = min(candidates, key=worst_of)
+    worst = worst_of(copies)
+    if worst > tolerance:
+        fused = [copies for copies in _assembled(expected.shape, found, fused=True) if worst_of(copies) <= tolerance]
+        copies = fused[0] if fused else copies
+        worst = worst_of(copies)
+    if worst <= tolerance:
+        return Difference(name, worst)
+    allowed = tolerance * size
+    across = _varying([(at, tensor.double()) for at, tensor in copies], allowed)
     if across:
-        return Difference(name, value, across=across, combined=_combined(copies, across, reference, tolerance * size))
-    return Difference(
-        name, value, _multiple(tensors[0], reference, size), rows=_wrong_rows(tensors[0], reference, tolerance * size)
-    )
+        return Difference(name, worst, across=across, combined=_combined(copies, across, reference, allowed))
+    tensor = copies[0][1].double()
+    factor = _multiple(tensor, reference, size) if size == _largest(expected) else None  # not of rounding errors
+    return Difference(name, worst, factor, part=_wrong_part(tensor, reference, allowed))
 
 
-def _assembled(
-    shape: torch.Size, found: Sequence[tuple[Mapping[str, int], Tensor]]
-) -> Iterator[list[tuple[Mapping[str, int], Tensor]]]:
-    """Yields copies of the full tensor with the coordinates of their ranks: once for each way to concatenate shards."""
-    dimensions = list(found[0][0])
+def _assembled(shape: torch.Size, found: Sequence[Copy], *, fused: bool = False) -> Iterator[list[Copy]]:
+    """Yields copies of the full tensor with the coordinates of their ranks: once for each way to concatenate shards. With `fused`,
+    a shard has a chunk of each of several fused parts."""
+    if found[0][1].ndim != len(shape):
+        return
+    dimensions = [each for each in found[0][0] if each != NAME]
     sizes = {each: len({at[each] for at, _ in found}) for each in dimensions}
-    choices = [[None, *(range(len(shape)) if sizes[each] > 1 else ())] for each in dimensions]
-    for choice in itertools.product(*choices):
+    ways = [None, *itertools.product(range(len(shape)), FUSED if fused else [1])]
+    for chosen in itertools.product(*(ways if sizes[each] > 1 else [None] for each in dimensions)):
         lengths = list(found[0][1].shape)
-        if len(lengths) != len(shape):
-            return
-        for dimension, axis in zip(dimensions, choice, strict=True):
-            if axis is not None:
-                lengths[axis] *= sizes[dimension]
+        if any(way is not None and lengths[way[0]] % way[1] for way in chosen):
+            continue
+        for dimension, way in zip(dimensions, chosen, strict=True):
+            if way is not None:
+                lengths[way[0]] *= sizes[dimension]
         if lengths != list(shape):
             continue
         copies = list(found)
-        for dimension, axis in reversed(list(zip(dimensions, choice, strict=True))):
-            if axis is None:
-                continue
-            groups: dict[tuple[tuple[str, int], ...], list[tuple[int, Tensor]]] = {}
-            for at, tensor in copies:
-                key = tuple((other, number) for other, number in at.items() if other != dimension)
-                groups.setdefault(key, []).append((at[dimension], tensor))
-            copies = [
-                (dict(key), torch.cat([tensor for _, tensor in sorted(group, key=lambda each: each[0])], axis))
-                for key, group in groups.items()
-            ]
+        for dimension, way in reversed(list(zip(dimensions, chosen, strict=True))):
+            if way is not None:
+                copies = _concatenated(copies, dimension, *way)
         if all(tensor.shape == shape for _, tensor in copies):
             yield copies
+
+
+def _concatenated(shards: Sequence[Copy], dimension: str, axis: int, num_parts: int) -> list[Copy]:
+    """Concatenates the shards along a dimension of the mesh, each of their parts by itself."""
+    groups: dict[tuple[tuple[str, int], ...], dict[int, Tensor]] = {}
+    for at, tensor in shards:
+        others = tuple((other, number) for other, number in at.items() if other != dimension)
+        groups.setdefault(others, {})[at[dimension]] = tensor
+    copies = []
+    for at, group in groups.items():
+        parts = zip(*(group[number].chunk(num_parts, axis) for number in sorted(group)), strict=True)
+        copies.append((dict(at), torch.cat([chunk for part in parts for chunk in part], axis)))
+    return copies
+
+
+def _varying(copies: Sequence[Copy], allowed: float) -> tuple[str, ...]:
+    """Returns the dimensions along which copies differ by more than `allowed`."""
+
+    def differs(dimension: str) -> bool:
+        return any(
+            not (a - b).abs().max().item() <= allowed
+            for (at, a), (to, b) in itertools.combinations(copies, 2)
+            if all((at[other] != to[other]) == (other == dimension) for other in at)
+        )
+
+    found = tuple(dimension for dimension in copies[0][0] if differs(dimension))
+    names = {at[NAME] for at, _ in copies if NAME in at}
+    if len(names) > 1 and NAME not in found:
+        # Names that no rank has both of: the dimension that separates them.
+        differing = any(
+            not (a - b).abs().max().item() <= allowed for (_, a), (_, b) in itertools.combinations(copies, 2)
+        )
+        return (*found, NAME) if differing else found
+    return found
 
 
 def _largest(tensor: Tensor) -> float:
@@ -247,16 +253,14 @@ def _largest(tensor: Tensor) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _combined(
-    copies: Sequence[tuple[Mapping[str, int], Tensor]], across: Sequence[str], expected: Tensor, allowed: float
-) -> str:
-    """Returns "sum" or "mean" if that of the copies along some dimensions is the expected tensor, otherwise an empty string."""
-    others = [each for each in copies[0][0] if each not in across]
+def _combined(copies: Sequence[Copy], across: Sequence[str], expected: Tensor, allowed: float) -> str:
+    """Returns "sum" or "mean" if that of the copies that differ is the expected tensor, otherwise an empty string."""
+    others = [each for each in copies[0][0] if each not in across and NAME not in across]
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for at, tensor in copies:
         groups.setdefault(tuple(at[other] for other in others), []).append(tensor.double())
-    for name, count in (("sum", 1), ("mean", len(next(iter(groups.values()))))):
-        totals = [torch.stack(group).sum(0) / count for group in groups.values()]
+    for name, is_mean in (("sum", False), ("mean", True)):
+        totals = [torch.stack(group).mean(0) if is_mean else torch.stack(group).sum(0) for group in groups.values()]
         if all((total - expected).abs().max().item() <= 10 * allowed for total in totals):
             return name
     return ""
@@ -272,259 +276,58 @@ def _multiple(found: Tensor, expected: Tensor, size: float) -> float | None:
     return factor if rest <= PROPORTIONAL * size * max(1.0, abs(factor)) else None
 
 
-def _wrong_rows(found: Tensor, expected: Tensor, allowed: float) -> str:
-    """Returns the range of the rows that differ, if it is contiguous and others agree."""
-    if found.ndim < 1 or len(found) < 2:
-        return ""
-    wrong = (
-        ((found - expected).abs() > allowed).flatten(1).any(1) if found.ndim > 1 else (found - expected).abs() > allowed
-    )
-    rows = wrong.nonzero().flatten().tolist()
-    if not rows or len(rows) == len(found) or rows[-1] - rows[0] + 1 != len(rows):
-        return ""
-    name = "row" if found.ndim > 1 else "element"
-    return f"{name}{'s' if len(rows) > 1 else ''} {rows[0]}{f' to {rows[-1]}' if len(rows) > 1 else ''} of {len(found)}"
+def _wrong_part(found: Tensor, expected: Tensor, allowed: float) -> str:
+    """Returns the slice that differs, if one dimension has a contiguous part outside of which all agrees."""
+    wrong = (found - expected).abs() > allowed
+    for axis, length in enumerate(found.shape):
+        others = [other for other in range(found.ndim) if other != axis]
+        where = (wrong.any(dim=others) if others else wrong).nonzero().flatten().tolist()
+        if where and len(where) < length and where[-1] - where[0] + 1 == len(where):
+            return f"[{':, ' * axis}{where[0]}:{where[-1] + 1}]"
+    return ""
 
 
 def _compare_loss(
     one: Record, ranks: Sequence[Record], step: int, batch_dimensions: Sequence[str], tolerance: float
 ) -> Comparison:
     """The mean over all ranks that have a loss must be that of one process, or the sum over the parts of the batch."""
-    expected = float(one.tensors[LOSS, step]["loss"])
-    values = [
-        (r.coordinates, float(r.tensors[LOSS, step]["loss"]))
-        for r in ranks
-        if "loss" in r.tensors.get((LOSS, step), {})
+    expected = float(one.tensors[LOSS, step]["loss"]) if one.tensors[LOSS, step] else math.nan
+    found: list[Copy] = [
+        (record.coordinates, record.tensors[LOSS, step]["loss"].double())
+        for record in ranks
+        if record.tensors.get((LOSS, step))
     ]
-    if not values:
+    if not found or math.isnan(expected):
         return Comparison(LOSS, step, 0, 0.0, num_skipped=1)
-    parts = len({tuple(at.get(each, 0) for each in batch_dimensions) for at, _ in values})
-    mean = sum(value for _, value in values) / len(values)
+    parts = len({tuple(at.get(each, 0) for each in batch_dimensions) for at, _ in found})
+    mean = sum(float(value) for _, value in found) / len(found)
     size = max(abs(expected), 1e-6)
-
-    def relative(value: float) -> float:
-        return abs(value - expected) / size if math.isfinite(value) else math.inf
-
-    worst = min(relative(mean), relative(mean * parts))
-    if worst <= tolerance:
-        return Comparison(LOSS, step, 1, worst)
-    others = [each for each in values[0][0] if each not in batch_dimensions]
-    across = tuple(
-        dimension
-        for dimension in others
-        if any(
-            abs(a - b) > tolerance * size
-            for (at, a), (to, b) in itertools.combinations(values, 2)
-            if all((at[other] == to[other]) != (other == dimension) for other in at)
-        )
+    worst = min(
+        (abs(value - expected) / size for value in (mean, mean * parts) if math.isfinite(value)), default=math.inf
     )
-    factor = mean / expected if expected and math.isfinite(mean) else None
-    return Comparison(LOSS, step, 1, worst, (Difference("loss", worst, None if across else factor, across=across),))
+    across = tuple(each for each in _varying(found, tolerance * size) if each not in batch_dimensions)
+    if worst <= tolerance and not across:
+        return Comparison(LOSS, step, 1, worst)
+    factor = mean / expected if expected and math.isfinite(mean) and not across else None
+    return Comparison(LOSS, step, 1, worst, (Difference("loss", worst, factor, across),))
 
 
 def _compare_dropout(ranks: Sequence[Record]) -> Comparison:
     """Ranks with the same input must have the same mask, and those with different inputs different masks."""
-    differences = []
-    names = [
-        name for name in ranks[0].tensors.get((DROPOUT, 0), {}) if all(name in r.tensors[DROPOUT, 0] for r in ranks)
-    ]
+    wrong = []
+    masks = [record.tensors.get((DROPOUT, 0), {}) for record in ranks]
+    names = [name for name in masks[0] if all(name in each for each in masks)]
     for name in names:
-        for one, other in itertools.combinations(ranks, 2):
-            masks = [each.tensors[DROPOUT, 0][name] for each in (one, other)]
-            inputs = [each.dropout_inputs[name] for each in (one, other)]
-            if masks[0].shape != masks[1].shape or masks[0].numel() < 32:
+        for one, other in itertools.combinations(range(len(ranks)), 2):
+            mask, other_mask = masks[one][name], masks[other][name]
+            if mask.shape != other_mask.shape or mask.numel() < 32:  # small masks may be equal by chance
                 continue
-            is_copy = torch.allclose(inputs[0], inputs[1], rtol=1e-4, atol=1e-6)
-            if is_copy == bool((masks[0] == masks[1]).all()):
-                continue
-            across = tuple(each for each, number in one.coordinates.items() if number != other.coordinates[each])
-            problem = "differs" if is_copy else "is the same"
-            differences.append(Difference(name.rpartition(" #")[0] or name, math.inf, across=across, problem=problem))
-            break
-    return Comparison(DROPOUT, 0, len(names), math.inf if differences else 0.0, tuple(differences))
-
-
-def shown_factor(factor: float) -> str:
-    """Returns a factor as a reader recognizes it: 2, 1/4, -1."""
-    if abs(factor) < PROPORTIONAL:
-        return "0"
-    for number, text in ((factor, "{}"), (1 / factor, "1/{}")):
-        if abs(number - round(number)) < 2e-3 * abs(number) and 1 <= abs(round(number)) <= 4096:
-            whole = round(number)
-            return str(whole) if text == "{}" or abs(whole) == 1 else f"{'-' if whole < 0 else ''}1/{abs(whole)}"
-    return f"{factor:.4g}"
-
-
-def _describe(comparison: Comparison, first: Difference) -> str:
-    name = first.name or "the output of the model"
-    if comparison.kind in (LOSS, NORM):
-        name = comparison.kind
-    if comparison.kind == DROPOUT:
-        detail = f"the mask of {name} {first.problem} on the ranks of {' x '.join(first.across)}"
-    elif first.problem:
-        detail = f"{name} {first.problem}"
-    elif first.across:
-        detail = f"{name} differs between the ranks of {' x '.join(first.across)}"
-        if first.combined:
-            detail += f"; their {first.combined} is that of one process"
-    elif first.factor is not None:
-        detail = f"{name} is {shown_factor(first.factor)} times that of one process"
-    else:
-        detail = f"{name} is not proportional to that of one process"
-        if math.isfinite(first.size):
-            detail += f" (difference {first.size:.1e})"
-    if first.rows:
-        detail += f", in {first.rows}"
-    num_wrong = len(comparison.wrong)
-    if num_wrong > 1 and comparison.kind not in (LOSS, OUTPUTS):
-        same = sum(_relation(each) == _relation(first) for each in comparison.wrong)
-        which = "all" if num_wrong == comparison.num_compared else f"{num_wrong} of"
-        detail += f" ({which} {comparison.num_compared} are wrong"
-        detail += ", in the same way)" if same == num_wrong else f", {same} of them in this way)" if same > 1 else ")"
-    elif num_wrong == 1 and comparison.num_compared > 1 and comparison.kind not in (LOSS, OUTPUTS):
-        detail += f" (the other {comparison.num_compared - 1} agree)"
-    if comparison.kind == OUTPUTS and any(each.name == "" for each in comparison.wrong) and first.name:
-        detail = f"{detail}; it is the first module whose output differs"
-    return detail
-
-
-def _relation(difference: Difference) -> tuple[object, ...]:
-    factor = None if difference.factor is None else shown_factor(difference.factor)
-    return (factor, difference.across, difference.combined, difference.problem)
-
-
-def usual_cause(
-    comparison: Comparison, first: Difference, sizes: Mapping[str, int], batch_dimensions: Sequence[str]
-) -> str:
-    """Returns what usually causes such a difference."""
-    data = math.prod(sizes.get(each, 1) for each in batch_dimensions)
-    model = {each: size for each, size in sizes.items() if each not in batch_dimensions}
-    is_all = len(comparison.wrong) == comparison.num_compared and comparison.num_compared > 1
-    across = " x ".join(first.across)
-    kind, factor = comparison.kind, None if first.factor is None else shown_factor(first.factor)
-    if kind == DROPOUT:
-        if first.problem == "differs":
-            return f"these ranks drop other elements of the same activation; seed the ranks of {across} alike"
-        return (
-            f"these ranks have the same random state for different activations; add the rank along {across} to the seed"
-        )
-    if kind in (INITIAL, INITIAL_BUFFERS):
-        return _cause_of_initial(kind, first, across)
-    if kind == OUTPUTS:
-        return _cause_of_outputs(first, factor, across, sizes)
-    if kind == LOSS:
-        if first.across:
-            return f"each rank of {across} computes the loss from its own logits; combine their maximum, sum and target over {across}"
-        if comparison.step > 1:
-            return (
-                "the weights agree, so the batches differ, or what a step leaves behind, such as a buffer or a counter"
-            )
-        return (
-            "the outputs agree, so the loss combines them otherwise: a mean per rank over different numbers of tokens, labels that "
-            "are shifted within a part of the sequence, or tokens that are counted twice"
-        )
-    if kind == GRADIENTS:
-        return _cause_of_gradients(first, factor, across, is_all, data, model)
-    if kind == NORM:
-        if first.across:
-            return f"each rank clips by the norm of its own gradients; sum the squares of shards over {across}"
-        return (
-            "the gradients agree, so their norm is combined otherwise: the squares of replicated gradients are summed over the "
-            "ranks that hold copies, or those of shards are not"
-        )
-    if kind == WEIGHTS:
-        if first.across:
-            return f"copies of the weight are updated otherwise: optimizer, its state or clipping differ between the ranks of {across}"
-        return (
-            "the gradients agree, so the update differs: weight decay or frozen parameters by another rule, clipping, or an "
-            "optimizer that treats a shard as the whole matrix"
-        )
-    if kind == STATE:
-        return "the state of the optimizer is not that of the parameter: it was restored under another order, name or sharding"
-    return "each rank updates the buffer from its own part of the batch or of the module; reduce it over the ranks"
-
-
-def _cause_of_initial(kind: str, first: Difference, across: str) -> str:
-    if kind == INITIAL_BUFFERS:
-        return "the buffer is computed after sharding, or left uninitialized when a module on the meta device is materialized"
-    if first.problem.startswith("has the shape"):
-        return (
-            "the parameter is neither full nor an even shard of one dimension; use a DTensor, which knows its placement"
-        )
-    if first.problem:
-        return "the plan adds, renames or removes parameters, for example because it replaces a tied weight"
-    if first.across:
-        return f"the ranks of {across} initialize their copies with different seeds; broadcast them, or seed alike"
-    if first.rows:
-        return "shards are initialized with the same seed, so each has the values of the first, or a shard is placed wrongly"
-    return (
-        "shards are initialized on their own (with one seed per rank, or with a scale computed from the size of the shard), or "
-        "a fused weight is cut across its parts; initialize before sharding, or load the same checkpoint"
-    )
-
-
-def _cause_of_outputs(first: Difference, factor: str | None, across: str, sizes: Mapping[str, int]) -> str:
-    if factor == "0":
-        return "the output is never reduced to this rank, or computed from weights that were not loaded"
-    if factor is not None and factor in {str(size) for size in sizes.values()}:
-        return f"an output that each rank has in full is summed over {factor} ranks"
-    if first.across:
-        return f"partial results are not all-reduced over {across}, or each rank computes with its own positions, masks or experts"
-    return (
-        "a bias added on each rank before the all-reduce, positions or masks of the local part used for the whole sequence, heads "
-        "or experts in another order"
-    )
-
-
-def _cause_of_gradients(
-    first: Difference, factor: str | None, across: str, is_all: bool, data: int, model: Mapping[str, int]
-) -> str:
-    if first.combined:
-        verb = "summed" if first.combined == "sum" else "averaged"
-        return (
-            f"it is replicated over {across}, and each rank has the gradient of its part only; all-reduce it ({verb})"
-        )
-    if first.across:
-        return f"it is replicated over {across}, and its gradient is not all-reduced; copies of the weight will drift apart"
-    if factor == "0":
-        return (
-            "no gradient reaches it: a collective without a backward, a detached tensor, or a parameter that is frozen"
-        )
-    if factor == "-1":
-        return "the sign of the loss or of a custom backward is wrong"
-    if factor is not None:
-        value = float(first.factor or 0.0)
-        if data > 1 and factor == shown_factor(data):
-            return (
-                f"gradients are summed over the {data} ranks that share the batch, while the loss of each is a mean over its part: "
-                "average them, or divide the loss by the global number of tokens"
-            )
-        if data > 1 and factor == shown_factor(1 / data):
-            return (
-                f"gradients are divided by {data} twice: by FSDP or DDP, and by a loss over the global batch; set the gradient "
-                "divide factor to 1, or use the mean of each rank's part"
-            )
-        for dimension, size in model.items():
-            if factor == shown_factor(size):
-                return (
-                    f"the gradient of an activation that each rank of {dimension} already has in full is summed over {dimension}; "
-                    "its backward should be the identity"
-                )
-            if factor == shown_factor(1 / size):
-                return f"the gradient is averaged over {dimension}, where it has to be summed"
-        if abs(value - round(value)) < 1e-2 and is_all:
-            return f"{round(value)} micro-batches are accumulated without dividing the loss by their number"
-        return "the loss of this parameter is scaled twice, or by a number that depends on the layout"
-    if first.rows:
-        return (
-            "the gradient of a part of the parameter is lost or added twice: the part of some ranks, experts or tokens"
-        )
-    if is_all:
-        return (
-            "ranks or micro-batches are weighted otherwise: a mean per rank over different numbers of tokens, ranks that read the "
-            "same data, or a reduction in low precision"
-        )
-    return (
-        "the gradient of an activation is not reduced in the backward pass of a later layer, a hook reduces an accumulated gradient "
-        "again after each micro-batch, or one of two uses of the parameter does not count"
-    )
+            inputs = [ranks[each].dropout_inputs[name] for each in (one, other)]
+            has_same_input = torch.allclose(*inputs, rtol=1e-4, atol=1e-6)
+            if has_same_input != torch.equal(mask, other_mask):
+                to = ranks[other].coordinates
+                across = tuple(each for each, number in ranks[one].coordinates.items() if number != to[each])
+                problem = "differs" if has_same_input else "is the same"
+                wrong.append(Difference(name.partition(" #")[0], math.inf, across=across, problem=problem))
+                break
+    return Comparison(DROPOUT, 0, len(names), math.inf if wrong else 0.0, tuple(wrong))

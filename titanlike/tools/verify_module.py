@@ -31,7 +31,8 @@ from titanlike.config.load import nearest
 from titanlike.distributed import environment, process_group
 from titanlike.tools import module_comparison as phases
 from titanlike.tools.arguments import parse_mesh, parse_tolerance
-from titanlike.tools.module_comparison import Comparison, Finding, Record
+from titanlike.tools.module_comparison import Comparison, Record
+from titanlike.tools.module_finding import Finding, first_finding
 from titanlike.utils import system
 
 # Dimensions of the mesh over which the rows of a batch are divided by default, those whose ranks have the same batch, and those
@@ -135,7 +136,7 @@ def load(target: str) -> Functions:
     sys.path.insert(0, str(path.parent.resolve()))  # it may import files beside it
     sys.modules[path.stem] = module  # for what pickles its classes
     specification.loader.exec_module(module)
-    found = {each.name: getattr(module, each.name, None) for each in fields(Functions)} | {
+    found: dict[str, Any] = {each.name: getattr(module, each.name, None) for each in fields(Functions)} | {
         "model": getattr(module, name, None)
     }
     defined = [
@@ -160,7 +161,7 @@ def batch_dimensions(functions: Functions, sizes: Mapping[str, int]) -> list[str
     if others and functions.shard_batch is None:
         raise UserError(
             f"layout {others[0]}={sizes[others[0]]}: define shard_batch(batch, mesh), which returns the part of the batch of this "
-            f"rank; there is a default for {', '.join(DATA)}, which have different rows, and {', '.join(MODEL)}, which have the same"
+            f"rank; only {', '.join(DATA)} (different rows) and {', '.join(MODEL)} (the same rows) have a default"
         )
     return [name for name in sizes if name not in MODEL]
 
@@ -210,7 +211,7 @@ def report(
 ) -> Report:
     """Compares the records of the ranks with that of one process."""
     comparisons = phases.compare(one, ranks, divided, tolerances)
-    return Report(comparisons, phases.first_finding(comparisons, sizes, divided))
+    return Report(comparisons, first_finding(comparisons, sizes, divided))
 
 
 def _run_rank(
@@ -247,6 +248,7 @@ def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int =
         parallelize = functions.parallelize or apply_tp_plan
         model = parallelize(model, mesh) or model
     trainer = _Trainer(functions, model, mesh, seed)
+    done.ties = trainer.ties()
     done.tensors[phases.INITIAL, 0] = trainer.weights()
     done.tensors[phases.INITIAL_BUFFERS, 0] = trainer.buffers()
     with _without_dropout() as has_dropout:
@@ -263,9 +265,9 @@ def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int =
                 done.tensors[phases.NORM, step] = {"norm": _full(torch.as_tensor(norm)).mean()}
             trainer.optimizer.step()
             done.tensors[phases.WEIGHTS, step] = trainer.weights()
-            done.tensors[phases.STATE, step] = trainer.state()
             if functions.after_step:
                 _call(functions.after_step, model, trainer.optimizer, step, mesh=mesh)
+            done.tensors[phases.STATE, step] = trainer.state()
     done.tensors[phases.BUFFERS, 0] = trainer.buffers()
     if mesh is not None and has_dropout:
         with _recorded_dropout(model, done):
@@ -278,7 +280,7 @@ class _Trainer:
 
     def __init__(self, functions: Functions, model: nn.Module, mesh: DeviceMesh | None, seed: int) -> None:
         self.functions, self.model, self.mesh, self.seed = functions, model, mesh, seed
-        self.parameters = {self._name(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+        self.parameters = {self._name(name): each for name, each in model.named_parameters()}
         # Neither fused nor foreach: plans leave some parameters as plain tensors beside DTensors.
         self.optimizer = (
             _call(functions.optimizer, model, mesh=mesh)
@@ -290,6 +292,14 @@ class _Trainer:
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             name = name.removeprefix("module.")
         return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+    def ties(self) -> dict[str, str]:
+        """Returns the further names of parameters, each with the first one."""
+        first = {id(each): name for name, each in self.parameters.items()}
+        names = {
+            self._name(name): first[id(each)] for name, each in self.model.named_parameters(remove_duplicate=False)
+        }
+        return {name: canonical for name, canonical in names.items() if name != canonical}
 
     def weights(self) -> dict[str, Tensor]:
         return {name: _full(each) for name, each in self.parameters.items()}
@@ -377,13 +387,20 @@ class _Trainer:
 
         for path, module in self.model.named_modules():
             name = "" if module is self.model or path == "module" else self._name(path)
-            handles.append(module.register_forward_pre_hook(lambda module, _, name=name: started(name, module)))  # type: ignore[misc]
-            handles.append(module.register_forward_hook(lambda _, __, output, name=name: finished(name, output)))  # type: ignore[misc]
+            handles.append(module.register_forward_pre_hook(lambda module, _, name=name: started(name, module)))
+            handles.append(module.register_forward_hook(lambda _, __, output, name=name: finished(name, output)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+        before = ""
+        for name in (
+            self.parameters
+        ):  # those that are not used by a call of their module: after the one that is registered before
+            if name not in done.order:
+                done.order.insert(done.order.index(before) + 1 if before in done.order else 0, name)
+            before = name
 
 
 def shard_rows(batch: Any, mesh: DeviceMesh) -> Any:
@@ -482,7 +499,7 @@ def _recorded_dropout(model: nn.Module, done: Record) -> Iterator[None]:
 
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda _, __, name=name: running.append(name)))  # type: ignore[misc]
+        handles.append(module.register_forward_pre_hook(lambda _, __, name=name: running.append(name)))
         handles.append(module.register_forward_hook(finished, always_call=True))
     try:
         with mock.patch.object(F, "dropout", recorded):
