@@ -37,7 +37,7 @@ from titanlike.config.layout import DIMENSIONS
 from titanlike.config.shipped import recipe_path
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
-from titanlike.tools.arguments import parse_layout
+from titanlike.tools.arguments import parse_layout, parse_mesh
 from titanlike.tools.cli import recipes
 from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
 from titanlike.tools.planning.hardware import load_hardware
@@ -123,6 +123,9 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
     elif words[0] == "sweep" and arguments.sweep.suffix == ".toml":
         load_sweep(arguments.sweep, Arguments([str(arguments.sweep), *overrides]).overrides)
     elif words[0] in ("plan", "launch", "profile", "verify", "data"):
+        if words[0] == "verify" and ".py:" in arguments.recipe:  # a module of the reader's
+            assert parse_mesh(arguments.layout)
+            return None
         named = recipe_path(str(getattr(arguments, "recipe", None) or getattr(arguments, "path", "")))
         if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
             return None

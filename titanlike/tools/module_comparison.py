@@ -220,7 +220,7 @@ def _concatenated(shards: Sequence[Copy], dimension: str, axis: int, num_parts: 
     for at, tensor in shards:
         others = tuple((other, number) for other, number in at.items() if other != dimension)
         groups.setdefault(others, {})[at[dimension]] = tensor
-    copies = []
+    copies: list[Copy] = []
     for at, group in groups.items():
         parts = zip(*(group[number].chunk(num_parts, axis) for number in sorted(group)), strict=True)
         copies.append((dict(at), torch.cat([chunk for part in parts for chunk in part], axis)))
@@ -322,8 +322,8 @@ def _compare_dropout(ranks: Sequence[Record]) -> Comparison:
             mask, other_mask = masks[one][name], masks[other][name]
             if mask.shape != other_mask.shape or mask.numel() < 32:  # small masks may be equal by chance
                 continue
-            inputs = [ranks[each].dropout_inputs[name] for each in (one, other)]
-            has_same_input = torch.allclose(*inputs, rtol=1e-4, atol=1e-6)
+            input, other_input = ranks[one].dropout_inputs[name], ranks[other].dropout_inputs[name]
+            has_same_input = torch.allclose(input, other_input, rtol=1e-4, atol=1e-6)
             if has_same_input != torch.equal(mask, other_mask):
                 to = ranks[other].coordinates
                 across = tuple(each for each, number in ranks[one].coordinates.items() if number != to[each])

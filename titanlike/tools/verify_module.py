@@ -433,6 +433,11 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise UserError("the tp_plan of a transformers model has one dimension, such as --layout tensor=2")
     from transformers.distributed import DistributedConfig
 
+    first: dict[int, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if first.setdefault(id(parameter), name) != name:  # tied again below, as after loading
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(parameter.detach().clone()))
     kind: Any = type(model)
     config, _, meshes = kind.prepare_distribute_model(DistributedConfig(tp_size=mesh.size()))
     model = kind.maybe_distribute_model(model, config, meshes)

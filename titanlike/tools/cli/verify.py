@@ -42,7 +42,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "target",
+        "recipe",
         metavar="RECIPE|FILE.py:FUNCTION",
         help="recipe, whose keys --section.key=value overrides, or a module's function",
     )
@@ -62,11 +62,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command."""
-    if ".py:" not in arguments.target:
-        verify(recipe_path(arguments.target), arguments.layout, arguments.steps or 5, arguments.tolerance, overrides)
+    if ".py:" not in arguments.recipe:
+        verify(recipe_path(arguments.recipe), arguments.layout, arguments.steps or 5, arguments.tolerance, overrides)
     if overrides:
-        print(f"error: {arguments.target} is no recipe, so it takes no {' '.join(overrides)}", file=sys.stderr)
+        print(f"error: {arguments.recipe} is no recipe, so it takes no {' '.join(overrides)}", file=sys.stderr)
         sys.exit(2)
     from titanlike.tools.verify_module import verify_file  # imports torch
 
-    verify_file(arguments.target, arguments.layout, arguments.steps or 3, arguments.tolerance)
+    verify_file(arguments.recipe, arguments.layout, arguments.steps or 3, arguments.tolerance)
