@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from titanlike.distributed.autograd_collectives import (
 )
 from titanlike.tools.arguments import parse_mesh
 from titanlike.tools.module_comparison import Record
-from titanlike.tools.verify_module import Functions, Report, batch_dimensions, record, report, shard_rows
+from titanlike.tools.verify_module import Functions, Report, batch_dimensions, compare_records, record, shard_rows
 
 VOCAB, DIM, LENGTH, ROWS = 16, 8, 8, 8
 IGNORED = -100
@@ -213,7 +213,6 @@ def sharded_data(**changes: Any) -> Functions:
     "The loss is a mean over the tokens of each rank, and FSDP averages ranks. A token counts more on a rank with fewer tokens.",
     "shard=2",
     r"loss, step 1: .*a mean per rank over different numbers of tokens",
-    "loss",
 )
 def loss_averaged_per_rank(planted: bool) -> Functions:
     return sharded_data(loss=mean_loss if planted else global_mean_loss)
@@ -920,6 +919,32 @@ def router_detached(planted: bool) -> Functions:
     return Functions(Experts, hidden, parallelize, backward=backward)
 
 
+@bug(
+    "NVIDIA-NeMo/Automodel/pull/3359",
+    "The auxiliary loss of the router counts in full in each micro-batch, while the loss of the model is divided by their number.",
+    "tensor=2",
+    r"gradients, step 1: router.weight is not proportional .*an auxiliary loss is scaled otherwise",
+)
+def auxiliary_loss_per_micro_batch(planted: bool) -> Functions:
+    def backward(model: Any, batch: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        chunks = batch.chunk(1 if mesh is None else 4)
+        total = torch.zeros(())
+        for x in chunks:
+            loss = model(x).square().mean() / len(chunks)
+            auxiliary = model.router(model.norm(x)).logsumexp(-1).square().mean()
+            (loss + 0.1 * auxiliary / (1 if planted else len(chunks))).backward()
+            total += loss.detach()
+        return total
+
+    def parallelize(model: Any, mesh: DeviceMesh) -> None:
+        expert_parallel(model, mesh)
+        group = mesh.get_group()
+        model.ops = dict.fromkeys(("tokens", "probs"), lambda x: all_reduce_gradient(x, group))
+        model.ops["output"] = lambda x: all_reduce(x, group)
+
+    return Functions(Experts, hidden, parallelize, backward=backward)
+
+
 # ---- Initial values and random numbers ----
 
 
@@ -1012,6 +1037,38 @@ def dropout_repeats_on_data_ranks(planted: bool) -> Functions:
     return sharded_data(model=functools.partial(Tokens, dropout=0.3), parallelize=parallelize)
 
 
+class Centered(nn.Module):
+    """Keeps the running mean of its input for evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("running_mean", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.op(x.detach().mean((0, 1)))
+        self.running_mean = 0.9 * self.running_mean + 0.1 * mean
+        return self.linear(x)
+
+    def op(self, mean: Tensor) -> Tensor:
+        return mean
+
+
+@bug(
+    "facebookresearch/fvcore/issues/152",
+    "Running statistics for evaluation are computed from the rows of each rank. What is saved depends on the rank that saves.",
+    "shard=2",
+    r"buffers: running_mean differs between the ranks of shard; the mean over them is that of one process",
+)
+def statistics_of_local_rows(planted: bool) -> Functions:
+    def parallelize(model: Any, mesh: DeviceMesh) -> None:
+        fully_shard(model, mesh=mesh)
+        if not planted:
+            model.op = lambda mean: all_reduce(mean, mesh.get_group()) / mesh.size()
+
+    return Functions(Centered, hidden, parallelize)
+
+
 # ---- Pipelines ----
 
 
@@ -1066,7 +1123,43 @@ def tied_embeddings(planted: bool) -> Functions:
     return Functions(Stages, batch, parallelize, backward=backward)
 
 
-# ---- Checkpoints ----
+# ---- Optimizers and checkpoints ----
+
+
+class Orthogonalized(torch.optim.Optimizer):
+    """Updates matrices by their orthogonalized gradients. `whole` returns the gradient of the whole matrix of a shard."""
+
+    def __init__(self, model: nn.Module, whole: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(model.parameters(), {})
+        self.shard, self.whole, self.own = cast(Any, model).up.weight, whole, own
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            update = parameter.grad
+            if parameter is self.shard:
+                x = self.whole(update)
+                x = x / x.norm()
+                for _ in range(5):  # Newton-Schulz
+                    x = 1.5 * x - 0.5 * x @ x.T @ x
+                update = self.own(x)
+            parameter -= 0.01 * update
+
+
+@bug(
+    "deepspeedai/DeepSpeed/issues/8437",
+    "Muon orthogonalizes the shard of each rank instead of the whole matrix, so that the update depends on the number of ranks.",
+    "tensor=2",
+    r"weights, step 1: up.weight is not proportional .*treats a shard as the whole matrix",
+)
+def muon_of_shards(planted: bool) -> Functions:
+    def optimizer(model: nn.Module, mesh: DeviceMesh | None) -> torch.optim.Optimizer:
+        if mesh is None or planted:
+            return Orthogonalized(model, lambda x: x, lambda x: x)
+        group = mesh.get_group()
+        return Orthogonalized(model, lambda x: all_gather(x, 0, group), lambda x: split(x, 0, group))
+
+    return tensor(optimizer=optimizer)
 
 
 def resumed(restore: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
@@ -1133,11 +1226,30 @@ def check(name: str, planted: bool, ranks: Callable[[int], Pool]) -> Report:
     functions = BUGS[name].build(planted)
     one = record(functions, steps=2)
     found = ranks(math.prod(sizes.values())).run(rank_record, name, planted)
-    return report(one, found, sizes, batch_dimensions(functions, sizes))
+    return compare_records(one, found, sizes, batch_dimensions(functions, sizes))
 
 
 def is_found(name: str, result: Report) -> bool:
     return result.finding is not None and bool(re.search(BUGS[name].finding, str(result.finding), re.DOTALL))
+
+
+def table(measured: dict[str, Any]) -> str:
+    """Returns the table of docs/silent_bugs.md."""
+    lines = ["| Case | What happens | Layout | First difference | Seconds |", "|---|---|---|---|---|"]
+    for name, each in BUGS.items():
+        found = measured["bugs"][name]
+        phase = found["finding"].partition(": ")[2].partition(":")[0]
+        parts = each.link.split("/")
+        source = f"[{parts[1]} #{parts[3]}]({GITHUB}{each.link})"
+        own = f" Also planted in this library: `{each.own}`." if each.own else ""
+        lines.append(f"| `{name}`, {source} | {each.what}{own} | `{each.layout}` | {phase} | {found['seconds']:.2f} |")
+    return "\n".join(lines)
+
+
+def findings(measured: dict[str, Any]) -> str:
+    """Returns what is printed for each case."""
+    blocks = (f"{name}\n{found['finding']}" for name, found in measured["bugs"].items())
+    return "\n\n".join(blocks)
 
 
 def main() -> int:

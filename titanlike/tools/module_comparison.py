@@ -216,14 +216,14 @@ def _assembled(shape: torch.Size, found: Sequence[Copy], *, fused: bool = False)
 
 def _concatenated(shards: Sequence[Copy], dimension: str, axis: int, num_parts: int) -> list[Copy]:
     """Concatenates the shards along a dimension of the mesh, each of their parts by itself."""
-    groups: dict[tuple[tuple[str, int], ...], dict[int, Tensor]] = {}
+    groups: dict[tuple[tuple[str, int], ...], dict[int, Tensor]] = {}  # by the other coordinates
     for at, tensor in shards:
         others = tuple((other, number) for other, number in at.items() if other != dimension)
         groups.setdefault(others, {})[at[dimension]] = tensor
     copies: list[Copy] = []
-    for at, group in groups.items():
+    for others, group in groups.items():
         parts = zip(*(group[number].chunk(num_parts, axis) for number in sorted(group)), strict=True)
-        copies.append((dict(at), torch.cat([chunk for part in parts for chunk in part], axis)))
+        copies.append((dict(others), torch.cat([chunk for part in parts for chunk in part], axis)))
     return copies
 
 

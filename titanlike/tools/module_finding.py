@@ -206,8 +206,8 @@ def _cause_of_gradients(
             "loss gathers without a backward"
         )
     return (
-        "the gradient of an activation is not reduced in the backward pass of a later layer, a gather has no backward, or a hook "
-        "reduces again what earlier micro-batches accumulated"
+        "the gradient of an activation is not reduced in the backward pass of a later layer, a gather has no backward, an "
+        "auxiliary loss is scaled otherwise, or a hook reduces again what earlier micro-batches accumulated"
     )
 
 

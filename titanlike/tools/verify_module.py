@@ -199,10 +199,10 @@ def _verify(source: Functions | str, sizes: dict[str, int], steps: int, toleranc
                 sys.exit(2)
             raise
         ranks = [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(num_ranks)]
-    return report(one, ranks, sizes, divided, tolerances)
+    return compare_records(one, ranks, sizes, divided, tolerances)
 
 
-def report(
+def compare_records(
     one: Record,
     ranks: Sequence[Record],
     sizes: Mapping[str, int],
