@@ -7,6 +7,7 @@ from tp_plans import gpt_oss as gpt_oss
 from tp_plans import llama as llama
 from tp_plans import mixtral as mixtral
 from tp_plans import qwen3 as qwen3
+from tp_plans import qwen3_tied as qwen3_tied
 
 
 def backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -100,7 +100,7 @@ def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
     program, *rest = words
     assert program in PROGRAMS, f"{program}: no rule covers this program"
     for word in words:  # files of this repository
-        path = Path(word.rpartition("=")[2])
+        path = Path(re.sub(r"\.py:\w+$", ".py", word.rpartition("=")[2]))
         is_here = path.parts and not path.is_absolute() and Path(path.parts[0]).exists()
         assert not is_here or path.exists(), f"{path} does not exist"
     PROGRAMS[program](rest, variables)

@@ -1,4 +1,4 @@
-"""`titanlike verify` as a user runs it, on a correct recipe and on programs with a planted error."""
+"""`titanlike verify` as a user runs it, on a correct recipe, on programs with a planted error, and on a module."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.launching import ROOT
-from tests.programs import edited, verify
+from tests.programs import blocks, edited, verify
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
@@ -255,3 +255,47 @@ def test_batches_are_compared_in_any_order_of_their_sequences(tmp_path: Path) ->
     assert first_difference(one, recorded("tensor-shard", 2, copies=2)) is None
     assert first_difference(one, recorded("by-rank", 2, reads=ByRank)) == ("step 2", 4, 2)
     assert first_difference(one, {("training", 1): one["training", 1]}) == ("step 2", 0, 0)
+
+
+def write_build(folder: Path, *changes: tuple[str, str]) -> None:
+    """Writes the module of the documentation."""
+    (program,) = blocks(ROOT / "docs/verify.md", "python")
+    (folder / "build.py").write_text(edited(program, *changes))
+
+
+def test_the_module_of_the_documentation_is_equal_under_its_layout(tmp_path: Path) -> None:
+    write_build(tmp_path)
+    done = verify(tmp_path, "build.py:model", "--layout", "shard=2,tensor=2", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith(
+        "build.py:model under shard 2 x tensor 2 (4 processes) against one process, 1 steps on the CPU\n"
+        "batch: ranks of shard have consecutive rows; ranks of tensor have the same rows\n\n"
+    )
+    assert re.search(r"^  gradients, step 1 +6 tensors   \d\.\de-\d\d$", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("\nequal within tolerance\n")
+
+
+@pytest.mark.slow
+def test_a_wrong_plan_of_a_module_is_reported(tmp_path: Path) -> None:
+    write_build(tmp_path, ('"down": RowwiseParallel()', '"down": RowwiseParallel(use_local_output=False)'))
+    done = verify(tmp_path, "build.py:model", "--layout", "tensor=2", "--steps", "1")
+    assert done.returncode == 2  # a tensor and a DTensor
+    assert "got mixed torch.Tensor and DTensor" in done.stderr
+    assert re.search(r"\nerror: rank [01] raised the exception above\n$", done.stderr)
+    unsharded = 'fully_shard(model, mesh=mesh["shard"])'
+    write_build(tmp_path, (unsharded, f"{unsharded}.set_gradient_divide_factor(1.0)"))
+    done = verify(tmp_path, "build.py:model", "--layout", "shard=2", "--steps", "1")
+    assert done.returncode == 1
+    assert "\nNOT equal: gradients, step 1: down.bias is 2 times that of one process (all 6 are wrong" in done.stdout
+    assert "\nusual cause: it is summed over the 2 ranks that share the batch" in done.stdout
+
+
+def test_what_a_module_does_not_take_is_reported(tmp_path: Path) -> None:
+    write_build(tmp_path)
+    done = verify(tmp_path, "build.py:model", "--layout", "tensor=2", "--model.dim=64")
+    assert done.returncode == 2
+    assert done.stderr == "error: build.py:model is no recipe, so it takes no --model.dim=64\n"
+    done = verify(tmp_path, "build.py:other", "--layout", "tensor=2")
+    assert done.returncode == 2
+    assert done.stderr == "error: build.py has no function other, which returns the module\n"

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titanlike.config import UserError
 from titanlike.config.load import nearest
@@ -33,7 +33,7 @@ from titanlike.tools import module_comparison as phases
 from titanlike.tools.arguments import parse_mesh, parse_tolerance
 from titanlike.tools.module_comparison import Comparison, Record
 from titanlike.tools.module_finding import Finding, first_finding
-from titanlike.utils import system
+from titanlike.utils import compat, system
 
 # Dimensions of the mesh over which the rows of a batch are divided by default, those whose ranks have the same batch, and those
 # that divide a batch in a way that only the file knows.
@@ -178,6 +178,8 @@ def _describe_shares(functions: Functions, sizes: Mapping[str, int]) -> str:
 
 
 def _verify(source: Functions | str, sizes: dict[str, int], steps: int, tolerance: str, seed: int) -> Report:
+    if environment.rank_info().started_by_launcher:
+        raise UserError("verify starts its own processes: run it without torchrun, and unset RANK and WORLD_SIZE")
     functions = load(source) if isinstance(source, str) else source
     divided = batch_dimensions(functions, sizes)
     tolerances = parse_tolerance(tolerance, phases.TOLERANCES)
@@ -247,6 +249,9 @@ def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int =
         done.coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         parallelize = functions.parallelize or apply_tp_plan
         model = parallelize(model, mesh) or model
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     trainer = _Trainer(functions, model, mesh, seed)
     done.ties = trainer.ties()
     done.tensors[phases.INITIAL, 0] = trainer.weights()
@@ -341,7 +346,7 @@ class _Trainer:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is not None:
             return loss
-        tensor = next(each for each in tree_leaves(output) if isinstance(each, Tensor))
+        tensor = _tensors(output)[0]
         return tensor if tensor.ndim == 0 else tensor.float().square().mean()
 
     def backward(self, step: int) -> Tensor | None:
@@ -380,7 +385,7 @@ class _Trainer:
             done.order.extend(f"{name}.{each}".lstrip(".") for each, _ in module.named_parameters(recurse=False))
 
         def finished(name: str, output: Any) -> None:
-            tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+            tensors = [each for each in _tensors(output) if each.is_floating_point()]
             if name not in outputs and tensors:
                 outputs[name] = _full(max(tensors, key=Tensor.numel))  # the logits rather than the loss
                 done.order.append(name)
@@ -420,7 +425,7 @@ def shard_rows(batch: Any, mesh: DeviceMesh) -> Any:
             )
         return tensor.chunk(parts)[part]
 
-    return tree_map_only(Tensor, shard, batch)
+    return compat.tree_map_only(Tensor, shard, batch)
 
 
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -443,6 +448,12 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     model = kind.maybe_distribute_model(model, config, meshes)
     cast(Any, model).tie_weights()
     return model
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    compat.tree_map_only(Tensor, found.append, tree)
+    return found
 
 
 def _call(function: Callable[..., Any], *arguments: Any, mesh: DeviceMesh | None) -> Any:
