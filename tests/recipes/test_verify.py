@@ -269,7 +269,7 @@ def test_the_module_of_the_documentation_is_equal_under_its_layout(tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert done.stdout.startswith(
-        "build.py:model under shard 2 x tensor 2 (4 processes) against one process, 1 steps on the CPU\n"
+        "build.py:model under shard 2 x tensor 2 (4 processes) against one process, 1 step on the CPU\n"
         "batch: ranks of shard have consecutive rows; ranks of tensor have the same rows\n\n"
     )
     assert re.search(r"^  gradients, step 1 +6 tensors   \d\.\de-\d\d$", done.stdout, re.MULTILINE)

@@ -57,6 +57,17 @@ def test_shards_are_assembled_along_the_dimension_that_agrees() -> None:
     assert found(phases.GRADIENTS, {"w": whole}, *({"w": shard} for shard in fused)) is None
 
 
+def test_shards_may_be_of_different_sizes() -> None:
+    whole = torch.randn(5, 3)
+    assert found(phases.GRADIENTS, {"w": whole}, {"w": whole[:3]}, {"w": whole[3:]}) is None
+
+
+def test_an_output_that_is_reduced_over_the_rows_of_each_rank_is_not_compared() -> None:
+    one, *ranks = ({"": torch.tensor(each)} for each in (2.0, 1.0, 3.0))
+    assert found(phases.OUTPUTS, one, *ranks, dimension="data") is None
+    assert found(phases.OUTPUTS, one, *ranks) is not None
+
+
 def test_shards_over_two_dimensions() -> None:
     whole = torch.randn(8, 8)
     copies = []

@@ -87,7 +87,7 @@ def compare(
         elif kind == LOSS:
             found.append(_compare_loss(one, ranks, step, batch_dimensions, tolerances[LOSS]))
         else:
-            found.append(_compare_tensors(one, ranks, kind, step, tolerances[kind]))
+            found.append(_compare_tensors(one, ranks, kind, step, batch_dimensions, tolerances[kind]))
     return found
 
 
@@ -96,7 +96,9 @@ def _when(phase: Phase) -> tuple[int, int, int]:
     return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, KINDS.index(kind)
 
 
-def _compare_tensors(one: Record, ranks: Sequence[Record], kind: str, step: int, tolerance: float) -> Comparison:
+def _compare_tensors(
+    one: Record, ranks: Sequence[Record], kind: str, step: int, batch_dimensions: Sequence[str], tolerance: float
+) -> Comparison:
     expected = one.tensors.get((kind, step), {})
     copies: dict[str, list[Copy]] = {name: [] for name in expected}
     aliases: dict[str, list[str]] = {}  # the names that ranks have for a tensor
@@ -120,7 +122,8 @@ def _compare_tensors(one: Record, ranks: Sequence[Record], kind: str, step: int,
         elif found:
             scale, may_be_partial = scales[name.partition(": ")[2]], kind == OUTPUTS and name != ""
             difference = difference_of(name, expected[name], found, scale, tolerance, may_be_partial=may_be_partial)
-            if kind == OUTPUTS and difference.problem:  # some modules have outputs of their own shape
+            # Some outputs have a shape of their own, or are reduced over the rows of each rank.
+            if kind == OUTPUTS and (difference.problem or set(difference.across) & set(batch_dimensions)):
                 continue
             sizes[name] = difference.size
             if not difference.size <= tolerance:
@@ -196,19 +199,14 @@ def _assembled(shape: torch.Size, found: Sequence[Copy], *, fused: bool = False)
         return
     dimensions = [each for each in found[0][0] if each != NAME]
     sizes = {each: len({at[each] for at, _ in found}) for each in dimensions}
-    ways = [None, *itertools.product(range(len(shape)), FUSED if fused else [1])]
+    ways: list[tuple[int, int] | None] = [None, *itertools.product(range(len(shape)), FUSED if fused else [1])]
+    sharded = [local != full for local, full in zip(found[0][1].shape, shape, strict=True)]
     for chosen in itertools.product(*(ways if sizes[each] > 1 else [None] for each in dimensions)):
-        lengths = list(found[0][1].shape)
-        if any(way is not None and lengths[way[0]] % way[1] for way in chosen):
-            continue
-        for dimension, way in zip(dimensions, chosen, strict=True):
-            if way is not None:
-                lengths[way[0]] *= sizes[dimension]
-        if lengths != list(shape):
+        if any(way and (not sharded[way[0]] or found[0][1].shape[way[0]] % way[1]) for way in chosen):
             continue
         copies = list(found)
         for dimension, way in reversed(list(zip(dimensions, chosen, strict=True))):
-            if way is not None:
+            if way:
                 copies = _concatenated(copies, dimension, *way)
         if all(tensor.shape == shape for _, tensor in copies):
             yield copies

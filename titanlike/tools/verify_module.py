@@ -108,9 +108,9 @@ def verify_file(target: str, layout: str, steps: int, tolerance: str = "") -> No
         sizes = parse_mesh(layout)
         functions = load(target)
         title = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        print(
-            f"{target} under {title} ({math.prod(sizes.values())} processes) against one process, {steps} steps on the CPU"
-        )
+        title += f" ({math.prod(sizes.values())} processes)"
+        duration = f"{steps} step{'s' * (steps > 1)}"
+        print(f"{target} under {title} against one process, {duration} on the CPU")
         print(f"batch: {_describe_shares(functions, sizes)}\n", flush=True)
         result = _verify(target, sizes, steps, tolerance, seed=0)
     except UserError as error:
@@ -124,7 +124,8 @@ def verify_file(target: str, layout: str, steps: int, tolerance: str = "") -> No
 
 def load(target: str) -> Functions:
     """Imports FILE.py and returns its functions. The part after the colon names the one that returns the module."""
-    file, _, name = target.rpartition(":")
+    file, _, name = target.partition(".py")
+    file, name = f"{file}.py", name.removeprefix(":") or "model"
     path = Path(file)
     if not path.is_file():
         raise UserError(
@@ -391,7 +392,8 @@ class _Trainer:
                 done.order.append(name)
 
         for path, module in self.model.named_modules():
-            name = "" if module is self.model or path == "module" else self._name(path)
+            is_wrapped = path == "module" and isinstance(self.model, nn.parallel.DistributedDataParallel)
+            name = "" if module is self.model or is_wrapped else self._name(path)
             handles.append(module.register_forward_pre_hook(lambda module, _, name=name: started(name, module)))
             handles.append(module.register_forward_hook(lambda _, __, output, name=name: finished(name, output)))
         try:

@@ -1,6 +1,7 @@
 """`titanlike verify`: a layout against one process."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -62,7 +63,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command."""
-    if ".py:" not in arguments.recipe:
+    if not re.fullmatch(r".+\.py(:\w*)?", arguments.recipe):
         verify(recipe_path(arguments.recipe), arguments.layout, arguments.steps or 5, arguments.tolerance, overrides)
     if overrides:
         print(f"error: {arguments.recipe} is no recipe, so it takes no {' '.join(overrides)}", file=sys.stderr)
