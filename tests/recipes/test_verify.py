@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import ROOT
+from tests.launching import ROOT, python
 from tests.programs import blocks, edited, verify
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
@@ -289,6 +289,20 @@ def test_a_wrong_plan_of_a_module_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "\nNOT equal: gradients, step 1: down.bias is 2 times that of one process (all 6 are wrong" in done.stdout
     assert "\nusual cause: it is summed over the 2 ranks that share the batch" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_function_of_the_library_starts_the_processes(tmp_path: Path) -> None:
+    write_build(tmp_path)
+    (call,) = blocks(ROOT / "docs/verify.md", "py")
+    *imports, _, line = call.splitlines()
+    program = "\n".join(
+        [*imports, "from build import batch, model, parallelize", "", 'if __name__ == "__main__":', f"    {line}"]
+    )
+    (tmp_path / "program.py").write_text(program)
+    done = python(tmp_path, "program.py", variables={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\nequal within tolerance\n")
 
 
 def test_what_a_module_does_not_take_is_reported(tmp_path: Path) -> None:
