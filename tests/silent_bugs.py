@@ -40,7 +40,8 @@ from titanlike.distributed.autograd_collectives import (
 )
 from titanlike.tools.arguments import parse_mesh
 from titanlike.tools.module_comparison import Record
-from titanlike.tools.verify_module import Functions, Report, batch_dimensions, compare_records, record, shard_rows
+from titanlike.tools.module_record import Functions, batch_dimensions, record, shard_rows
+from titanlike.tools.verify_module import Report, compare_records
 
 VOCAB, DIM, LENGTH, ROWS = 16, 8, 8, 8
 IGNORED = -100

@@ -29,7 +29,8 @@ from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.tensor import apply_tensor
 from titanlike.tools.arguments import parse_mesh
 from titanlike.tools.module_comparison import Record
-from titanlike.tools.verify_module import Functions, Report, batch_dimensions, compare_records, load, record
+from titanlike.tools.module_record import Functions, batch_dimensions, record
+from titanlike.tools.verify_module import Report, compare_records, load
 
 Ranks = Callable[[int], Pool]
 MEASURED = json.loads((ROOT / "benchmarks/results/silent_bugs_cpu.json").read_text())

@@ -21,7 +21,7 @@ def functions(file: str, name: str) -> Any:
 
 def rank_record(file: str, name: str) -> Record:
     from tests.silent_bugs import mesh_of
-    from titanlike.tools.verify_module import record
+    from titanlike.tools.module_record import record
 
     return record(functions(file, name), mesh_of("tensor=2"), steps=2)
 
@@ -29,7 +29,8 @@ def rank_record(file: str, name: str) -> Record:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES.values(), "qwen3_tied"])
 def test_the_plan_of_a_model_is_as_documented(ranks: Callable[[int], Pool], name: str) -> None:
-    from titanlike.tools.verify_module import compare_records, record
+    from titanlike.tools.module_record import record
+    from titanlike.tools.verify_module import compare_records
 
     page = (ROOT / "docs/verify.md").read_text()
     result = r"(equal|\*\*wrong\*\*)"

@@ -33,7 +33,7 @@ LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify", "verify_module"},
-    {"data", "harness", "module_finding", "planning", "programs", "small_recipe", "trace"},
+    {"data", "harness", "module_finding", "module_record", "planning", "programs", "small_recipe", "trace"},
     {"adapter", "arguments", "batches", "inference", "module_comparison", "schema"},
 ]
 MAX_MODULES, MAX_LINES = 85, 10_700
