@@ -143,6 +143,12 @@ ERRORS = {
         "round(job.wait_hours * 3600)",
         "tests/cloud/test_request.py",
     ),
+    "verified gradients": Planted(
+        "titanlike/tools/module_comparison.py",
+        "return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, KINDS.index(kind)",
+        "return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, -KINDS.index(kind)",
+        "tests/distributed/test_verify_module.py",
+    ),
     "watchdog": Planted(
         "titanlike/distributed/watchdog.py",
         "return is_missing or not any(",
