@@ -426,9 +426,9 @@ def _checkpoint(job: Conversion) -> None:
     if load and load == save:
         job.leave("--load", "a run of the same name resumes by itself", changes=False)
     else:
-        job.leave("--load", "checkpoints of Megatron-LM are not continued")
+        job.leave("--load", "`titanlike import CHECKPOINT recipe.toml` converts a checkpoint")
     for key in ("--finetune", "--pretrained-checkpoint", "--ckpt-step"):
-        job.leave(key, "checkpoints of Megatron-LM are not continued; checkpoint.initial starts from weights")
+        job.leave(key, "`titanlike import CHECKPOINT recipe.toml --weights-only` converts its weights")
 
 
 def _observation(job: Conversion, steps: int) -> None:
