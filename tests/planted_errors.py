@@ -144,7 +144,7 @@ ERRORS = {
         "tests/cloud/test_request.py",
     ),
     "verified gradients": Planted(
-        "titanlike/tools/module_comparison.py",
+        "titanlike/tools/verify/comparison.py",
         "return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, KINDS.index(kind)",
         "return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, -KINDS.index(kind)",
         "tests/distributed/test_verify_module.py",

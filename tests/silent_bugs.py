@@ -39,9 +39,9 @@ from titanlike.distributed.autograd_collectives import (
     split,
 )
 from titanlike.tools.arguments import parse_mesh
-from titanlike.tools.module_comparison import Record
-from titanlike.tools.module_record import Functions, batch_dimensions, record, shard_rows
-from titanlike.tools.verify_module import Report, compare_records
+from titanlike.tools.verify.comparison import Record
+from titanlike.tools.verify.module import Report, compare_records
+from titanlike.tools.verify.record import Functions, batch_dimensions, record, shard_rows
 
 VOCAB, DIM, LENGTH, ROWS = 16, 8, 8, 8
 IGNORED = -100

@@ -28,9 +28,9 @@ from titanlike.config import UserError
 from titanlike.parallelisms.fsdp import apply_fsdp
 from titanlike.parallelisms.tensor import apply_tensor
 from titanlike.tools.arguments import parse_mesh
-from titanlike.tools.module_comparison import Record
-from titanlike.tools.module_record import Functions, batch_dimensions, record
-from titanlike.tools.verify_module import Report, compare_records, load
+from titanlike.tools.verify.comparison import Record
+from titanlike.tools.verify.module import Report, compare_records, load
+from titanlike.tools.verify.record import Functions, batch_dimensions, record
 
 Ranks = Callable[[int], Pool]
 MEASURED = json.loads((ROOT / "benchmarks/results/silent_bugs_cpu.json").read_text())

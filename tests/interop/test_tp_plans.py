@@ -8,20 +8,20 @@ import pytest
 
 from tests.launching import ROOT
 from tests.pool import Pool
-from titanlike.tools.module_comparison import Record
+from titanlike.tools.verify.comparison import Record
 
 NAMES = {"Llama": "llama", "Qwen3": "qwen3", "Mixtral": "mixtral", "gpt-oss": "gpt_oss"}
 
 
 def functions(file: str, name: str) -> Any:
-    from titanlike.tools.verify_module import load
+    from titanlike.tools.verify.module import load
 
     return load(f"{ROOT}/tests/interop/{file}.py:{name}")
 
 
 def rank_record(file: str, name: str) -> Record:
     from tests.silent_bugs import mesh_of
-    from titanlike.tools.module_record import record
+    from titanlike.tools.verify.record import record
 
     return record(functions(file, name), mesh_of("tensor=2"), steps=2)
 
@@ -29,8 +29,8 @@ def rank_record(file: str, name: str) -> Record:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES.values(), "qwen3_tied"])
 def test_the_plan_of_a_model_is_as_documented(ranks: Callable[[int], Pool], name: str) -> None:
-    from titanlike.tools.module_record import record
-    from titanlike.tools.verify_module import compare_records
+    from titanlike.tools.verify.module import compare_records
+    from titanlike.tools.verify.record import record
 
     page = (ROOT / "docs/verify.md").read_text()
     result = r"(equal|\*\*wrong\*\*)"

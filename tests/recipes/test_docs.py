@@ -39,7 +39,7 @@ from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.tools.data.prepare import prepare
 from titanlike.tools.programs import load_known
 from titanlike.tools.sweep.results import table as sweep_table
-from titanlike.tools.verify import TOLERANCES
+from titanlike.tools.verify.recipe import TOLERANCES
 
 KEYS = {key.name for key in describe(FinetuneRecipe)}
 

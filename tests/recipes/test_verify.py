@@ -26,7 +26,7 @@ from titanlike.tools.arguments import parse_layout, parse_tolerance
 from titanlike.tools.batches import first_difference, read_batches
 from titanlike.tools.programs import load_known
 from titanlike.tools.small_recipe import fitting_batch, shrink
-from titanlike.tools.verify import TOLERANCES, Result, differences
+from titanlike.tools.verify.recipe import TOLERANCES, Result, differences
 
 
 def copied(folder: Path, old: str, new: str) -> str:

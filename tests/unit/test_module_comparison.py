@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanlike.tools import module_comparison as phases
-from titanlike.tools.module_comparison import Comparison, Difference, Record, compare, difference_of
-from titanlike.tools.module_finding import Finding, first_finding, shown_factor, usual_cause
+from titanlike.tools.verify import comparison as phases
+from titanlike.tools.verify.comparison import Comparison, Difference, Record, compare, difference_of
+from titanlike.tools.verify.finding import Finding, first_finding, shown_factor, usual_cause
 
 SIZES = {"data": 2, "tensor": 4}
 

@@ -32,9 +32,9 @@ CORE = [
 LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
-    {"clusters", "comparison", "doctor", "migration", "new_recipe", "sweep", "verify", "verify_module"},
-    {"data", "harness", "module_finding", "module_record", "planning", "programs", "small_recipe", "trace"},
-    {"adapter", "arguments", "batches", "inference", "module_comparison", "schema"},
+    {"clusters", "comparison", "doctor", "migration", "new_recipe", "sweep", "verify"},
+    {"data", "harness", "planning", "programs", "small_recipe", "trace"},
+    {"adapter", "arguments", "batches", "inference", "schema"},
 ]
 MAX_MODULES, MAX_LINES = 85, 10_750
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from titanlike.config.shipped import recipe_path
 from titanlike.tools.arguments import positive_int
-from titanlike.tools.verify import verify
+from titanlike.tools.verify.recipe import verify
 
 DESCRIPTION = """\
 Compares a layout with one process, numerically, on the CPUs of this machine. Exits with code 0 if they agree up to rounding,
@@ -68,6 +68,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     if overrides:
         print(f"error: {arguments.recipe} is no recipe, so it takes no {' '.join(overrides)}", file=sys.stderr)
         sys.exit(2)
-    from titanlike.tools.verify_module import verify_file  # imports torch
+    from titanlike.tools.verify.module import verify_file  # imports torch
 
     verify_file(arguments.recipe, arguments.layout, arguments.steps or 3, arguments.tolerance)

@@ -1,6 +1,6 @@
 """Compares what the ranks of a layout recorded of a module with what one process recorded. Needs no process group.
 
-`module_finding.py` says in words what is wrong first, and what usually causes that.
+`finding.py` says in words what is wrong first, and what usually causes that.
 """
 
 import itertools

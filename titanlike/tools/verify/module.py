@@ -1,6 +1,6 @@
 """`titanlike verify FILE.py:FUNCTION`: compares any module under any parallel plan with one process, on the CPU.
 
-Each process records what it computes (`module_record.py`). `module_comparison.py` compares, `module_finding.py` says what is wrong
+Each process records what it computes (`record.py`). `comparison.py` compares, `finding.py` says what is wrong
 first.
 """
 
@@ -24,11 +24,11 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from titanlike.config import UserError
 from titanlike.config.load import nearest
 from titanlike.distributed import environment, process_group
-from titanlike.tools import module_comparison as phases
 from titanlike.tools.arguments import parse_mesh, parse_tolerance
-from titanlike.tools.module_comparison import Comparison, Record
-from titanlike.tools.module_finding import Finding, first_finding
-from titanlike.tools.module_record import Functions, batch_dimensions, record
+from titanlike.tools.verify import comparison as phases
+from titanlike.tools.verify.comparison import Comparison, Record
+from titanlike.tools.verify.finding import Finding, first_finding
+from titanlike.tools.verify.record import Functions, batch_dimensions, record
 from titanlike.utils import system
 
 

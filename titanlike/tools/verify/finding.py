@@ -1,10 +1,10 @@
-"""Says in words what `module_comparison.py` found wrong first, and what usually causes that."""
+"""Says in words what `comparison.py` found wrong first, and what usually causes that."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlike.tools.module_comparison import (
+from titanlike.tools.verify.comparison import (
     BUFFERS,
     DROPOUT,
     GRADIENTS,

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlike.config import UserError
-from titanlike.tools import module_comparison as phases
-from titanlike.tools.module_comparison import Record
+from titanlike.tools.verify import comparison as phases
+from titanlike.tools.verify.comparison import Record
 from titanlike.utils import compat
 
 # Dimensions of the mesh along which ranks have different rows of a batch by default, and those along which they have the same.
