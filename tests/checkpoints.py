@@ -15,7 +15,7 @@ from titanlike.checkpoint.loader import read_whole
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.run.run_dir import RunDirectory, recipe_as_json
-from titanlike.tools.verify import Result
+from titanlike.tools.verify.recipe import Result
 
 
 def assert_equal_state(found: Any, expected: Any) -> None:

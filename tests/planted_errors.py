@@ -26,6 +26,12 @@ class Planted:
 
 
 ERRORS = {
+    "jobs of other programs": Planted(
+        "titanlike/tools/migration/torchtitan.py",
+        "(step - (num_steps + 1 - length))",
+        "(step - (num_steps - length))",
+        "tests/unit/test_migration.py",
+    ),
     "sharding": Planted(
         "titanlike/parallelisms/fsdp.py",
         "module.set_gradient_divide_factor(1.0)",
@@ -136,6 +142,12 @@ ERRORS = {
         "round((job.max_hours + job.wait_hours) * 3600)",
         "round(job.wait_hours * 3600)",
         "tests/cloud/test_request.py",
+    ),
+    "verified gradients": Planted(
+        "titanlike/tools/verify/comparison.py",
+        "return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, KINDS.index(kind)",
+        "return 2 if kind in (BUFFERS, DROPOUT) else min(step, 1), step, -KINDS.index(kind)",
+        "tests/distributed/test_verify_module.py",
     ),
     "watchdog": Planted(
         "titanlike/distributed/watchdog.py",

@@ -10,7 +10,7 @@ import tomli
 from titanlike.config import PretrainRecipe, load, to_toml
 from titanlike.data.batches.loader import BatchLoader
 from titanlike.tools.small_recipe import shrink
-from titanlike.tools.verify import _toml
+from titanlike.tools.verify.recipe import _toml
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 

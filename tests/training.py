@@ -33,7 +33,7 @@ from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run.changes import check_resume
 from titanlike.run.run_dir import recipe_as_json
-from titanlike.tools.verify import Result, differences
+from titanlike.tools.verify.recipe import Result, differences
 
 mesh_of = functools.cache(build_mesh)
 

@@ -16,7 +16,7 @@ from tests.pool import Pool
 from tests.training import MODELS, assert_same, full_tensor, mesh_of, tiny, train
 from titanlike.config.sections import Parallelism
 from titanlike.parallelisms.fsdp import accumulate_gradients, apply_fsdp
-from titanlike.tools.verify import Result
+from titanlike.tools.verify.recipe import Result
 
 Ranks = Callable[[int], Pool]
 

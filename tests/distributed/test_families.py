@@ -15,7 +15,7 @@ from tests.parity import COMPILED, FULL, LORA, MUON, SELECTIVE, tiers
 from tests.pool import Pool
 from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, assert_same, baselines, tiny, train, world_size
 from titanlike.config.sections import Parallelism
-from titanlike.tools.verify import Result
+from titanlike.tools.verify.recipe import Result
 
 Ranks = Callable[[int], Pool]
 DOCUMENTS: dict[str, Any] = {"data": dict(source="synthetic", document_masks=True)}

@@ -32,7 +32,7 @@ from titanlike.models.registry import build_model
 from titanlike.optim.balance import BalanceBias
 from titanlike.parallelisms.expert import apply_expert
 from titanlike.parallelisms.fsdp import apply_fsdp
-from titanlike.tools.verify import Result, differences
+from titanlike.tools.verify.recipe import Result, differences
 
 Ranks = Callable[[int], Pool]
 # Those of the default and of the slow tests; the others run with `-m every`.

@@ -21,7 +21,7 @@ from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Par
 from titanlike.models.loss import IGNORE
 from titanlike.models.registry import build_model
 from titanlike.parallelize import parallelize
-from titanlike.tools.verify import Result
+from titanlike.tools.verify.recipe import Result
 
 Ranks = Callable[[int], Pool]
 SMOOTHING = 0.3

@@ -12,7 +12,7 @@ from tests.parity import CASES, Case
 from tests.pool import Pool
 from tests.training import MODELS, assert_same, model_of, tiny, train
 from titanlike.config.sections import Parallelism
-from titanlike.tools.verify import Result, differences
+from titanlike.tools.verify.recipe import Result, differences
 
 Ranks = Callable[[int], Pool]
 Baseline = Callable[[str, float], Result]

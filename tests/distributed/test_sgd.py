@@ -12,7 +12,7 @@ from tests.pool import Pool
 from tests.training import MODELS, result, tiny, train_on_rank
 from titanlike.config import PretrainRecipe
 from titanlike.config.sections import Parallelism
-from titanlike.tools.verify import differences
+from titanlike.tools.verify.recipe import differences
 
 Ranks = Callable[[int], Pool]
 

@@ -20,7 +20,7 @@ from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from titanlike.parallelisms.compile import apply_compile
 from titanlike.run import loop
-from titanlike.tools.verify import Result
+from titanlike.tools.verify.recipe import Result
 
 Ranks = Callable[[int], Pool]
 

@@ -33,7 +33,7 @@ from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.registry import build_model
-from titanlike.tools.cli import hugging_face as commands
+from titanlike.tools.cli import interchange as commands
 from titanlike.tools.programs import load_known
 
 SEED = 1

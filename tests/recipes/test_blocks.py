@@ -37,12 +37,12 @@ from titanlike.config.layout import DIMENSIONS
 from titanlike.config.shipped import recipe_path
 from titanlike.run.preflight import check_recipe
 from titanlike.run.start import DEFAULT_RECIPE, Arguments
+from titanlike.tools.arguments import parse_layout, parse_mesh
 from titanlike.tools.cli import recipes
 from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
 from titanlike.tools.planning.hardware import load_hardware
 from titanlike.tools.programs import load_known
 from titanlike.tools.sweep.config import load_sweep
-from titanlike.tools.verify import _parse
 
 EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 COMMANDS = ("bash",)
@@ -81,6 +81,10 @@ OTHERS += sorted((ROOT / "docs/api").glob("*.md"))
 BLOCKS = [block for page in (*PAGES, *OTHERS) for block in fenced(page)]
 
 
+FOREIGN = {"torchtitan.toml", "pretrain_llama.sh", "config.json"}  # files of other programs
+IMPORTED: set[str] = set()  # recipes that a block makes of them
+
+
 def commands(text: str) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Yields the words of each command of a line of the shell, and the variables before it."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -100,7 +104,7 @@ def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
     program, *rest = words
     assert program in PROGRAMS, f"{program}: no rule covers this program"
     for word in words:  # files of this repository
-        path = Path(word.rpartition("=")[2])
+        path = Path(re.sub(r"\.py:\w+$", ".py", word.rpartition("=")[2]))
         is_here = path.parts and not path.is_absolute() and Path(path.parts[0]).exists()
         assert not is_here or path.exists(), f"{path} does not exist"
     PROGRAMS[program](rest, variables)
@@ -108,6 +112,8 @@ def check_command(words: Sequence[str], variables: dict[str, str]) -> None:
 
 def train(words: Sequence[str], variables: dict[str, str]) -> None:
     arguments = Arguments(words)
+    if arguments.recipe.name in IMPORTED:
+        return
     recipe = load_known(arguments.recipe, arguments.overrides)
     processes = int(variables.get("NPROC", 1 if arguments.recipe == DEFAULT_RECIPE else 8))
     check_recipe(recipe, arguments.check or processes)
@@ -120,14 +126,22 @@ def titanlike(words: Sequence[str], variables: dict[str, str]) -> None:
     assert not overrides or words[0] in WITH_OVERRIDES
     if words[:2] == ["recipes", "copy"]:  # the next lines use it
         recipes.run(arguments)
+    elif words[0] == "import":
+        IMPORTED.add(arguments.recipe.name)
     elif words[0] == "sweep" and arguments.sweep.suffix == ".toml":
         load_sweep(arguments.sweep, Arguments([str(arguments.sweep), *overrides]).overrides)
     elif words[0] in ("plan", "launch", "profile", "verify", "data"):
+        if words[0] == "verify" and ".py:" in arguments.recipe:  # a module of the reader's
+            assert parse_mesh(arguments.layout)
+            return None
         named = recipe_path(str(getattr(arguments, "recipe", None) or getattr(arguments, "path", "")))
         if named.suffix != ".toml" and (words[0] in ("data", "profile") or arguments.calibrate):  # no recipe
             return None
+        if named.name in FOREIGN:
+            load_hardware(arguments.hardware)
+            return None
         command_line = Arguments([str(named), *overrides])
-        layout = _parse(arguments.layout) if words[0] == "verify" else {}
+        layout = parse_layout(arguments.layout) if words[0] == "verify" else {}
         keys = {f"parallelism.{key}": value for key, value in layout.items()}
         recipe = load_known(named, command_line.overrides | keys)
         if layout:
@@ -325,6 +339,7 @@ def test_a_block_is_valid(block: Block, clone: Path) -> None:
     if block.language in COMMANDS:
         if block.text in INSTALLED:  # tests/packaging runs it
             return
+        IMPORTED.clear()
         for words, variables in commands(block.text):
             check_command(words, variables)
     elif block.language in ("python", "py"):

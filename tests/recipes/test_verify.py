@@ -1,4 +1,4 @@
-"""`titanlike verify` as a user runs it, on a correct recipe and on programs with a planted error."""
+"""`titanlike verify` as a user runs it, on a correct recipe, on programs with a planted error, and on a module."""
 
 import itertools
 import math
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import ROOT
-from tests.programs import edited, verify
+from tests.launching import ROOT, python
+from tests.programs import blocks, edited, verify
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.layout import DIMENSIONS, SCHEDULES
 from titanlike.config.load import read
@@ -22,10 +22,11 @@ from titanlike.data.batches.sources import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.run.preflight import check_recipe
+from titanlike.tools.arguments import parse_layout, parse_tolerance
 from titanlike.tools.batches import first_difference, read_batches
 from titanlike.tools.programs import load_known
 from titanlike.tools.small_recipe import fitting_batch, shrink
-from titanlike.tools.verify import TOLERANCES, Result, _parse, differences, parse_tolerance
+from titanlike.tools.verify.recipe import TOLERANCES, Result, differences
 
 
 def copied(folder: Path, old: str, new: str) -> str:
@@ -113,12 +114,12 @@ def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
 )
 def test_an_invalid_layout_is_reported(layout: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        _parse(layout)
+        parse_layout(layout)
     assert message in str(caught.value)
 
 
 def test_a_layout_may_hold_a_list() -> None:
-    chosen = _parse("pipeline=2,pipeline_split=[1, 3],tensor=2")
+    chosen = parse_layout("pipeline=2,pipeline_split=[1, 3],tensor=2")
     assert (chosen["pipeline_split"], chosen["tensor"], chosen["shard"]) == ("[1, 3]", "2", "1")
 
 
@@ -136,7 +137,7 @@ def test_a_layout_that_the_real_size_excludes_is_reported(tmp_path: Path) -> Non
 @pytest.mark.parametrize("layout", ["tensor=4", "pipeline=2,pipeline_schedule=zbv", "pipeline=2,tensor=2,shard=2"])
 def test_the_shrunk_recipe_is_valid_for_the_layout(name: str, layout: str) -> None:
     recipe = ROOT / f"train_configs/{name}.toml"
-    chosen = {f"parallelism.{key}": value for key, value in _parse(layout).items()}
+    chosen = {f"parallelism.{key}": value for key, value in parse_layout(layout).items()}
     if load_known(recipe, {}).model.vocab_size % 2:
         chosen["model.vocab_size"] = "50304"
     values = load_known(recipe, chosen)
@@ -198,13 +199,13 @@ def test_the_shrunk_recipe_is_valid_for_every_layout_that_the_recipe_supports() 
     ],
 )
 def test_tolerances(text: str, expected: dict[str, float]) -> None:
-    assert parse_tolerance(text) == expected
+    assert parse_tolerance(text, TOLERANCES) == expected
 
 
 @pytest.mark.parametrize("text", ["losses=1e-3", "loss=", "nan", "inf", "-1", "loss=1e-3,weights"])
 def test_an_invalid_tolerance_is_reported(text: str) -> None:
     with pytest.raises(UserError, match="is neither a number, such as 1e-3, nor a quantity"):
-        parse_tolerance(text)
+        parse_tolerance(text, TOLERANCES)
 
 
 def test_nan_is_never_equal() -> None:
@@ -254,3 +255,61 @@ def test_batches_are_compared_in_any_order_of_their_sequences(tmp_path: Path) ->
     assert first_difference(one, recorded("tensor-shard", 2, copies=2)) is None
     assert first_difference(one, recorded("by-rank", 2, reads=ByRank)) == ("step 2", 4, 2)
     assert first_difference(one, {("training", 1): one["training", 1]}) == ("step 2", 0, 0)
+
+
+def write_build(folder: Path, *changes: tuple[str, str]) -> None:
+    """Writes the module of the documentation."""
+    (program,) = blocks(ROOT / "docs/verify.md", "python")
+    (folder / "build.py").write_text(edited(program, *changes))
+
+
+def test_the_module_of_the_documentation_is_equal_under_its_layout(tmp_path: Path) -> None:
+    write_build(tmp_path)
+    done = verify(tmp_path, "build.py:model", "--layout", "shard=2,tensor=2", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith(
+        "build.py:model under shard 2 x tensor 2 (4 processes) against one process, 1 step on the CPU\n"
+        "batch: ranks of shard have consecutive rows; ranks of tensor have the same rows\n\n"
+    )
+    assert re.search(r"^  gradients, step 1 +6 tensors   \d\.\de-\d\d$", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("\nequal within tolerance\n")
+
+
+@pytest.mark.slow
+def test_a_wrong_plan_of_a_module_is_reported(tmp_path: Path) -> None:
+    write_build(tmp_path, ('"down": RowwiseParallel()', '"down": RowwiseParallel(use_local_output=False)'))
+    done = verify(tmp_path, "build.py:model", "--layout", "tensor=2", "--steps", "1")
+    assert done.returncode == 2  # a tensor and a DTensor
+    assert "got mixed torch.Tensor and DTensor" in done.stderr
+    assert re.search(r"\nerror: rank [01] raised the exception above\n$", done.stderr)
+    unsharded = 'fully_shard(model, mesh=mesh["shard"])'
+    write_build(tmp_path, (unsharded, f"{unsharded}.set_gradient_divide_factor(1.0)"))
+    done = verify(tmp_path, "build.py:model", "--layout", "shard=2", "--steps", "1")
+    assert done.returncode == 1
+    assert "\nNOT equal: gradients, step 1: down.bias is 2 times that of one process (all 6 are wrong" in done.stdout
+    assert "\nusual cause: it is summed over the 2 ranks that share the batch" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_function_of_the_library_starts_the_processes(tmp_path: Path) -> None:
+    write_build(tmp_path)
+    (call,) = blocks(ROOT / "docs/verify.md", "py")
+    *imports, _, line = call.splitlines()
+    program = "\n".join(
+        [*imports, "from build import batch, model, parallelize", "", 'if __name__ == "__main__":', f"    {line}"]
+    )
+    (tmp_path / "program.py").write_text(program)
+    done = python(tmp_path, "program.py", variables={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\nequal within tolerance\n")
+
+
+def test_what_a_module_does_not_take_is_reported(tmp_path: Path) -> None:
+    write_build(tmp_path)
+    done = verify(tmp_path, "build.py:model", "--layout", "tensor=2", "--model.dim=64")
+    assert done.returncode == 2
+    assert done.stderr == "error: build.py:model is no recipe, so it takes no --model.dim=64\n"
+    done = verify(tmp_path, "build.py:other", "--layout", "tensor=2")
+    assert done.returncode == 2
+    assert done.stderr == "error: build.py has no function other, which returns the module\n"

@@ -240,8 +240,8 @@ def test_loading_and_checking_a_recipe_does_not_import_torch() -> None:
 
 
 def test_a_recipe_of_another_program_is_referred_to_the_page_with_its_keys(tmp_path: Path) -> None:
-    torchtitan = '[job]\n[lr_scheduler]\n[model]\nflavor = "8B"\n[training]\ndataset = "c4"\n'
-    assert "docs/coming_from.md has those of torchtitan" in error_message(tmp_path, torchtitan)
+    other = '[job]\n[lr_scheduler]\n[quantize]\n[training]\ndataset = "c4"\n'
+    assert "docs/coming_from.md has those of torchtitan" in error_message(tmp_path, other)
     # A recipe with one such key is a recipe with a mistake.
     message = error_message(tmp_path, "[checkpoint]\nenable = true\n")
     assert "did you mean checkpoint.enabled?" in message and "coming_from" not in message

@@ -32,11 +32,11 @@ CORE = [
 LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
-    {"clusters", "comparison", "doctor", "new_recipe", "sweep", "verify"},
+    {"clusters", "comparison", "doctor", "migration", "new_recipe", "sweep", "verify"},
     {"data", "harness", "planning", "programs", "small_recipe", "trace"},
     {"adapter", "arguments", "batches", "inference", "schema"},
 ]
-MAX_MODULES, MAX_LINES = 85, 10_700
+MAX_MODULES, MAX_LINES = 85, 10_750
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents]
 

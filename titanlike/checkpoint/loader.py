@@ -157,7 +157,7 @@ def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 def read_whole(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     """Returns the full tensors of a checkpoint, by module ("model", "optimizer", ...) and name. Needs no process group."""
-    reader, entries = _open(checkpoint)
+    reader, entries = open_checkpoint(checkpoint)
     tensors: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for name, entry in entries.items():
         module, _, key = name.partition(".")
@@ -165,7 +165,7 @@ def read_whole(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     return tensors
 
 
-def _open(checkpoint: Path) -> tuple[Reader, dict[str, Entry]]:
+def open_checkpoint(checkpoint: Path) -> tuple[Reader, dict[str, Entry]]:
     """Returns a reader of a checkpoint, and one of the shards of every tensor."""
     files = sorted(checkpoint.glob("rank-*.safetensors"))
     if not files:

@@ -49,6 +49,7 @@ class CheckpointMetadata:
     position: list[Any] | None = None  # of a data stream; the position in all other data is a function of the step
     skipped: list[int] = field(default_factory=list)  # recent steps whose update was skipped
     versions: dict[str, str] = field(default_factory=dict)  # of libraries
+    imported: str = ""  # the program that wrote it, if it was converted: the data and the layout are not known
     optimizer: dict[str, Any] = field(default_factory=dict)  # Python values in its state, by parameter; set by the save
 
     def at(self, step: int, tokens: int, position: list[Any] | None, skipped: list[int]) -> "CheckpointMetadata":

@@ -53,7 +53,8 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
     try:
         # A pipe could be read only once, and /dev/zero for ever.
         is_no_file = path.exists() and not path.is_file()
-        values: dict[str, Any] = {} if is_no_file else _parse(path.read_text(encoding="utf-8-sig"))
+        text = "" if is_no_file else path.read_text(encoding="utf-8-sig")
+        values = parse(text)
     except FileNotFoundError:
         raise UserError(f"{path}: recipe not found; {_similar_recipe(path)}") from None
     except OSError as error:
@@ -61,7 +62,13 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as a recipe: {error}") from None
     except ValueError as error:
+        if path.suffix == ".json":
+            raise UserError(_foreign(path, "no recipe, but a model's config", is_job=False)) from None
+        if "pretrain_gpt.py" in text:
+            raise UserError(_foreign(path, "a script of Megatron-LM")) from None
         raise UserError(f"{path}: invalid TOML: {error}") from None
+    if is_torchtitan(values):
+        raise UserError(_foreign(path, "a job config of torchtitan"))
     if is_no_file:
         raise UserError(f"{path} is not a file; give the file of a recipe")
     base = values.pop("extends", None)
@@ -82,6 +89,18 @@ def read(path: Path, _inheriting: tuple[Path, ...] = ()) -> tuple[dict[str, Any]
         raise UserError(f"{path}: extends = {show_value(base)} is circular; remove it from one of the files")
     inherited, inherited_origins = read(target, chain)
     return _merge(inherited, values), inherited_origins | origins
+
+
+def is_torchtitan(values: Mapping[str, Any]) -> bool:
+    """Whether the values of a TOML file are a job config of torchtitan."""
+    model, job = values.get("model"), values.get("job")
+    return (isinstance(model, dict) and "flavor" in model) or (isinstance(job, dict) and "dump_folder" in job)
+
+
+def _foreign(path: Path, kind: str, *, is_job: bool = True) -> str:
+    """Returns the sentence that answers the file of another program."""
+    convert = f"`titanlike import {path} recipe.toml` writes it as a recipe, and " if is_job else ""
+    return f"{path} is {kind}: {convert}`titanlike plan {path} --gpus N` plans it as it is"
 
 
 def _similar_recipe(path: Path) -> str:
@@ -134,14 +153,14 @@ def parse_value(text: str) -> Any:
     """Parses a command-line value as TOML. Returns the text itself if it is not exactly one TOML value."""
     text = {"True": "true", "False": "false"}.get(text, text)  # Python's, which launchers of jobs pass on
     try:
-        document, in_list = _parse(f"value = {text}"), _parse(f"value = [{text}]")
+        document, in_list = parse(f"value = {text}"), parse(f"value = [{text}]")
     except ValueError:
         return text
     # A document ends a value at a comment or a new line, a list at a comma. What follows must not be lost.
     return document["value"] if len(document) == len(in_list) == len(in_list["value"]) == 1 else text
 
 
-def _parse(text: str) -> dict[str, Any]:
+def parse(text: str) -> dict[str, Any]:
     """Parses TOML. Raises `ValueError` also for values that TOML allows and no program could use."""
     try:
         values = tomli.loads(text)

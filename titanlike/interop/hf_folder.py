@@ -51,9 +51,10 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG).exists()
 
 
-def read_config(folder: Path, config_classes: tuple[type[TransformerConfig], ...]) -> TransformerConfig:
-    """Returns the config of the model in a folder. Raises `UserError` if none of the classes describes it."""
-    file = folder / CONFIG
+def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...]) -> TransformerConfig:
+    """Returns the config of the model in a folder, or of a `config.json`. Raises `UserError` if none of the classes "
+    "describes it."""
+    file = path if path.is_file() else path / CONFIG
     values = read_json(file)
     architectures = values.get("architectures")
     found = architectures[0] if isinstance(architectures, list) and architectures else None

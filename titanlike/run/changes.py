@@ -52,6 +52,8 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
     """
     before = _with_new_keys(saved.recipe, now.recipe, _default_recipe(recipe))
     differences = _differences(before, now.recipe)
+    if not saved.step:  # weights alone
+        differences = {key: line for key, line in differences.items() if key.startswith("model.")}
     run = f"{Path(recipe.run.dir, recipe.run.name)} holds a run at step {saved.step}"
     or_new_run = "or give --run.name to start a new run"
     if saved.step > recipe.training.steps:
@@ -87,12 +89,14 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
             f"{run} that was trained with another tokenizer (fingerprint {saved.tokenizer}, now {now.tokenizer}). Restore it to "
             f"resume, {or_new_run}"
         )
-    if saved.data != now.data:
+    if saved.data != now.data and not saved.imported:
         raise UserError(
             f"{run} that was trained on other data (fingerprint {saved.data}, now {now.data}). Restore the data to resume, "
             f"{or_new_run}"
         )
     inexact = [line for key, line in differences.items() if key in changed or key.startswith(INEXACT)]
+    if saved.imported:
+        return [*inexact, f"imported from {saved.imported}"]
     machine_before, machine_now = ({"layout": one.layout, **one.machine} for one in (saved, now))
     inexact += _differences(machine_before, machine_now).values()
     if now.machine.get("device") in ("cuda", "mps") and not recipe.run.deterministic:

@@ -161,6 +161,8 @@ class RunDirectory:
         """Returns the message that says where a run resumes, or None for a new run."""
         ranks = environment.rank_info()
         restart = f"restart {ranks.restart_count} of {ranks.max_restarts}: " if ranks.restart_count else ""
+        if saved and not saved.step:
+            return f"{restart}starting from the weights of a checkpoint of {saved.imported}"
         if saved:
             return "; ".join(
                 [f"{restart}resumed at step {saved.step}", *(f"not bit-exact: {reason}" for reason in inexact)]

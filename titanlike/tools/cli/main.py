@@ -9,40 +9,32 @@ import titanlike
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown
 from titanlike.config.finetune import FinetuneRecipe
-from titanlike.config.shipped import recipe_path
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.run import launch as trainer
-from titanlike.tools.arguments import positive_int
 from titanlike.tools.cli import (
     compare,
     data,
     doctor,
     evaluate,
     generate,
-    hugging_face,
     init,
+    interchange,
     launch,
     lm_eval,
     plan,
     profile,
     recipes,
     sweep,
+    verify,
 )
 from titanlike.tools.schema import editor_schema, markdown
-from titanlike.tools.verify import verify
 from titanlike.utils import system
 from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
 
-VERIFY = """\
-Trains a reduced model with the recipe's program twice, in one process and under the layout. Prints losses, gradient norms and the
-largest difference of any weight. Exits with code 0 if they agree up to rounding, otherwise with code 1.
-
-  titanlike verify llama3_8b --layout tensor=2,pipeline=2
-  titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full"""
-
 # Modules of commands, in the order of --help.
 MODULES = (
+    verify,
     recipes,
     init,
     doctor,
@@ -51,7 +43,7 @@ MODULES = (
     profile,
     compare,
     sweep,
-    hugging_face,
+    interchange,
     data,
     generate,
     evaluate,
@@ -70,8 +62,8 @@ COMMANDS: dict[str, Command] = {
     "init": init.run,
     "doctor": lambda arguments: sys.exit(doctor.run(arguments)),
     "compare": compare.run,
-    "export": hugging_face.run,
-    "import": hugging_face.run,
+    "export": interchange.run,
+    "import": interchange.run,
     "generate": generate.run,
     "evaluate": evaluate.run,
     "lm_eval": lambda arguments: lm_eval.run(arguments.arguments),
@@ -83,9 +75,7 @@ WITH_OVERRIDES: dict[str, CommandWithOverrides] = {
     "profile": profile.run,
     "sweep": sweep.run,
     "data": data.run,
-    "verify": lambda arguments, overrides: verify(
-        arguments.recipe, arguments.layout, arguments.steps, arguments.tolerance, overrides
-    ),
+    "verify": verify.run,
 }
 
 
@@ -99,23 +89,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("train", add_help=False, help="train a recipe; see titanlike train --help")
     schema = commands.add_parser("schema", help="print the JSON Schema of recipes, for editors")
     schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
-    command = commands.add_parser(
-        "verify",
-        help="compare a layout with a single process numerically, on this machine",
-        description=VERIFY,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument(
-        "recipe", type=recipe_path, metavar="RECIPE", help="recipe; override its keys with --section.key=value"
-    )
-    command.add_argument("--layout", required=True, help="keys of [parallelism]; dimensions that are not named are 1")
-    command.add_argument("--steps", type=positive_int, default=5, help="optimizer steps (default: 5)")
-    command.add_argument(
-        "--tolerance",
-        default="",
-        metavar="NUMBER",
-        help="maximum relative difference, for all quantities, or for some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
-    )
     for module in MODULES:
         module.add(commands)
     return parser

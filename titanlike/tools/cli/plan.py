@@ -21,6 +21,7 @@ from titanlike.utils.arguments import parse_int
 from titanlike.utils.live_line import LiveLine
 
 if TYPE_CHECKING:
+    from titanlike.tools.migration.conversion import Conversion
     from titanlike.tools.planning.hardware import Hardware
     from titanlike.tools.planning.job import Job
     from titanlike.tools.planning.program import Program
@@ -35,6 +36,7 @@ tensors for the pipeline ranks that decide (--quick leaves that out). Exits with
   titanlike plan llama3_70b --gpus 256 --search --write best.toml
   titanlike plan llama3_8b --gpus 8,64,512,4096 --figure scaling.png
   titanlike plan llama3_8b --gpus 8,64,512 --measured 6284
+  titanlike plan torchtitan.toml --gpus 64    (or a script of Megatron-LM, or the config.json of a model)
   titanlike plan --calibrate mine.toml && titanlike plan debug --gpus 1 --hardware mine.toml"""
 
 DOES_NOT_FIT = 1  # exit code
@@ -51,7 +53,10 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="recipe; override its keys with --section.key=value"
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="recipe, or a job of another program; override keys with --section.key=value",
     )
     text = "number of GPUs; several, such as 8,64,512, print a table of scaling"
     parser.add_argument("--gpus", metavar="N[,N...]", help=text)
@@ -149,18 +154,29 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
         raise UserError(f"--figure {shown(str(arguments.figure))}: give the name of a .png file")
 
     from titanlike.run.start import Arguments
+    from titanlike.tools.migration import formats
     from titanlike.tools.planning.hardware import load_hardware
     from titanlike.tools.planning.program import TITANLIKE, load_program
     from titanlike.tools.programs import load_known
 
     hardware = load_hardware(arguments.hardware)
     command_line = Arguments([arguments.recipe, *overrides])
-    recipe = load_known(command_line.recipe, command_line.overrides)
+    job = formats.convert(command_line.recipe, counts[0])
+    if job:
+        with formats.written(job) as path:
+            recipe = load_known(path, command_line.overrides)
+    else:
+        recipe = load_known(command_line.recipe, command_line.overrides)
     if recipe.model.num_layers > MAX_BLOCKS:
         raise UserError(
             f"model.num_layers = {recipe.model.num_layers:,}: plans are for up to {MAX_BLOCKS:,} blocks; use a smaller number"
         )
-    program = load_program(arguments.program) if arguments.program else TITANLIKE
+    planned_as = arguments.program or (job.planned_as if job and not arguments.search else "")
+    program = load_program(planned_as) if planned_as not in ("", "titanlike") else TITANLIKE
+    if job:
+        if not arguments.program:
+            program = replace(program, **(job.plan_changes if planned_as else {}))
+        _print_converted(job, planned_as or "titanlike", counts)
     request = Request(arguments, command_line.recipe, command_line.overrides, recipe, hardware, program, progress)
     if request.measured:
         request = _anchored(request, counts[0])
@@ -172,9 +188,24 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
         from titanlike.tools.planning.search import refuse_to_replace
 
         refuse_to_replace(arguments.write)
+        if job:
+            raise UserError(
+                f"--write extends a recipe: first `titanlike import {command_line.recipe} recipe.toml`, and plan that"
+            )
     if len(counts) > 1:
         return _scaling(request, counts)
     return _search(request, counts[0]) if arguments.search else _plan(request, counts[0])
+
+
+def _print_converted(job: "Conversion", program: str, counts: list[int]) -> None:
+    """Prints what was made of another program's file, and whose run is planned."""
+    lines = job.summary()
+    if job.batch_grows and len(counts) > 1:
+        lines.append(
+            f"the batch is that of {counts[0]} GPUs; --scaling weak makes it proportional to them, as the other program does"
+        )
+    other = "; --program titanlike plans this toolkit's run of it" if program != "titanlike" else ""
+    print("\n".join([*lines, f"planned as a run of {program}{other}\n"]), file=sys.stderr)
 
 
 def _anchored(request: Request, num_gpus: int) -> Request:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,18 +15,15 @@ import tomli
 from titanlike.config import UserError
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, LAYOUT_KEYS
-from titanlike.config.load import nearest
 from titanlike.config.optimizer import Optimizer
-from titanlike.config.sections import Parallelism
 from titanlike.config.shipped import REPOSITORY
 from titanlike.distributed import environment, launch_config
+from titanlike.tools.arguments import parse_layout, parse_tolerance
 from titanlike.tools.batches import Batches, first_difference, read_batches
 from titanlike.tools.small_recipe import fitting_batch, float8_off, shrink
-from titanlike.utils.arguments import parse_int
 
 # Relative tolerances for float32 sums in a different order, which Adam amplifies.
 TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-4}
-MAX_PROCESSES = 32
 # Sections whose changes are not printed.
 NOT_SHOWN = ("run", "checkpoint", "validation", "evaluation", "sample", "metrics")
 
@@ -89,7 +85,7 @@ def differences(found: Result, expected: Result, *, smallest: float = 1e-2) -> d
 def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides: Sequence[str] = ()) -> NoReturn:
     """Runs the recipe in one process and under the layout, and prints both. Exits with 0 if they agree, 1 if not."""
     try:
-        chosen, tolerances = _parse(layout), parse_tolerance(tolerance)
+        chosen, tolerances = parse_layout(layout), parse_tolerance(tolerance, TOLERANCES)
         processes = math.prod(int(chosen[name]) for name in DIMENSIONS)
         arguments = [str(recipe), *overrides, *(f"--parallelism.{key}={value}" for key, value in chosen.items())]
         values = tomli.loads(_checked(_run([*arguments, "--resolved"], 1)))
@@ -173,25 +169,6 @@ def _report(one: Result, other: Result, title: str, note: str, tolerances: dict[
     return 1 if wrong else 0
 
 
-def parse_tolerance(text: str) -> dict[str, float]:
-    """Returns the tolerance of each quantity: `text` is one number for all, or QUANTITY=NUMBER,... for some."""
-    found = dict(TOLERANCES)
-    for item in filter(None, text.split(",")):
-        name, _, number = item.rpartition("=")
-        quantity = name.strip().replace("_", " ")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if (name and quantity not in found) or not 0 <= value < math.inf:
-            raise UserError(
-                f"--tolerance {text}: {item!r} is neither a number, such as 1e-3, nor a quantity (loss, gradient_norm or weights) "
-                "with its number, such as weights=1e-3"
-            )
-        found |= {quantity: value} if name else dict.fromkeys(found, value)
-    return found
-
-
 def _checked(done: subprocess.CompletedProcess[str]) -> str:
     """Returns the output of a command. Raises `UserError` with its error message if it failed."""
     if done.returncode:
@@ -201,26 +178,6 @@ def _checked(done: subprocess.CompletedProcess[str]) -> str:
 
 def _as_options(values: dict[str, Any]) -> list[str]:
     return [f"--{key}={_toml(value)}" for key, value in values.items()]
-
-
-def _parse(layout: str) -> dict[str, str]:
-    """Returns the dimensions and any other given key of [parallelism], as text."""
-    chosen = dict.fromkeys(LAYOUT_KEYS, "1")
-    keys = list(Parallelism.__dataclass_fields__)
-    for item in filter(None, re.split(r",(?=\s*[a-z_]+=)", layout)):
-        key, equals, value = item.strip().partition("=")
-        if key not in keys or not equals:
-            near = nearest(key, keys)
-            raise UserError(
-                f"--layout {layout}: {item!r} is not KEY=VALUE with a key of [parallelism], such as tensor=2"
-                + (f"; did you mean {near}?" if near and near != key else "")
-            )
-        if key in LAYOUT_KEYS and (parse_int(value) or 0) < 1:
-            raise UserError(f"--layout {layout}: {item!r}: give a number of processes, such as {key}=2")
-        chosen[key] = value
-    if math.prod(int(chosen[name]) for name in DIMENSIONS) > MAX_PROCESSES:
-        raise UserError(f"--layout {layout}: more than {MAX_PROCESSES} processes on one machine; fewer show the same")
-    return chosen
 
 
 def _run(words: Sequence[str], processes: int, record: Path | None = None) -> subprocess.CompletedProcess[str]:

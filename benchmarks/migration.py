@@ -1,0 +1,95 @@
+"""Converts job configs of other programs, checks the recipes, and records what became of their keys.
+
+    python -m benchmarks.migration FOLDER --out benchmarks/results/migration.json
+
+The folder has the files and a `sources.json` with, for each file, its public address and the number of GPUs of the job:
+`{"llama3_8b.toml": {"link": "https://...", "gpus": 64}}`. Prints the table of docs/migration.md.
+"""
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.shipped import PROGRAMS
+from titanlike.tools.migration.formats import convert
+from titanlike.tools.programs import run_program
+
+SOURCES = "sources.json"
+
+
+def result(path: Path, link: str, gpus: int, first_lines: str = "") -> dict[str, Any]:
+    """Returns what became of a file.
+
+    Args:
+        first_lines: lines that the file needs at its top, which is what a script of its own leaves to its environment.
+    """
+    row: dict[str, Any] = {
+        "file": path.name,
+        "link": link,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "gpus": gpus,
+        "first_lines": first_lines,
+    }
+    with TemporaryDirectory() as folder:
+        source, recipe = Path(folder, path.name), Path(folder, "recipe.toml")
+        source.write_text(first_lines + path.read_text())
+        try:
+            job = convert(source, gpus)
+            assert job is not None, f"{path} is of no known program"
+            recipe.write_text(job.text())
+        except UserError as error:
+            return row | {"refused": str(error).removeprefix(f"{source}: ")}
+        row |= {
+            "program": job.program,
+            "keys": len(job.given),
+            "mapped": len(job.mapped),
+            "not_mapped": {one.key: one.reason for one in job.not_mapped.values() if one.changes},
+            "without_effect": len(job.not_mapped) - sum(one.changes for one in job.not_mapped.values()),
+            "differences": job.differences,
+        }
+        try:
+            row["parameters"] = load(PretrainRecipe, recipe).model.num_parameters()
+            run_program(PROGRAMS / "pretrain.py", str(recipe), f"--check={gpus}")
+            row["check"] = "passes"
+        except UserError as error:
+            row["check"] = str(error).replace(str(recipe), "the recipe")
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the results as a table in Markdown."""
+    lines = [
+        "| File | GPUs | Keys | Mapped | Not mapped, of effect | Without effect | `--check` |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name = f"[{row['file']}]({row['link']})"
+        if row["first_lines"]:
+            name += f", after `{row['first_lines'].strip()}`"
+        if "refused" in row:
+            lines.append(f"| {name} | {row['gpus']} | | | | | refused: {row['refused']} |")
+            continue
+        lost = "; ".join(f"`{key}`: {reason}" for key, reason in row["not_mapped"].items()) or "none"
+        counts = f"{row['keys']} | {row['mapped']} | {lost} | {row['without_effect']}"
+        lines.append(f"| {name} | {row['gpus']} | {counts} | {row['check']} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="files of other programs, and sources.json")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    arguments = parser.parse_args()
+    sources = json.loads((arguments.folder / SOURCES).read_text())
+    rows = [result(arguments.folder / name, **source) for name, source in sources.items()]
+    arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""`titanlike verify` on modules and plans that are not ours: correct ones are accepted, and each silent bug is found."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests import silent_bugs
+from tests.launching import ROOT
+from tests.pool import Pool
+from titanlike.config import UserError
+from titanlike.parallelisms.fsdp import apply_fsdp
+from titanlike.parallelisms.tensor import apply_tensor
+from titanlike.tools.arguments import parse_mesh
+from titanlike.tools.verify.comparison import Record
+from titanlike.tools.verify.module import Report, compare_records, load
+from titanlike.tools.verify.record import Functions, batch_dimensions, record
+
+Ranks = Callable[[int], Pool]
+MEASURED = json.loads((ROOT / "benchmarks/results/silent_bugs_cpu.json").read_text())
+NUMBER = r"\d\.\d+(e-\d+)?"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, 8)
+
+
+def torch_plan(model: Any, mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    for block in model.blocks:
+        if "tensor" in names:
+            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if "shard" in names:
+            fully_shard(block, mesh=mesh["shard"])
+    if "shard" in names:
+        fully_shard(model, mesh=mesh["shard"])
+
+
+def torch_sequence_plan(model: Any, mesh: DeviceMesh) -> None:
+    """Each block gets and returns whole sequences, and divides them between ranks."""
+    for block in model.blocks:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+        parallelize_module(
+            block,
+            mesh,
+            PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
+        )
+        parallelize_module(
+            block, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        )
+
+
+def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, device_mesh=mesh)
+
+
+def own_transforms(model: nn.Module, mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    if "tensor" in names:
+        plan = {"blocks.*.norm": "sequence_parallel", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        apply_tensor(model, plan, mesh["tensor"])
+    if "shard" in names:
+        apply_fsdp(model, mesh["shard"])
+
+
+PLANS = {each.__name__: each for each in (torch_plan, torch_sequence_plan, data_parallel, own_transforms)}
+
+
+def compared(functions: Functions, layout: str, found: list[Record]) -> Report:
+    sizes = parse_mesh(layout)
+    return compare_records(record(functions, steps=2), found, sizes, batch_dimensions(functions, sizes))
+
+
+def plan_record(name: str, layout: str) -> Record:
+    return record(Functions(Net, batch, PLANS[name]), silent_bugs.mesh_of(layout), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("torch_plan", "tensor=2"),
+        ("torch_plan", "shard=2,tensor=2"),
+        ("torch_sequence_plan", "tensor=2"),
+        ("data_parallel", "data=2"),
+        ("own_transforms", "tensor=2"),
+        ("own_transforms", "shard=2,tensor=2"),
+    ],
+)
+def test_a_correct_plan_is_accepted(ranks: Ranks, name: str, layout: str) -> None:
+    found = ranks(4 if "," in layout else 2).run(plan_record, name, layout)
+    result = compared(Functions(Net, batch, PLANS[name]), layout, found)
+    assert result.finding is None, str(result)
+    assert str(result).endswith("\nequal within tolerance")
+    gradients = next(each for each in result.comparisons if each.kind == "gradients")
+    assert gradients.num_compared == 12 and gradients.num_skipped == 0
+
+
+@pytest.mark.parametrize("name", silent_bugs.BUGS)
+def test_a_silent_bug_is_found(ranks: Ranks, name: str) -> None:
+    accepted = silent_bugs.check(name, False, ranks)
+    assert accepted.finding is None, str(accepted)
+    result = silent_bugs.check(name, True, ranks)
+    assert silent_bugs.is_found(name, result), str(result)
+    # The page has what is printed; rounding may differ on another machine.
+    assert re.sub(NUMBER, "0", str(result.finding)) == re.sub(NUMBER, "0", MEASURED["bugs"][name]["finding"])
+
+
+def test_the_page_of_silent_bugs_is_what_was_found() -> None:
+    measured = MEASURED
+    page = (ROOT / "docs/silent_bugs.md").read_text()
+    assert list(measured["bugs"]) == list(silent_bugs.BUGS), f"record again: {measured['command']}"
+    assert f"\n\n{silent_bugs.table(measured)}\n\n" in page
+    assert f"\n```\n{silent_bugs.findings(measured)}\n```\n" in page
+    assert f"\n{measured['command']}\n" in page
+    assert f"has {len(silent_bugs.BUGS)} published cases" in (ROOT / "docs/verify.md").read_text()
+    assert len({each.link for each in silent_bugs.BUGS.values()}) == len(silent_bugs.BUGS) >= 20
+
+
+def refused(functions: Functions, layout: str = "") -> str:
+    with pytest.raises(UserError) as caught:
+        if layout:
+            batch_dimensions(functions, parse_mesh(layout))
+        else:
+            record(functions, steps=1)
+    return str(caught.value)
+
+
+def rows_record() -> str:
+    with pytest.raises(UserError) as caught:
+        record(Functions(Net, lambda step: torch.randn(3, 8), torch_plan), silent_bugs.mesh_of("shard=2"), steps=1)
+    return str(caught.value)
+
+
+def test_mistakes_are_reported(ranks: Ranks, tmp_path: Path) -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.rand(())
+
+    assert "the loss of one process depends on the random state" in refused(Functions(lambda: Noisy(8, 8), batch))
+    with torch.device("meta"):
+        meta = nn.Linear(8, 8)
+    assert "on the meta device; return it with its initial weights" in refused(Functions(lambda: meta, batch))
+    assert "returned int; return a torch.nn.Module" in refused(Functions(lambda: 3, batch))  # type: ignore[arg-type,return-value]
+    assert "layout context=2: define shard_batch(batch, mesh)" in refused(Functions(Net, batch), "context=2")
+    assert "a batch of 3 rows is not divisible by the 2 ranks" in ranks(2).run(rows_record)[0]
+    file = tmp_path / "build_of_test.py"
+    file.write_text("from torch import nn\ndef model():\n    return nn.Linear(2, 2)\n")
+    for target, message in (
+        (f"{file}:modl", "has no function modl, which returns the module; did you mean model?"),
+        (f"{file}:model", "has no function batch: define batch(step), which returns the global batch"),
+        (f"{tmp_path}/nope.py:model", "does not exist; give a Python file"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(target)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "tensor=1", "tensor=0", "tensor=2,tensor=2", "2=2", "tensor=64", ""])
+def test_an_invalid_mesh_is_reported(layout: str) -> None:
+    with pytest.raises(UserError, match="--layout"):
+        parse_mesh(layout)

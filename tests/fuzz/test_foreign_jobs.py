@@ -1,0 +1,122 @@
+"""Random job configs of torchtitan and command lines of Megatron-LM: each becomes a recipe that loads, or is refused in sentences.
+
+A case is a function of the seed and its number. To try others:
+
+    python -m tests.fuzz.test_foreign_jobs SEED NUMBER_OF_CASES
+"""
+
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fuzz.command_line import CPU_LIMIT, assert_sentences
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.tools.migration import megatron, torchtitan
+from titanlike.tools.migration.conversion import UNUSED, Conversion
+from titanlike.tools.migration.megatron_options import KEYS as OPTIONS
+from titanlike.tools.migration.torchtitan_keys import KEYS
+
+SEED = 0
+CHUNK = 150  # cases of one test
+VALUES: list[Any] = [
+    *(0, 1, 2, 3, 8, -1, -5, 10**6, 10**12, 10**20, 0.5, 1e-9, 1e300, True, False, "", "x", "layers.1", "op", "2", "1", "full"),
+    *("none", "c4", "\n[run]\nseed = 5", "é\u2028", [], ["x\n"], ["float8"], ["output"], [["layers.0"], ["layers.1"]], [1]),
+]  # fmt: skip
+WORDS = (
+    *("0", "1", "2", "3", "8", "-1", "100000000000", "1e-9", "0.5", "$X", "x", "", "rope", "RMSNorm", "WSD", "cosine", "full"),
+    *("'a b'", "1 1 1", "4 4 100", "0:4 20480:8", "$(x)", "${Y:-3}", "'"),
+)  # fmt: skip
+SHELL = "\"'${}()|&;#\\\n`<>[] "
+BASE = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --swiglu --normalization RMSNorm --bf16 "
+    "--lr 1e-3 --disable-bias-linear --position-embedding-type rope --seq-length 512 --vocab-size 1000 --micro-batch-size 1 "
+    "--train-iters 100 --global-batch-size 16"
+)
+
+
+def job_config(rng: random.Random) -> dict[str, Any]:
+    """Returns the tables of a job config, most of whose values have the right type."""
+    given: dict[str, Any] = {
+        "model.flavor": rng.choice(["8B", "debugmodel"]),
+        "training.global_batch_size": rng.choice([8, -1]),
+        "training.steps": rng.choice([10, 1000]),
+    }
+    for key in rng.sample(sorted(KEYS), rng.randint(0, 12)):
+        same = [value for value in VALUES if type(value) is type(KEYS[key].default)]
+        given[key] = rng.choice(same if same and rng.random() < 0.7 else VALUES)
+    tables: dict[str, Any] = {}
+    for key, value in given.items():
+        *path, name = key.split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return tables
+
+
+def command_line(rng: random.Random) -> str:
+    """Returns a command line with random options, and characters of the shell at random places."""
+    text = BASE + "".join(f" {key} {rng.choice(WORDS)}" for key in rng.sample(sorted(OPTIONS), rng.randint(0, 8)))
+    for _ in range(rng.randint(0, 2)):
+        position = rng.randrange(len(text))
+        text = text[:position] + rng.choice(SHELL) + text[position:]
+    return text
+
+
+def run_case(seed: int, number: int, folder: Path) -> str:
+    """Converts the file of a case, and returns what became of it."""
+    rng = random.Random(f"{seed} {number}")
+    gpus, start = rng.choice([None, 8, 7]), time.process_time()
+    job: Conversion | None
+    try:
+        if number % 2:
+            job = torchtitan.convert("job.toml", job_config(rng), gpus)
+        else:
+            job = megatron.convert("job.sh", command_line(rng), gpus)
+        if job is None:
+            return "no job"
+        assert job.mapped.keys() | job.not_mapped.keys() == job.given.keys()
+        assert all(one.reason != UNUSED for one in job.not_mapped.values())
+        path = folder / "recipe.toml"
+        path.write_text(job.text())
+        load(PretrainRecipe, path)
+    except UserError as error:
+        assert_sentences("\n".join(f"error: {line}" for line in str(error).split("\n")))
+        return "refused"
+    finally:
+        assert time.process_time() - start < CPU_LIMIT, f"case {number} took too long"
+    return job.program
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_jobs_become_recipes_or_are_refused(tmp_path: Path, chunk: int) -> None:
+    import titanlike.optim.schedule  # noqa: F401, before time is measured: it imports torch
+
+    found = Counter(run_case(SEED, number, tmp_path) for number in range(chunk * CHUNK, (chunk + 1) * CHUNK))
+    assert {"refused", "Megatron-LM", "torchtitan 0.2"} <= found.keys()
+
+
+def main() -> None:
+    """Runs the cases of the command line."""
+    import titanlike.optim.schedule  # noqa: F401
+
+    seed, count = map(int, sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        found: Counter[str] = Counter()
+        for number in range(count):
+            try:
+                found[run_case(seed, number, Path(folder))] += 1
+            except BaseException:
+                print(f"case {number} of seed {seed}")
+                raise
+    print(dict(found))
+
+
+if __name__ == "__main__":
+    main()

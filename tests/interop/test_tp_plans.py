@@ -1,0 +1,46 @@
+"""The tensor-parallel plans of transformers, verified: what docs/verify.md says of them."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT
+from tests.pool import Pool
+from titanlike.tools.verify.comparison import Record
+
+NAMES = {"Llama": "llama", "Qwen3": "qwen3", "Mixtral": "mixtral", "gpt-oss": "gpt_oss"}
+
+
+def functions(file: str, name: str) -> Any:
+    from titanlike.tools.verify.module import load
+
+    return load(f"{ROOT}/tests/interop/{file}.py:{name}")
+
+
+def rank_record(file: str, name: str) -> Record:
+    from tests.silent_bugs import mesh_of
+    from titanlike.tools.verify.record import record
+
+    return record(functions(file, name), mesh_of("tensor=2"), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NAMES.values(), "qwen3_tied"])
+def test_the_plan_of_a_model_is_as_documented(ranks: Callable[[int], Pool], name: str) -> None:
+    from titanlike.tools.verify.module import compare_records
+    from titanlike.tools.verify.record import record
+
+    page = (ROOT / "docs/verify.md").read_text()
+    result = r"(equal|\*\*wrong\*\*)"
+    rows = re.findall(rf"^\| (\S+) \| {result}[^|]* \| {result}", page, re.MULTILINE)
+    documented = {NAMES[model]: results for model, *results in rows} | {"qwen3_tied": ["equal", "**wrong**"]}
+    assert len(rows) == len(NAMES)
+    for file, expected in zip(("tp_plans", "tp_plans_accumulated"), documented[name], strict=True):
+        one = record(functions(file, name), steps=2)
+        found = compare_records(one, ranks(2).run(rank_record, file, name), {"tensor": 2}, [])
+        assert (found.finding is None) == (expected == "equal"), str(found)
+        if found.finding and name == "qwen3":
+            printed = str(found.finding).splitlines()[0]
+            assert f"\n{printed}\n" in page

@@ -1,0 +1,545 @@
+"""Job configs of torchtitan, command lines of Megatron-LM and configs of Hugging Face as recipes.
+
+Expected values of the other programs were computed with torchtitan 0.2.2 and with Megatron-LM's main branch of August 2026.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from benchmarks import migration, torchtitan_steps
+from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.load import read
+from titanlike.config.sections import Schedule
+from titanlike.models.llama import Llama
+from titanlike.models.llama_config import LlamaConfig
+from titanlike.optim.optimizer import build_optimizer
+from titanlike.optim.schedule import learning_rate
+from titanlike.run.preflight import check_recipe
+from titanlike.tools.cli import main as cli
+from titanlike.tools.migration import megatron, torchtitan
+from titanlike.tools.migration.conversion import Conversion
+from titanlike.tools.migration.formats import convert
+from titanlike.tools.migration.megatron_options import KEYS as OPTIONS
+from titanlike.tools.migration.megatron_schedule import MegatronSchedule
+from titanlike.tools.migration.shell import commands_with, read_script
+from titanlike.tools.migration.torchtitan import torchtitan_learning_rate
+from titanlike.tools.migration.torchtitan_keys import KEYS
+
+ROOT = Path(__file__).parents[2]
+JOB = """
+[job]
+dump_folder = "out"
+description = "a job"
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "assets"
+[training]
+local_batch_size = 2
+seq_len = 4096
+steps = 100
+dataset = "c4"
+"""
+LLAMA = """
+TP=2
+MODEL=(--num-layers 4 --hidden-size 256 --num-attention-heads 8 --swiglu --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --seq-length 512 --untie-embeddings-and-output-weights)
+torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $TP --vocab-size 1100 \\
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok --micro-batch-size 1 --global-batch-size 16 --train-iters 100 \\
+    --lr 1e-3 --bf16 --use-distributed-optimizer --sequence-parallel --data-path a --hidden-dropout 0 --attention-dropout 0"""
+
+
+def recipe_of(job: Conversion, folder: Path) -> PretrainRecipe:
+    path = folder / "converted.toml"
+    path.write_text(job.text())
+    return load(PretrainRecipe, path)
+
+
+def titan(folder: Path, text: str = "", *, gpus: int | None = 8, base: str = JOB) -> tuple[Conversion, PretrainRecipe]:
+    """Converts a job config, of which `text` has further lines in its last table, or tables."""
+    path = folder / "job.toml"
+    path.write_text(base + text)
+    job = convert(path, gpus)
+    assert job is not None
+    return job, recipe_of(job, folder)
+
+
+def mega(folder: Path, *options: str, gpus: int | None = None, base: str = LLAMA) -> tuple[Conversion, PretrainRecipe]:
+    job = megatron.convert("job.sh", f"{base} {' '.join(options)}\n", gpus)
+    assert job is not None
+    return job, recipe_of(job, folder)
+
+
+# torchtitan
+
+
+def test_every_key_of_torchtitan_is_in_the_recipe_or_named() -> None:
+    given: dict[str, Any] = {key: known.default for key, known in KEYS.items() if known.default is not None}
+    given |= {"model.flavor": "8B", "training.dataset": "c4"}
+    tables: dict[str, Any] = {}
+    for key, value in given.items():
+        *path, name = key.split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        table[name] = value
+    job = torchtitan.convert("job.toml", tables, 8)
+    assert set(job.mapped) | set(job.not_mapped) == set(given) and not set(job.mapped) & set(job.not_mapped)
+    assert all(f"#   {key} = " in job.text() for key in job.not_mapped)
+    # At its default, no key has an effect that is lost, but that every second block is recomputed.
+    assert {one.key for one in job.not_mapped.values() if one.changes} == {"activation_checkpoint.selective_ac_option"}
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "num_parameters"),
+    [
+        ("llama3", "debugmodel", 6_163_712), ("llama3", "8B", 8_030_261_248),
+        ("llama3", "8B_flex", 8_030_261_248), ("llama3", "70B", 70_553_706_496), ("llama3", "405B", 405_853_388_800),
+        ("qwen3", "debugmodel", 31_987_968), ("qwen3", "0.6B", 596_049_920), ("qwen3", "1.7B", 1_720_574_976),
+        ("qwen3", "4B", 4_022_468_096), ("qwen3", "8B", 8_190_735_360), ("qwen3", "14B", 14_768_307_200),
+        ("qwen3", "32B", 32_762_123_264), ("qwen3", "debugmodel_moe", 315_758_848),
+        ("qwen3", "30B-A3B", 30_532_122_624), ("qwen3", "235B-A22B", 235_093_634_560),
+    ],
+)  # fmt: skip
+def test_flavors_have_the_parameters_of_torchtitans_models(
+    tmp_path: Path, name: str, flavor: str, num_parameters: int
+) -> None:
+    base = JOB.replace('"llama3"', f'"{name}"').replace('"8B"', f'"{flavor}"')
+    assert titan(tmp_path, base=base)[1].model.num_parameters() == num_parameters
+
+
+def test_the_rope_scaling_of_llama_is_that_of_the_version(tmp_path: Path) -> None:
+    _, new = titan(tmp_path)
+    job, old = titan(tmp_path, base=JOB.replace("hf_assets_path", "tokenizer_path"))
+    assert new.model.label() == "llama 3.1-8B" and old.model.label() == "llama 3-8B" and job.program == "torchtitan 0.1"
+    assert isinstance(new.model, LlamaConfig) and new.model.rope_scaling == 8.0
+    _, largest = titan(tmp_path, base=JOB.replace("hf_assets_path", "tokenizer_path").replace('"8B"', '"405B"'))
+    assert isinstance(largest.model, LlamaConfig) and largest.model.rope_scaling == 1.0
+    test = JOB.replace('hf_assets_path = "assets"', 'tokenizer_path = "tests/test_tiktoken.model"')
+    assert titan(tmp_path, base=test.replace('"8B"', '"debugmodel"'))[1].model.vocab_size == 2256
+
+
+@pytest.mark.parametrize(
+    ("steps", "section", "expected"),
+    [
+        (10, Schedule(2, "linear", 0.8, 0.0), [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        (10, Schedule(2, "cosine", 0.5, 0.1), [0.5, *[1.0] * 5, 0.9140576475, 0.6890576475, 0.4109423525, 0.1859423525]),
+        (8, Schedule(3, "sqrt", 0.0, 0.1), [1 / 3, 2 / 3, 1.0, 1.0, 0.5975077641, 0.4307900212, 0.3028629977, 0.1950155281]),
+        (5, Schedule(5, "none", 0.0, 0.0), [0.2, 0.4, 0.6, 0.8, 1.0]),
+    ],
+)  # fmt: skip
+def test_torchtitans_learning_rate(steps: int, section: Schedule, expected: list[float]) -> None:
+    found = [torchtitan_learning_rate(step, steps, section) for step in range(1, steps + 1)]
+    assert found == pytest.approx(expected)
+
+
+def test_the_difference_of_the_schedules_is_stated(tmp_path: Path) -> None:
+    job, recipe = titan(tmp_path, "[lr_scheduler]\nwarmup_steps = 20\nmin_lr_factor = 0.1\ndecay_ratio = 0.4\n")
+    assert recipe.schedule == Schedule(20, "linear", 0.4, 0.1)
+    ours = [learning_rate(step, 100, 1.0, recipe.schedule) for step in range(1, 101)]
+    theirs = [torchtitan_learning_rate(step, 100, recipe.schedule) for step in range(1, 101)]
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) == pytest.approx(0.9 / 40)
+    assert ours[:60] == theirs[:60]
+    assert any("the largest difference is 2.25% of the peak" in text for text in job.differences)
+    # Without a decay there is none. The warmup is limited to the run, as there.
+    job, recipe = titan(tmp_path, "[lr_scheduler]\nwarmup_steps = 200\n")
+    assert recipe.schedule.warmup_steps == 100 and recipe.schedule.decay == "none"
+    assert not any(text.startswith("learning rate") for text in job.differences)
+
+
+def test_norms_have_weight_decay_as_in_torchtitan(tmp_path: Path) -> None:
+    _, recipe = titan(tmp_path, "[optimizer]\nweight_decay = 0.3\n")
+    model = Llama(LlamaConfig(dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=32, vocab_size=64))
+    optimizer = build_optimizer(model, recipe.optimizer)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {decays[id(p)] for p in model.parameters()} == {0.3}
+    assert titan(tmp_path, "[optimizer]\nweight_decay = 0.0\n")[1].optimizer.groups == ()
+
+
+def test_the_batch_of_torchtitan_grows_with_the_gpus(tmp_path: Path) -> None:
+    tensor = "[parallelism]\ntensor_parallel_degree = 4\n"
+    for gpus, batch in ((8, 16), (64, 128)):
+        job, recipe = titan(tmp_path, gpus=gpus)
+        assert recipe.training.global_batch_size == batch and job.batch_grows
+    assert titan(tmp_path, tensor, gpus=64)[1].training.global_batch_size == 32
+    assert titan(tmp_path, "global_batch_size = 96\n", gpus=None)[1].training.global_batch_size == 96
+    with pytest.raises(UserError, match="give the number of GPUs of the job, such as --gpus 8"):
+        titan(tmp_path, gpus=None)
+    with pytest.raises(UserError, match="needs a multiple of 4 GPUs, not 6"):
+        titan(tmp_path, tensor, gpus=6)
+    # A layout in the file is enough.
+    text = "[parallelism]\ndata_parallel_shard_degree = 8\n"
+    assert titan(tmp_path, text, gpus=None)[1].training.global_batch_size == 16
+
+
+def test_a_pipeline_of_torchtitan(tmp_path: Path) -> None:
+    text = '[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_schedule = "{}"\n'
+    _, recipe = titan(tmp_path, text.format("1F1B"), gpus=8)
+    assert recipe.parallelism.pipeline_split == (8, 9, 8, 7) and recipe.training.local_batch_size == 1
+    _, recipe = titan(tmp_path, text.format("interleaved1F1B"), gpus=8)
+    assert recipe.parallelism.pipeline_split == (4, 5, 4, 4, 4, 4, 4, 3)
+    points = 'pipeline_parallel_split_points = ["layers.10", "layers.20", "layers.30"]\n'
+    assert titan(tmp_path, text.format("GPipe") + points)[1].parallelism.pipeline_split == (10, 10, 10, 2)
+    with pytest.raises(UserError, match="'LoopedBFS' is not supported; use one of 1F1B"):
+        titan(tmp_path, text.format("LoopedBFS"))
+
+
+def test_float8_of_both_versions(tmp_path: Path) -> None:
+    base = JOB.replace('flavor = "8B"', 'flavor = "8B"\nconverters = ["{}"]')
+    tables = "[{}]\nenable_fsdp_float8_all_gather = true\nfilter_fqns = ['output', 'attention.wk', 'router.gate']\n"
+    for converter, table in (("float8", "float8"), ("quantize.linear.float8", "quantize.linear.float8")):
+        job, recipe = titan(tmp_path, tables.format(table), base=base.format(converter))
+        found = recipe.float8
+        assert (found.scaling, found.all_gather, found.head) == ("tensorwise", True, False)
+        assert (
+            found.layers == ("*",) and found.skip == ("attention.wk",) and "router.gate" in job.comments["float8.skip"]
+        )
+    job, recipe = titan(tmp_path, tables.format("quantize.linear.float8"))
+    assert recipe.float8.scaling == "none" and len([key for key in job.not_mapped if "float8" in key]) == 2
+    mx = base.format("quantize.linear.mx") + "[quantize.linear.mx]\nfilter_fqns = ['output']\n"
+    assert titan(tmp_path, base=mx)[1].float8.scaling == "mxfp8"
+
+
+def test_validation_compile_and_checkpoints_of_torchtitan(tmp_path: Path) -> None:
+    text = """[validation]
+    enable = true
+    freq = 20
+    steps = 4
+    local_batch_size = 8
+    seq_len = 2048
+    [compile]
+    enable = true
+    components = ["loss"]
+    [checkpoint]
+    enable = true
+    keep_latest_k = 0
+    initial_load_path = "old/step-10"
+    [activation_checkpoint]
+    selective_ac_option = "op"
+    """
+    job, recipe = titan(tmp_path, text)
+    assert (recipe.validation.interval, recipe.validation.batches) == (20, 16)  # 4 x 8 x 8 sequences in batches of 16
+    assert recipe.data.validation_path.endswith("c4-validation.*.json.gz") and recipe.data.holdout_every == 0
+    assert recipe.compile.mode == "none" and job.plan_changes == {"eager_loss": False}
+    assert recipe.checkpoint.enabled and recipe.checkpoint.keep_every == 1 and not recipe.checkpoint.initial
+    assert {one.key for one in job.not_mapped.values() if one.changes} == {
+        "validation.seq_len",
+        "checkpoint.initial_load_path",
+    }
+    _, recipe = titan(tmp_path, '[activation_checkpoint]\nselective_ac_option = "1"\n')
+    assert recipe.activation_checkpoint.mode == "full"
+
+
+def test_unknown_keys_are_named_and_wrong_ones_refused(tmp_path: Path) -> None:
+    job, _ = titan(tmp_path, "stepz = 5\n[infra]\naffinity = true\n")
+    assert job.not_mapped["training.stepz"].reason == "unknown to torchtitan 0.2; did you mean training.steps?"
+    assert job.not_mapped["infra.affinity"].changes and "infra.affinity = true: unknown" in job.text()
+    with pytest.raises(UserError, match=r'training.max_norm = "1" must be of type float'):
+        titan(tmp_path, 'max_norm = "1"\n')
+    with pytest.raises(
+        UserError, match=r"training.batch_size: torchtitan 0.1 renamed it; write training.local_batch_size"
+    ):
+        titan(tmp_path, "batch_size = 1\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"llama3"', '"deepseek_v3"', "multi-head latent attention is no model"),
+        ('"llama3"', '"flux"', "it generates images"),
+        ('"llama3"', '"mine"', "those are llama3 and qwen3"),
+        ('"8B"', '"9B"', "no flavor of llama3 in torchtitan 0.1 to 0.2.2"),
+    ],
+)
+def test_models_that_do_not_exist_here_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        titan(tmp_path, base=JOB.replace(old, new))
+
+
+# Megatron-LM
+
+
+def test_every_option_of_the_table_has_a_rule(tmp_path: Path) -> None:
+    """Options without an own rule are named with their reason; the others are used by a function."""
+    for key, known in OPTIONS.items():
+        if known.reason:
+            value = "" if known.default is False or known.default == [] else str(known.default or 1)
+            job, _ = mega(tmp_path, key, value)
+            assert job.not_mapped[key].reason == known.reason
+
+
+def test_a_llama_of_megatron(tmp_path: Path) -> None:
+    job, recipe = mega(tmp_path)
+    assert set(job.mapped) | set(job.not_mapped) == set(job.given) and len(job.given) == 23 and job.num_gpus == 8
+    model = recipe.model
+    assert isinstance(model, LlamaConfig)
+    assert (
+        model.ffn_dim == 640 and model.vocab_size == 1280 and not model.tied_head
+    )  # 4 x 256 x 2/3; 128 x 2 divides it
+    assert (model.num_kv_heads, model.rope_theta, model.norm_eps) == (8, 10000.0, 1e-5)
+    assert (recipe.optimizer.beta2, recipe.optimizer.weight_decay, recipe.run.seed) == (0.999, 0.01, 1234)
+    assert (recipe.schedule.decay, recipe.schedule.min_ratio, recipe.schedule.warmup_steps) == ("linear", 0.0, 0)
+    assert recipe.parallelism.reshard_after_forward == "never" and recipe.parallelism.shard == -1
+    assert not recipe.checkpoint.enabled and recipe.training.compute_dtype == "bfloat16"
+    check_recipe(recipe, 8)
+    assert job.plan_changes == {"overlaps": False, "async_tensor_share": 0.0}
+
+
+def test_what_megatron_leaves_to_defaults_is_named(tmp_path: Path) -> None:
+    base = LLAMA.replace("--hidden-dropout 0 --attention-dropout 0", "").replace("--disable-bias-linear", "")
+    job, _ = mega(tmp_path, "--fp16", "--fp8-format hybrid", base=base)
+    text = "\n".join(job.differences)
+    for expected in (
+        "--hidden-dropout = 0.1, its default: llama has no dropout here",
+        "--attention-dropout = 0.1, its default",
+        "--disable-bias-linear is not set",
+        '--fp8-recipe = "delayed", its default',
+        "the first step of a warmup has a learning rate of 0",
+    ):
+        assert expected in text
+    assert job.not_mapped["--fp16"].changes
+
+
+def test_replicas_of_megatron_need_the_number_of_gpus(tmp_path: Path) -> None:
+    base = LLAMA.replace("--use-distributed-optimizer", "")
+    _, recipe = mega(tmp_path, base=base)
+    assert (recipe.parallelism.replicate, recipe.parallelism.shard) == (4, 1)
+    with pytest.raises(UserError, match="without --use-distributed-optimizer each data-parallel rank has a replica"):
+        mega(tmp_path, base=base.replace("--nnodes 1", "--nnodes $N"))
+    with pytest.raises(UserError, match=r"needs a multiple of 2 GPUs, not 7; give --gpus"):
+        mega(tmp_path, gpus=7)
+    fsdp = mega(tmp_path, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", base=base)[1]
+    assert fsdp.parallelism.reshard_after_forward == "auto" and fsdp.parallelism.shard == -1
+
+
+def test_models_of_megatron(tmp_path: Path) -> None:
+    assert mega(tmp_path, "--qk-layernorm")[1].model.name == "qwen3"
+    assert mega(tmp_path, "--add-qkv-bias")[1].model.name == "qwen2"
+    experts = "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+    _, recipe = mega(tmp_path, experts)
+    assert recipe.model.name == "mixtral" and recipe.model.num_experts == 8
+    # One loss of all four blocks, whose loads sum to two, has the weight of four losses whose loads sum to one.
+    assert asdict(cast(Any, recipe.model))["balance_loss"] == pytest.approx(0.01 * 4 / 2)
+    gpt = (
+        "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 "
+    )
+    gpt += (
+        "--global-batch-size 8 --train-samples 800 --lr 1e-3 --use-distributed-optimizer --vocab-file v --merge-file m"
+    )
+    _, recipe = mega(tmp_path, base=gpt)
+    assert recipe.model.name == "gpt" and recipe.model.vocab_size == 50304 and recipe.model.dropout == 0.1
+    assert recipe.training.steps == 100 and recipe.training.compute_dtype == "float32"
+    for option, message in (
+        ("--position-embedding-type rope", "GELU, LayerNorm, RoPE: no model of this toolkit has these parts"),
+        ("--ffn-hidden-size 100", "--ffn-hidden-size = 100, but gpt of this toolkit has 256"),
+        ("--multi-latent-attention", "multi-head latent attention is no model"),
+        ("--lr x", "--lr = 'x' is not a number"),
+        ("--swiglu yes", "--swiglu takes no value"),
+    ):
+        with pytest.raises(UserError, match=message):
+            mega(tmp_path, option, base=gpt)
+
+
+def test_megatrons_learning_rate() -> None:
+    schedule = MegatronSchedule(3, 15, "cosine", 0.1)
+    expected = [
+        0.0,
+        1 / 3,
+        2 / 3,
+        1.0,
+        0.9846666218,
+        0.9397114317,
+        0.8681980515,
+        0.775,
+        0.6664685703,
+        0.55,
+        0.4335314297,
+    ]
+    expected += [0.325, 0.2318019485, 0.1602885683, 0.1153333782, 0.1, 0.1, 0.1, 0.1, 0.1]
+    assert [schedule.rate(step) for step in range(1, 21)] == pytest.approx(expected)
+
+
+def test_batch_ramps_of_megatron(tmp_path: Path) -> None:
+    _, recipe = mega(tmp_path, "--rampup-batch-size 4 4 120", "--train-iters 1000")
+    # 4, 8 and 12 sequences for 40 samples each, then 16.
+    assert recipe.training.batch_ramp == ((10, 4), (5, 8), (4, 12)) and recipe.training.global_batch_size == 16
+    _, recipe = mega(tmp_path, '--step-batch-size-schedule "0:4 20480:8 61440:16"')
+    assert recipe.training.batch_ramp == ((10, 4), (10, 8))  # sequences of 512 tokens
+
+
+def test_variables_of_a_script(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--tensor-model-parallel-size = \$TP: the script does not define TP; write TP=..."
+    ):
+        mega(tmp_path, base=LLAMA.replace("TP=2", ""))
+    job, _ = mega(tmp_path, "--unheard-of 3", "--seq-lenght 5")
+    assert job.not_mapped["--unheard-of"].reason == "unknown to Megatron-LM"
+    assert job.not_mapped["--seq-lenght"].reason.endswith("did you mean --seq-length?")
+    condition = 'if [ -n "$KEY" ]; then EXTRA="--wandb-project p"; fi\n'
+    job, _ = mega(tmp_path, "$EXTRA", base=condition + LLAMA)
+    assert any("`[ -n $KEY ]` depends on its environment" in text for text in job.differences)
+    assert "the script does not define $EXTRA of the command; options in it are not seen" in job.differences
+
+
+SCRIPT = r"""
+#!/bin/bash
+# A comment with "a quote
+export A=1 B="two words" C='$A'
+: "${D:=4}"
+ARGS=(
+    --a $A   # one
+    --b "$B"
+    --c $C \
+    --sum $(( (A + 3) * D / 2 ))
+)
+ARGS+=("--d ${D:-5}" --e ${E:-five})
+OTHER="--f 1 --g ${D}"
+if [[ "$A" == "1" ]] && [ $D -gt 3 ]; then
+    ARGS+=(--yes)
+elif [ $D -gt 1 ]; then
+    ARGS+=(--maybe)
+else
+    ARGS+=(--no)
+fi
+[ "$A" = 2 ] && ARGS+=(--two)
+[[ $A == 2 ]] || ARGS+=(--not-two)
+for i in 1 2; do if [ $i = 1 ]; then X=1; fi; done
+X="${X:-}${A}x"
+torchrun pretrain_gpt.py ${ARGS[@]} $OTHER --h "${ARGS[0]}" --x $X 2>&1 | tee log
+"""
+
+
+def test_a_script_is_read_as_bash_does(tmp_path: Path) -> None:
+    show = 'torchrun() { printf "%s\\n" "$@" > result; }\n'
+    script = SCRIPT.replace("for i in 1 2; do if [ $i = 1 ]; then X=1; fi; done\n", "")  # loops are not run
+    subprocess.run(["bash", "-c", show + script], cwd=tmp_path, check=True, capture_output=True)
+    expected = (tmp_path / "result").read_text().splitlines()[1:]
+    ((before, found),) = commands_with(read_script(SCRIPT), r"pretrain_\w+\.py")
+    assert before == ["torchrun"] and found == expected and "--yes" in found and "--sum" in found
+
+
+# What is common
+
+
+def test_a_config_of_hugging_face(tmp_path: Path) -> None:
+    values = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 16,
+        "intermediate_size": 8192, "vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+        "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+    }  # fmt: skip
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps(values))
+    job = convert(path)
+    assert job is not None and not job.is_job and recipe_of(job, tmp_path).model.label() == "llama 3.2-1B"
+    path.write_text(json.dumps(values | {"vocab_size": 100, "hidden_act": "gelu"}))
+    with pytest.raises(UserError, match="hidden_act = 'gelu' is not supported"):
+        convert(path)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Runs a command in this process. Returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["titanlike", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as error:
+        assert isinstance(error.code, int)
+        return error.code
+    return 0
+
+
+def test_the_import_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job, recipe = tmp_path / "job.toml", tmp_path / "recipe.toml"
+    job.write_text(JOB + "stepz = 1\n")
+    assert command(monkeypatch, "import", job, recipe, "--gpus", 64) == 0
+    output = capsys.readouterr().out
+    assert "torchtitan 0.2: 8 keys mapped, 1 not mapped and of effect, 1 without effect" in output
+    assert "not mapped: training.stepz = 1: unknown to torchtitan 0.2; did you mean training.steps?" in output
+    check_recipe(load(PretrainRecipe, recipe), 64)
+    assert command(monkeypatch, "import", job, recipe, "--gpus", 64) == 2
+    assert f"{recipe} exists; choose another file" in capsys.readouterr().err
+    job.write_text("[training]\nsteps = 3\n")
+    assert command(monkeypatch, "import", job, tmp_path / "other.toml") == 2
+    assert "is no file that can be imported: give a job config of torchtitan" in capsys.readouterr().err
+
+
+def test_plans_of_files_of_other_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(JOB)
+
+    def speed(*arguments: object) -> tuple[float, str]:
+        assert command(monkeypatch, "plan", job, "--gpus=8", "--quick", "--json", *arguments) in (0, 1)
+        captured = capsys.readouterr()
+        return float(json.loads(captured.out)["tokens_per_second_per_gpu"]), captured.err
+
+    theirs, text = speed()
+    assert "planned as a run of torchtitan; --program titanlike plans this toolkit's run of it" in text
+    here, text = speed("--program=titanlike")
+    assert theirs < here and "planned as a run of titanlike\n" in text
+    assert speed("--training.seq_len=2048")[0] != theirs  # an override
+    job.write_text(f"{JOB}[compile]\nenable = true\n")
+    assert speed()[0] > speed("--program=torchtitan")[0]  # what the job has otherwise: it compiles its loss
+    job.write_text(JOB)
+    assert command(monkeypatch, "plan", job, "--gpus=8,16", "--quick", "--json") == 0
+    assert "the batch is that of 8 GPUs; --scaling weak" in capsys.readouterr().err
+    assert command(monkeypatch, "plan", job, "--gpus=8", "--search", "--write", tmp_path / "best.toml") == 2
+    assert "first `titanlike import" in capsys.readouterr().err
+    assert command(monkeypatch, "plan", job, "--gpus=8", "--training.steps=x") == 2
+    assert 'command line: training.steps = "x"' in capsys.readouterr().err
+
+
+def test_the_recipe_reader_answers_files_of_other_programs(tmp_path: Path) -> None:
+    for name, text, kind in (
+        ("job.toml", JOB, "a job config of torchtitan: `titanlike import"),
+        ("short.toml", '[model]\nflavor = "8B"\n', "a job config of torchtitan: `titanlike import"),
+        ("job.sh", LLAMA, "a script of Megatron-LM: `titanlike import"),
+        ("config.json", '{"vocab_size": 3}', "no recipe, but a model's config: `titanlike plan"),
+    ):
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(UserError) as error:
+            read(path)
+        assert str(error.value).startswith(f"{path} is {kind}") and "\n" not in str(error.value)
+    own = tmp_path / "own.toml"  # a program may have a section [job] of its own
+    own.write_text('recipe = "own"\n[job]\nname = "mine"\n')
+    assert read(own)[0]["job"] == {"name": "mine"}
+
+
+def test_the_table_of_the_documentation_is_that_of_the_results() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/migration.json").read_text())
+    assert migration.table(rows) in (ROOT / "docs/migration.md").read_text()
+    assert all(len(row["sha256"]) == 64 and row["link"].startswith("https://") for row in rows)
+
+
+def test_steps_of_torchtitan_and_of_the_recipe_are_the_same() -> None:
+    result = json.loads((ROOT / "benchmarks/results/torchtitan_steps.json").read_text())
+    assert torchtitan_steps.table(result) in (ROOT / "docs/migration.md").read_text()
+    assert result["versions"]["torchtitan"] == "0.2.2" and result["models"].keys() == {"llama3", "qwen3"}
+    for rows in result["models"].values():
+        assert len(rows) == 10
+        for row in rows:
+            assert row["loss"] == pytest.approx(row["their_loss"], abs=1e-5)
+            assert row["norm"] == pytest.approx(row["their_norm"], rel=1e-4)
+            assert row["learning_rate"] == pytest.approx(row["their_learning_rate"])
+
+
+def test_a_result_has_counts_and_the_check(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace('"c4"', '"mine"'))
+    row = migration.result(path, "https://example.org", 8)
+    assert (row["keys"], row["mapped"], row["without_effect"], row["parameters"]) == (9, 7, 1, 8_030_261_248)
+    assert row["not_mapped"] == {"training.dataset": "a data set of your own; set data.path to its files"}
+    assert row["check"] == "data.source = 'stream' requires data.path, which is empty; set it, or data.mixture"
+    path.write_text(JOB.replace('"llama3"', '"llama4"'))
+    assert migration.result(path, "https://example.org", 8)["refused"].startswith('model.name = "llama4"')

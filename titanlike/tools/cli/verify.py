@@ -1,0 +1,73 @@
+"""`titanlike verify`: a layout against one process."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from titanlike.config.shipped import recipe_path
+from titanlike.tools.arguments import positive_int
+from titanlike.tools.verify.recipe import verify
+
+DESCRIPTION = """\
+Compares a layout with one process, numerically, on the CPUs of this machine. Exits with code 0 if they agree up to rounding,
+otherwise with code 1.
+
+A recipe: trains a reduced model with the recipe's program twice, and prints losses, gradient norms and the largest difference of
+any weight.
+
+  titanlike verify llama3_8b --layout tensor=2,pipeline=2
+  titanlike verify experiments/changed.toml --layout pipeline=2,pipeline_schedule=zbv --activation_checkpoint.mode=full
+
+A module of your own: FILE.py defines
+
+  model() -> torch.nn.Module        with its initial weights; the part after the colon names the function
+  batch(step)                       the global batch: a tensor, or a tuple or dict of tensors
+  parallelize(model, mesh)          applies the plan; not required for a transformers model with a tp_plan
+
+and, where the defaults do not fit, shard_batch(batch, mesh), loss(model, batch), backward(model, batch), clip(model),
+optimizer(model) and after_step(model, optimizer, step). The names in --layout are those of the mesh. Compares initial weights,
+outputs, loss, gradients, their norm, weights, optimizer state, buffers and dropout masks, and says what is wrong first, by what
+factor, and what usually causes that. See docs/verify.md.
+
+  titanlike verify build.py:model --layout tensor=2
+  titanlike verify build.py:model --layout shard=2,tensor=2"""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command."""
+    command = commands.add_parser(
+        "verify",
+        help="compare a layout with a single process numerically, on this machine",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "recipe",
+        metavar="RECIPE|FILE.py:FUNCTION",
+        help="recipe, whose keys --section.key=value overrides, or a module's function",
+    )
+    command.add_argument(
+        "--layout",
+        required=True,
+        help="of a recipe: keys of [parallelism]; of a module: dimensions of the mesh, outermost first. Those not named are 1",
+    )
+    command.add_argument("--steps", type=positive_int, help="optimizer steps (default: 5, of a module 3)")
+    command.add_argument(
+        "--tolerance",
+        default="",
+        metavar="NUMBER",
+        help="maximum relative difference, for all quantities, or for some: loss=1e-4,gradient_norm=1e-3,weights=1e-3",
+    )
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Runs the command."""
+    if not re.fullmatch(r".+\.py(:\w*)?", arguments.recipe):
+        verify(recipe_path(arguments.recipe), arguments.layout, arguments.steps or 5, arguments.tolerance, overrides)
+    if overrides:
+        print(f"error: {arguments.recipe} is no recipe, so it takes no {' '.join(overrides)}", file=sys.stderr)
+        sys.exit(2)
+    from titanlike.tools.verify.module import verify_file  # imports torch
+
+    verify_file(arguments.recipe, arguments.layout, arguments.steps or 3, arguments.tolerance)

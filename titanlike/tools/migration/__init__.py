@@ -1,0 +1,1 @@
+"""What users bring from other programs: job configs become recipes, and checkpoints those of a run."""

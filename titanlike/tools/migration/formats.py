@@ -1,0 +1,81 @@
+"""Tells which program a user's file is of, and converts it. `titanlike import` and `titanlike plan` call it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from titanlike.config import UserError
+from titanlike.config.base import refuse_credentials, shown
+from titanlike.config.load import is_torchtitan, parse
+from titanlike.config.shipped import train_command
+from titanlike.tools.migration import hugging_face, megatron, torchtitan
+from titanlike.tools.migration.conversion import Conversion
+from titanlike.utils.files import atomic_write_text
+
+SCRIPTS = (".sh", ".sbatch", ".slurm", ".bash", ".txt", "")
+
+
+def convert(path: Path, num_gpus: int | None = None) -> Conversion | None:
+    """Returns a file of another program as a recipe; None for a recipe of this toolkit.
+
+    Args:
+        num_gpus: of the job, for programs whose batch or layout depends on it.
+    """
+    if not path.is_file():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return None  # reported where recipes are read
+    if path.suffix == ".json":
+        return hugging_face.convert(path)
+    if path.suffix in SCRIPTS:
+        job = megatron.convert(str(path), text, num_gpus)
+        refuse_credentials("", dict(job.given) if job else {})
+        return job
+    try:
+        values = parse(text)
+    except ValueError:
+        return None
+    if not is_torchtitan(values):
+        return None
+    refuse_credentials("", values)
+    return torchtitan.convert(str(path), values, num_gpus)
+
+
+def import_recipe(path: Path, recipe: Path, num_gpus: int | None) -> None:
+    """Writes the recipe of another program's file, and prints what was mapped."""
+    job = convert(path, num_gpus)
+    if job is None:
+        raise UserError(
+            f"{shown(str(path))} is no file that can be imported: give a job config of torchtitan (.toml), a shell script "
+            "that starts "
+            "Megatron-LM (.sh), or the folder of a Hugging Face model"
+        )
+    if not job.is_job:
+        raise UserError(
+            f"{shown(str(path))} has no training in it: `titanlike plan {shown(str(path))} --gpus N` prices it, and "
+            "`titanlike import` takes "
+            "its folder, with the weights"
+        )
+    if recipe.exists():
+        raise UserError(f"{recipe} exists; choose another file, or remove it")
+    try:
+        atomic_write_text(recipe, job.text())
+    except OSError as error:
+        raise UserError(f"{recipe} cannot be written: {error.strerror}") from None
+    check = f"check it with {train_command()} {recipe} --check {num_gpus or job.num_gpus or 'N'}"
+    print("\n".join([f"{recipe}: written from {path}", *job.summary(), check]))
+
+
+@contextmanager
+def written(job: Conversion) -> Iterator[Path]:
+    """Provides the recipe of a job as a file, for what reads one."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, f"{Path(job.source).stem}.toml")
+        path.write_text(job.text(), encoding="utf-8")
+        try:
+            yield path
+        except UserError as error:
+            raise UserError(str(error).replace(str(path), f"the recipe of {job.source}")) from None

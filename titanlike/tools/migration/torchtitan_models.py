@@ -1,0 +1,101 @@
+"""Flavors of torchtitan's models as model sections of a recipe, and its data sets. `torchtitan.py` calls it."""
+
+import json
+from typing import Any
+
+from titanlike.config.base import UserError
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import config_class
+from titanlike.tools.migration.conversion import Conversion
+
+SOURCE_C4 = "hf://datasets/allenai/c4/en/c4-train.*.json.gz"
+VALIDATION_C4 = "hf://datasets/allenai/c4/en/c4-validation.*.json.gz"
+LLAMA3_VOCABULARY = 128256
+# torchtitan 0.1 takes the vocabulary of the tokenizer. That of the file in its tests has 2,000 tokens and 256 special ones.
+TEST_TOKENIZER, TEST_VOCABULARY = "test_tiktoken.model", 2256
+
+LLAMA3: dict[str, dict[str, Any]] = {
+    "debugmodel": dict(
+        dim=256, num_layers=6, num_heads=16, num_kv_heads=16, ffn_dim=768, vocab_size=2048, rope_scaling=8.0
+    ),
+    "8B": dict(size="3.1-8B"),
+    "70B": dict(size="3.1-70B"),
+    "405B": dict(size="3.1-405B"),
+}
+QWEN3: dict[str, dict[str, Any]] = {
+    "debugmodel": dict(
+        dim=256, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=3072, vocab_size=2048, tied_head=True
+    ),
+    **{size: dict(size=size) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+}
+QWEN3_MOE: dict[str, dict[str, Any]] = {
+    "debugmodel_moe": dict(
+        dim=256, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=768, vocab_size=2048, num_experts=64,
+        experts_per_token=8,
+    ),
+    "30B-A3B": dict(size="30B-A3B"),
+    "235B-A22B": dict(size="235B-A22B", rope_theta=5e6),
+}  # fmt: skip
+# Attention of the flavors with these endings: masks between documents.
+MASKED = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
+UNSUPPORTED = {
+    "llama4": "its attention in chunks, blocks without RoPE and interleaved experts are no model of this toolkit",
+    "llama4_iRoPE": "its attention in chunks and blocks without RoPE are no model of this toolkit",
+    "deepseek_v3": "multi-head latent attention is no model of this toolkit; qwen3_moe has the options of its experts",
+    "gpt_oss": "attention sinks and biased experts are no model of this toolkit",
+    "flux": "it generates images; this toolkit trains language models",
+    "vlm": "it has an image encoder; this toolkit trains language models",
+}
+
+
+def model_section(job: Conversion, *, is_old: bool) -> TransformerConfig:
+    """Sets the model of a job, and returns its config. Raises `UserError` if this toolkit does not have it."""
+    name, flavor = job["model.name"], job["model.flavor"]
+    if name in UNSUPPORTED:
+        raise UserError(f'{job.source}: model.name = "{name}": {UNSUPPORTED[name]}')
+    families = {"llama3": LLAMA3, "llama3_ft": LLAMA3, "qwen3": QWEN3 | QWEN3_MOE}
+    if name not in families:
+        raise UserError(
+            f"{job.source}: model.name = {json.dumps(name)} is no model of torchtitan 0.1 to 0.2.2 that this toolkit has; "
+            "those are llama3 "
+            "and qwen3"
+        )
+    ending = next((ending for ending in MASKED if flavor.endswith(ending)), "") if name != "qwen3" else ""
+    size = flavor.removesuffix(ending)
+    if size not in families[name]:
+        choices = ", ".join(families[name])
+        raise UserError(
+            f"{job.source}: model.flavor = {json.dumps(flavor)} is no flavor of {name} in torchtitan 0.1 to 0.2.2 "
+            f"({choices}); if it is your "
+            "own, write [model] of the recipe by hand (docs/config.md)"
+        )
+    family = "llama" if name != "qwen3" else "qwen3_moe" if size in QWEN3_MOE else "qwen3"
+    fields = dict(families[name][size])
+    comments = {}
+    if is_old and family == "llama":
+        fields["rope_scaling"] = 1.0
+        comments["rope_scaling"] = "torchtitan 0.1 has no RoPE scaling"
+        if fields.get("size") in ("3.1-8B", "3.1-70B"):
+            fields["size"] = fields["size"].replace("3.1", "3")
+            del fields["rope_scaling"]
+        is_test = str(job["model.tokenizer_path"]).endswith(TEST_TOKENIZER)
+        fields["vocab_size"] = TEST_VOCABULARY if is_test else LLAMA3_VOCABULARY
+        comments["vocab_size"] = "that of the tokenizer in torchtitan 0.1" + (
+            "" if is_test else ": Llama 3's is assumed"
+        )
+    published = config_class(family).sizes.get(fields.get("size", ""), {})
+    longest = published.get("max_seq_len", config_class(family).__dataclass_fields__["max_seq_len"].default)  # type: ignore[attr-defined]
+    if job["training.seq_len"] > longest:
+        fields["max_seq_len"] = job["training.seq_len"]
+    job.set("model.name", family, "model.name")
+    for field, value in fields.items():
+        job.set(f"model.{field}", value, "model.flavor", comment=comments.get(field, ""))
+    if ending:
+        job.set(
+            "data.document_masks",
+            True,
+            "model.flavor",
+            comment="block_causal; position ids restart here at each document",
+        )
+    job.use("model.flavor")
+    return job.checked(config_class(family), {**published, "name": family, **fields})

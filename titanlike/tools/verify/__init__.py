@@ -1,0 +1,1 @@
+"""A recipe or any module under a layout against one process, numerically."""

@@ -1,0 +1,364 @@
+"""Records what one process, or a rank of a mesh, computes of any module under any parallel plan, for `titanlike verify`."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from titanlike.config import UserError
+from titanlike.tools.verify import comparison as phases
+from titanlike.tools.verify.comparison import Record
+from titanlike.utils import compat
+
+# Dimensions of the mesh along which ranks have different rows of a batch by default, and those along which they have the same.
+DATA = ("replicate", "shard", "data", "dp", "ddp", "fsdp", "dp_replicate", "dp_shard")
+MODEL = ("tensor", "tp", "pipeline", "pp", "model", "mp")
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # in the names of wrapped parameters
+DROPOUTS = tuple(
+    name for name in vars(F) if name.endswith(("dropout", "dropout1d", "dropout2d", "dropout3d")) and name[0] != "_"
+)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """What is verified. A function that has a parameter `mesh` gets the mesh, which is None in one process.
+
+    Args:
+        model: returns the module with its initial weights, in one process and on every rank.
+        parallelize: `parallelize(model, mesh)` applies the plan, in place or by returning another module. Without it, a
+            transformers model gets its own tensor-parallel plan.
+        batch: `batch(step)` returns the global batch: a tensor, or a tuple or dict of tensors.
+        shard_batch: `shard_batch(batch, mesh)` returns the part of this rank. By default ranks of `DATA` dimensions get
+            consecutive rows.
+        loss: `loss(model, batch)`; by default the loss that the model returns, or the mean of the squares of its output.
+        backward: `backward(model, batch)` computes gradients, and returns the loss or None: for micro-batches and pipelines. By
+            default, `loss(model, batch).backward()`.
+        clip: `clip(model)` clips the gradients and returns their norm. By default, they are not clipped.
+        optimizer: `optimizer(model)`; by default AdamW, with an `eps` that does not amplify rounding.
+        after_step: `after_step(model, optimizer, step)`, for example to save and load a checkpoint.
+    """
+
+    model: Callable[..., nn.Module]
+    batch: Callable[..., Any]
+    parallelize: Callable[..., Any] | None = None
+    shard_batch: Callable[..., Any] | None = None
+    loss: Callable[..., Tensor] | None = None
+    backward: Callable[..., Tensor | None] | None = None
+    clip: Callable[..., Any] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    after_step: Callable[..., Any] | None = None
+
+
+def batch_dimensions(functions: Functions, sizes: Mapping[str, int]) -> list[str]:
+    """Returns the dimensions whose ranks have different parts of the batch."""
+    others = [name for name in sizes if name not in (*DATA, *MODEL)]
+    if others and functions.shard_batch is None:
+        raise UserError(
+            f"layout {others[0]}={sizes[others[0]]}: define shard_batch(batch, mesh), which returns the part of the batch of this "
+            f"rank; only {', '.join(DATA)} (different rows) and {', '.join(MODEL)} (the same rows) have a default"
+        )
+    return [name for name in sizes if name not in MODEL]
+
+
+def record(functions: Functions, mesh: DeviceMesh | None = None, *, steps: int = 3, seed: int = 0) -> Record:
+    """Trains some steps, in one process or as a rank of the mesh, and records what is computed. All ranks call this together."""
+    torch.manual_seed(seed)
+    model = _call(functions.model, mesh=mesh)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"the function that returns the model returned {type(model).__name__}; return a torch.nn.Module"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError("the model has parameters on the meta device; return it with its initial weights, on the CPU")
+    done = Record()
+    if mesh is not None:
+        done.coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+        parallelize = functions.parallelize or apply_tp_plan
+        model = parallelize(model, mesh) or model
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    trainer = _Trainer(functions, model, mesh, seed)
+    done.ties = trainer.ties()
+    done.tensors[phases.INITIAL, 0] = trainer.weights()
+    done.tensors[phases.INITIAL_BUFFERS, 0] = trainer.buffers()
+    with _without_dropout() as has_dropout:
+        if mesh is None:
+            trainer.check_deterministic()
+        for step in range(1, steps + 1):
+            model.zero_grad()
+            with trainer.observed(done) if step == 1 else nullcontext():
+                loss = trainer.backward(step)
+            done.tensors[phases.LOSS, step] = {} if loss is None else {"loss": _full(loss).mean()}
+            done.tensors[phases.GRADIENTS, step] = trainer.gradients()
+            if functions.clip:
+                norm = _call(functions.clip, model, mesh=mesh)
+                done.tensors[phases.NORM, step] = {"norm": _full(torch.as_tensor(norm)).mean()}
+            trainer.optimizer.step()
+            done.tensors[phases.WEIGHTS, step] = trainer.weights()
+            if functions.after_step:
+                _call(functions.after_step, model, trainer.optimizer, step, mesh=mesh)
+            done.tensors[phases.STATE, step] = trainer.state()
+    done.tensors[phases.BUFFERS, 0] = trainer.buffers()
+    if mesh is not None and has_dropout:
+        with _recorded_dropout(model, done):
+            trainer.backward(1)
+    return done
+
+
+class _Trainer:
+    """A model with its optimizer, and its tensors by names that do not depend on wrappers."""
+
+    def __init__(self, functions: Functions, model: nn.Module, mesh: DeviceMesh | None, seed: int) -> None:
+        self.functions, self.model, self.mesh, self.seed = functions, model, mesh, seed
+        self.parameters = {self._name(name): each for name, each in model.named_parameters()}
+        # Neither fused nor foreach: plans leave some parameters as plain tensors beside DTensors.
+        self.optimizer = (
+            _call(functions.optimizer, model, mesh=mesh)
+            if functions.optimizer
+            else torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, eps=1e-3, foreach=False)
+        )
+
+    def _name(self, name: str) -> str:
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            name = name.removeprefix("module.")
+        return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+    def ties(self) -> dict[str, str]:
+        """Returns the further names of parameters, each with the first one."""
+        first = {id(each): name for name, each in self.parameters.items()}
+        names = {
+            self._name(name): first[id(each)] for name, each in self.model.named_parameters(remove_duplicate=False)
+        }
+        return {name: canonical for name, canonical in names.items() if name != canonical}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: _full(each) for name, each in self.parameters.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        # Of a parameter that a rank does not use, zeros: all ranks take part in assembling a DTensor.
+        return {
+            name: _full(torch.zeros_like(each) if each.grad is None else each.grad)
+            for name, each in self.parameters.items()
+        }
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {self._name(name): _full(each) for name, each in self.model.named_buffers(remove_duplicate=False)}
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}: {key}": _full(value)
+            for name, each in self.parameters.items()
+            for key, value in sorted(self.optimizer.state.get(each, {}).items())
+            if isinstance(value, Tensor) and value.ndim
+        }
+
+    def batch(self, step: int) -> Any:
+        """Returns the batch of this rank. The global batch is the same on all ranks, even if it is drawn at random."""
+        with torch.random.fork_rng():
+            torch.manual_seed(1_000 * (self.seed + 1) + step)
+            batch = _call(self.functions.batch, step, mesh=self.mesh)
+        if self.mesh is None:
+            return batch
+        return (self.functions.shard_batch or shard_rows)(batch, self.mesh)
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.functions.loss:
+            return _call(self.functions.loss, self.model, batch, mesh=self.mesh)
+        if isinstance(batch, Mapping):
+            output = self.model(**batch)
+        else:
+            output = self.model(*batch) if isinstance(batch, tuple | list) else self.model(batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is not None:
+            return loss
+        tensor = _tensors(output)[0]
+        return tensor if tensor.ndim == 0 else tensor.float().square().mean()
+
+    def backward(self, step: int) -> Tensor | None:
+        batch = self.batch(step)
+        if self.functions.backward:
+            return _call(self.functions.backward, self.model, batch, mesh=self.mesh)
+        loss = self.loss(batch)
+        loss.backward()
+        return loss.detach()
+
+    def check_deterministic(self) -> None:
+        """Raises `UserError` if the model draws random numbers itself: no layout would agree with one process."""
+        if self.functions.backward:
+            return
+        buffers = {name: each.clone() for name, each in self.model.named_buffers()}
+        losses = []
+        for seed in (0, 1):
+            with torch.random.fork_rng(), torch.no_grad():
+                torch.manual_seed(seed)
+                losses.append(float(self.loss(self.batch(1))))
+            for name, each in self.model.named_buffers():
+                each.copy_(buffers[name])
+        if losses[0] != losses[1]:
+            raise UserError(
+                f"the loss of one process depends on the random state ({losses[0]:.6g}, then {losses[1]:.6g}): verify disables "
+                "torch.nn.functional.dropout and its variants only; disable other noise in the function that returns the model"
+            )
+
+    @contextmanager
+    def observed(self, done: Record) -> Iterator[None]:
+        """Records the first output of each module, and the order of modules and parameters."""
+        outputs = done.tensors.setdefault((phases.OUTPUTS, 1), {})
+        handles = []
+
+        def started(name: str, module: nn.Module) -> None:
+            done.order.extend(f"{name}.{each}".lstrip(".") for each, _ in module.named_parameters(recurse=False))
+
+        def finished(name: str, output: Any) -> None:
+            tensors = [each for each in _tensors(output) if each.is_floating_point()]
+            if name not in outputs and tensors:
+                outputs[name] = _full(max(tensors, key=Tensor.numel))  # the logits rather than the loss
+                done.order.append(name)
+
+        for path, module in self.model.named_modules():
+            is_wrapped = path == "module" and isinstance(self.model, nn.parallel.DistributedDataParallel)
+            name = "" if module is self.model or is_wrapped else self._name(path)
+            handles.append(module.register_forward_pre_hook(lambda module, _, name=name: started(name, module)))
+            handles.append(module.register_forward_hook(lambda _, __, output, name=name: finished(name, output)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        before = ""
+        # Parameters that no call of their own module uses follow the one that is registered before.
+        for name in self.parameters:
+            if name not in done.order:
+                done.order.insert(done.order.index(before) + 1 if before in done.order else 0, name)
+            before = name
+
+
+def shard_rows(batch: Any, mesh: DeviceMesh) -> Any:
+    """Returns the rows of this rank: ranks of the dimensions `DATA` have consecutive parts of the batch, outer dimensions first."""
+    part, parts = 0, 1
+    for number, name in enumerate(mesh.mesh_dim_names or ()):
+        if name in DATA:
+            part, parts = part * mesh.size(number) + mesh.get_local_rank(number), parts * mesh.size(number)
+
+    def shard(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:
+            return tensor
+        if len(tensor) % parts:
+            raise UserError(
+                f"a batch of {len(tensor)} rows is not divisible by the {parts} ranks that share it; return another number of rows "
+                "from batch(step), or define shard_batch(batch, mesh)"
+            )
+        return tensor.chunk(parts)[part]
+
+    return compat.tree_map_only(Tensor, shard, batch)
+
+
+def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Distributes a transformers model under its own tensor-parallel plan, as `from_pretrained` does with a `DistributedConfig`."""
+    if not hasattr(model, "maybe_distribute_model"):
+        raise UserError(
+            "define parallelize(model, mesh), which applies the plan; only a transformers model has one of its own (tp_plan)"
+        )
+    if mesh.ndim != 1:
+        raise UserError("the tp_plan of a transformers model has one dimension, such as --layout tensor=2")
+    from transformers.distributed import DistributedConfig
+
+    first: dict[int, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if first.setdefault(id(parameter), name) != name:  # tied again below, as after loading
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(parameter.detach().clone()))
+    kind: Any = type(model)
+    config, _, meshes = kind.prepare_distribute_model(DistributedConfig(tp_size=mesh.size()))
+    model = kind.maybe_distribute_model(model, config, meshes)
+    cast(Any, model).tie_weights()
+    return model
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    compat.tree_map_only(Tensor, found.append, tree)
+    return found
+
+
+def _call(function: Callable[..., Any], *arguments: Any, mesh: DeviceMesh | None) -> Any:
+    takes_mesh = "mesh" in inspect.signature(function).parameters
+    return function(*arguments, mesh=mesh) if takes_mesh else function(*arguments)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Returns a copy of the full tensor. Copies of a replicated DTensor may differ: it is that of this rank."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", copy=True)
+
+
+@contextmanager
+def _without_dropout() -> Iterator[list[str]]:
+    """Disables dropout. Yields a list that is not empty once it would have been used."""
+    used: list[str] = []
+
+    def identity(name: str) -> Callable[..., Tensor]:
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if p and training:
+                used.append(name)
+            return input
+
+        return dropout
+
+    attention = F.scaled_dot_product_attention
+
+    def without(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *a: Any, **k: Any
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *a, **k)
+
+    changed = {name: identity(name) for name in DROPOUTS} | {"scaled_dot_product_attention": without}
+    with mock.patch.multiple(F, **changed):
+        yield used
+
+
+@contextmanager
+def _recorded_dropout(model: nn.Module, done: Record) -> Iterator[None]:
+    """Records the input and the mask of each dropout."""
+    masks = done.tensors.setdefault((phases.DROPOUT, 0), {})
+    running: list[str] = []
+    dropout = F.dropout
+
+    def recorded(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        before = _local(input)
+        output = dropout(input, p, training)
+        if p and training:
+            place = running[-1] if running else "dropout"
+            name = f"{place} #{len(masks)}"
+            masks[name], done.dropout_inputs[name] = _local(output) != 0, before
+        return output
+
+    def finished(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda _, __, name=name: running.append(name)))
+        handles.append(module.register_forward_hook(finished, always_call=True))
+    try:
+        with mock.patch.object(F, "dropout", recorded):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
