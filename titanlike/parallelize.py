@@ -7,7 +7,7 @@ A transform is imported where the recipe asks for it: a run imports no other.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import LMHead, TiedLMHead, set_loss
-from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
+from titanlike.models.loss import HeadLoss, TokenLoss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
@@ -39,12 +39,14 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     loss: TokenLoss | None = None,
+    loss_reduction: Literal["sum", "none"] = "sum",
 ) -> nn.Module:
     """Applies the transforms that the recipe's sections ask for to a registered model on the meta device.
 
     Args:
         split: number of blocks of each pipeline stage.
         loss: replaces the cross-entropy in training; see docs/copy.md.
+        loss_reduction: `none` makes the model return the cross-entropy of each token for labels, instead of the sum.
 
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
@@ -88,6 +90,7 @@ def parallelize(
         backend=compile.backend if compile.mode == "block" else "",
         retain_graph=mesh.pipeline.size() > 1 and SCHEDULES[parallelism.pipeline_schedule].splits_backward,
         z_loss=training.z_loss,
+        reduction=loss_reduction,
     )
     for part in parts:
         if isinstance(getattr(part, "output", None), LMHead | TiedLMHead):
@@ -177,6 +180,8 @@ def parallelize(
 
 def _check_loss(model: nn.Module, loss: TokenLoss, training: Training, device: torch.device) -> None:
     """Raises `UserError` if a loss cannot replace the cross-entropy."""
+    from titanlike.models.token_loss import check_token_loss
+
     set_loss(model, HeadLoss(loss))  # refuses a head that is not of the library
     if training.z_loss:
         raise UserError(

@@ -90,7 +90,9 @@ class FinetuneRecipe(PretrainRecipe):
     command line to the working directory."""
     data: ChatData = ChatData()
     lora: Lora = Lora()
-    elsewhere: ClassVar[dict[str, str]] = {}
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"
+    )
 
     @property
     def trains_all_weights(self) -> bool:
