@@ -46,7 +46,7 @@ def preference_loss(section: Preference, answers: Answers, reference: Tensor | N
         "rewards/chosen": rewards[..., 0],
         "rewards/rejected": rewards[..., 1],
         "rewards/margins": rewards[..., 0] - rewards[..., 1],
-        "rewards/accuracies": (rewards[..., 0] > rewards[..., 1]).to(rewards.dtype),
+        "rewards/accuracies": (rewards[..., 0] - rewards[..., 1]).sign() / 2 + 0.5,  # equal rewards are half right
         "logps/chosen": answers.log_probs[..., 0].detach(),
         "logps/rejected": answers.log_probs[..., 1].detach(),
     }

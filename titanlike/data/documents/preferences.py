@@ -58,7 +58,7 @@ def synthetic_pairs(count: int = 2000) -> Iterator[PreferencePair]:
         wrong = (first + second + int(rng.integers(1, 19))) % 19
         question = {"role": "user", "content": f"What is {first} plus {second}?"}
         chosen, rejected = (
-            Conversation([question, {"role": "assistant", "content": f"{first} + {second} = {total}"}])
+            Conversation([question, {"role": "assistant", "content": str(total)}])
             for total in (first + second, wrong)
         )
         yield PreferencePair(chosen, rejected)
