@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from titanlike.config.base import FilePath, NonNegative, NonNegativeFloat, PositiveFloat, section
+from titanlike.config.base import FilePath, NonNegativeFloat, PositiveFloat, section
 from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.sections import PretrainRecipe
 
@@ -17,31 +17,10 @@ class PreferenceData(ChatData):
     source: Literal["preference", "synthetic_preference"] = "preference"  # type: ignore[assignment]
     """`preference`: pairs of a chosen and a rejected answer, in JSON lines or Parquet. `synthetic_preference`: generated questions
     about sums, with a right and a wrong answer."""
-    holdout_every: NonNegative = 50
-    """Hold out one of every `holdout_every` pairs, evenly spaced, for validation. 0 holds out none and requires
-    `validation.interval = 0`."""
-    validation_path: FilePath = ""
-    """Preference pairs for validation. If set, no training data is held out."""
-    cache: FilePath = ""
-    """Directory that caches the tokens, and the log-probabilities of `preference.reference = "precomputed"`. Default:
-    `~/.cache/titanlike`."""
-    long_chats: Literal["truncate", "skip"] = "truncate"
-    """How to handle a pair of more than `training.seq_len` + 1 tokens in both conversations together: `truncate` the end of the
-    longer conversation until the pair fits, but to no less than the length of the shorter one, and then of both; or `skip` the
-    pair."""
-
-    @property
-    def has_chats(self) -> bool:
-        """Whether the data are conversations."""
-        return True
-
     @property
     def reads_paths(self) -> bool:
         """Whether the source reads files that the recipe names."""
         return self.source == "preference"
-
-
-Reference = Literal["", "adapter_off", "model", "precomputed"]
 
 
 @section
@@ -59,10 +38,10 @@ class Preference:
     """Probability that the labels of a pair are exchanged, for noisy preferences (conservative DPO). 0 disables it."""
     simpo_gamma: NonNegativeFloat = 0.5
     """Target margin of the rewards, for `simpo` only."""
-    reference: Reference = ""
+    reference: Literal["auto", "adapter_off", "model", "precomputed"] = "auto"
     """Source of the log-probabilities of the reference model, which is the model that training starts from. `adapter_off`: the
     model without its LoRA adapters. `model`: a second, frozen model, sharded as the first one. `precomputed`: computed once, before
-    the first step, and cached in `data.cache`. Default: `adapter_off` with LoRA, otherwise `model`."""
+    the first step, and cached in `data.cache`. `auto`: `adapter_off` with LoRA, otherwise `model`."""
 
     @property
     def has_reference(self) -> bool:
@@ -71,8 +50,11 @@ class Preference:
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
-        if self.reference and not self.has_reference:
-            yield f"preference.reference = '{self.reference}' has no effect with preference.loss = '{self.loss}'; remove it"
+        if self.reference != "auto" and not self.has_reference:
+            yield (
+                f"preference.reference = '{self.reference}' has no effect with preference.loss = '{self.loss}'; set it to "
+                "'auto'"
+            )
         if self.label_smoothing and self.loss == "ipo":
             yield (
                 f"preference.label_smoothing = {self.label_smoothing} has no effect with preference.loss = 'ipo'; set it to 0, or "
@@ -94,8 +76,11 @@ class DpoRecipe(FinetuneRecipe):
     @property
     def reference(self) -> str:
         """The source of the reference's log-probabilities: a value of `preference.reference`, or "none"."""
-        default = "adapter_off" if self.lora.rank else "model"
-        return (self.preference.reference or default) if self.preference.has_reference else "none"
+        if not self.preference.has_reference:
+            return "none"
+        if self.preference.reference != "auto":
+            return self.preference.reference
+        return "adapter_off" if self.lora.rank else "model"
 
     @property
     def flops_per_token(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import UserError
 from titanlike.config.dpo import DpoRecipe
@@ -110,6 +111,9 @@ def _compute(
                 answers = answers_of(model, batch, places, mesh)
                 found = answers.is_pair
                 table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # FSDP keeps some units gathered; the optimizer that is built next needs the shards
     if mesh.context.get_local_rank() > 0:  # which has computed the same as the first one
         table.zero_()
     return collectives.all_reduce_sum(table, mesh.loss_groups).cpu().numpy()
