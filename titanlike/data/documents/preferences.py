@@ -54,8 +54,8 @@ def synthetic_pairs(count: int = 2000) -> Iterator[PreferencePair]:
     """Generates questions about sums with a right and a wrong answer, to try preference optimization without data."""
     rng = np.random.default_rng(0)
     for _ in range(count):
-        first, second = (int(term) for term in rng.integers(0, 10, 2))
-        wrong = (first + second + int(rng.integers(1, 19))) % 19
+        first, second = (int(term) for term in rng.integers(0, 6, 2))
+        wrong = (first + second + int(rng.integers(1, 11))) % 11
         question = {"role": "user", "content": f"What is {first} plus {second}?"}
         chosen, rejected = (
             Conversation([question, {"role": "assistant", "content": str(total)}])
