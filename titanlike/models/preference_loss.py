@@ -41,7 +41,8 @@ def preference_loss(section: Preference, answers: Answers, reference: Tensor | N
         logits = beta * margins - (section.simpo_gamma if section.loss == "simpo" else 0.0)
         smoothing = section.label_smoothing
         losses = -F.logsigmoid(logits) * (1.0 - smoothing) - F.logsigmoid(-logits) * smoothing
-    rewards = beta * scores.detach()
+    # Those of IPO are of whole answers, as TRL has them.
+    rewards = beta * (scores if section.loss == "simpo" else ratios).detach()
     metrics = {
         "rewards/chosen": rewards[..., 0],
         "rewards/rejected": rewards[..., 1],
