@@ -30,7 +30,15 @@ from titanlike.run.run_dir import versions
 ROOT = Path(__file__).parents[1]
 STEPS, PAIRS, SEQ_LEN, LR, EPS = 5, 4, 111, 1e-3, 1e-4
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
-METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")
+METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
 
 RECIPE = """\
 recipe = "dpo"
@@ -86,7 +94,13 @@ def write_pairs(path: Path) -> list[dict[str, Any]]:
 
 def prepare(folder: Path) -> list[dict[str, Any]]:
     """Writes the pairs and a Hugging Face folder of a small model that has been trained for some steps."""
-    options = ("--training.steps=20", f"--run.dir={folder}", "--run.name=base", "--sample.tokens=0", "--validation.interval=0")
+    options = (
+        "--training.steps=20",
+        f"--run.dir={folder}",
+        "--run.name=base",
+        "--sample.tokens=0",
+        "--validation.interval=0",
+    )
     run("recipes/finetune.py", "train_configs/finetune_debug.toml", *options, "--metrics.trackers=[]")
     run("-m", "titanlike.tools.cli.main", "export", str(folder / "base"), str(folder / "hf"))
     values = dict(root=ROOT, folder=folder, steps=STEPS, seq_len=SEQ_LEN, pairs=PAIRS, lr=LR, eps=EPS)
@@ -118,7 +132,9 @@ def of_trl(folder: Path, loss: str, records: list[dict[str, Any]]) -> list[dict[
     """Returns the metrics of each step of TRL's trainer, on the same pairs."""
     recipe = load(DpoRecipe, folder / "recipe.toml")
     tokenizer = build_tokenizer(recipe.tokenizer)
-    source = open_sources(recipe.data, tokenizer, seq_len=SEQ_LEN, global_batch_size=PAIRS, seed=0, validate=False).training
+    source = open_sources(
+        recipe.data, tokenizer, seq_len=SEQ_LEN, global_batch_size=PAIRS, seed=0, validate=False
+    ).training
     numbers: list[int] = []
     for step in range(1, STEPS + 1):
         ids = source.read(step, range(PAIRS)).document_ids
@@ -147,7 +163,8 @@ def of_trl(folder: Path, loss: str, records: list[dict[str, Any]]) -> list[dict[
     trainer.train()
     logs = [line for line in trainer.state.log_history if "loss" in line]
     return [
-        {name: line[name] for name in METRICS} | {"loss": value} for line, value in zip(logs, trainer.losses, strict=True)
+        {name: line[name] for name in METRICS} | {"loss": value}
+        for line, value in zip(logs, trainer.losses, strict=True)
     ]
 
 
@@ -168,7 +185,9 @@ def main() -> None:
             largest = {name: max(abs(ours[name] - theirs[name]) for ours, theirs in steps[0:]) for name in METRICS}
             # Equal rewards, as before the first step, count as half in ours and as wrong in TRL.
             later = steps[1:]
-            largest["rewards/accuracies"] = max(abs(a["rewards/accuracies"] - b["rewards/accuracies"]) for a, b in later)
+            largest["rewards/accuracies"] = max(
+                abs(a["rewards/accuracies"] - b["rewards/accuracies"]) for a, b in later
+            )
             report[loss] = {"largest_difference": largest, "steps": [{"titanlike": a, "trl": b} for a, b in steps]}
             print(loss, json.dumps(largest, indent=1), flush=True)
     if arguments.out:

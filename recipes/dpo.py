@@ -84,7 +84,9 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
         lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile, loss_reduction="none",
     )  # fmt: skip
     initialize(model, device, seed, offload=parallelism.cpu_offload)
-    reference = build_reference(recipe, model, mesh, parallelism, device, data)  # before weights of a checkpoint are loaded
+    reference = build_reference(
+        recipe, model, mesh, parallelism, device, data
+    )  # before weights of a checkpoint are loaded
     optimizer = build_optimizer(model, recipe.optimizer, seed)
     restore(resume, checkpoints, model, optimizer, data.training.source, recipe)
     run.open(device, resumed_step=resume.first_step - 1)
@@ -117,7 +119,9 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
 
             # Forward, backward, update.
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
-            num_pairs = shutdown.all_reduce_sum(preferences.num_pairs(microbatches), mesh.loss_groups, mesh.model_groups)
+            num_pairs = shutdown.all_reduce_sum(
+                preferences.num_pairs(microbatches), mesh.loss_groups, mesh.model_groups
+            )
             loss, local_loss, metrics = preferences.forward_backward(
                 model, reference, microbatches, num_pairs, mesh, parallelism.gradient_sync, recipe.preference
             )

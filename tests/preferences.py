@@ -31,7 +31,9 @@ def preference_recipe(folder: Path, name: str, **sections: Any) -> DpoRecipe:
     """Returns a small recipe with these pairs."""
     file = folder / "pairs.jsonl"
     file = file if file.exists() else write_pairs(file)
-    data = dict(source="preference", path=str(file), holdout_every=4, cache=str(folder / "cache")) | sections.pop("data", {})
+    data = dict(source="preference", path=str(file), holdout_every=4, cache=str(folder / "cache")) | sections.pop(
+        "data", {}
+    )
     training = dict(steps=2, seq_len=SEQ_LEN) | sections.pop("training", {})
     validation = dict(interval=2, batches=1)
     recipe = tiny(

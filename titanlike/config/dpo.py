@@ -17,6 +17,7 @@ class PreferenceData(ChatData):
     source: Literal["preference", "synthetic_preference"] = "preference"  # type: ignore[assignment]
     """`preference`: pairs of a chosen and a rejected answer, in JSON lines or Parquet. `synthetic_preference`: generated questions
     about sums, with a right and a wrong answer."""
+
     @property
     def reads_paths(self) -> bool:
         """Whether the source reads files that the recipe names."""
@@ -124,7 +125,10 @@ class DpoRecipe(FinetuneRecipe):
             "precomputed": f"cached log-probabilities of {initial}",
             "none": "none",
         }
-        return [*super().summary_lines(), f"loss    {section.loss}, beta {section.beta:g}; reference: {described[reference]}"]
+        return [
+            *super().summary_lines(),
+            f"loss    {section.loss}, beta {section.beta:g}; reference: {described[reference]}",
+        ]
 
 
 def preference_of(recipe: PretrainRecipe) -> DpoRecipe | None:

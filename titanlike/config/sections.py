@@ -578,7 +578,8 @@ class PretrainRecipe:
     # What another shipped program has, and its name, for errors.
     elsewhere: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
-            ("lora", "data.chat_template", "data.long_chats", "data.source=chat", "data.source=synthetic_chat"), "finetune"
+            ("lora", "data.chat_template", "data.long_chats", "data.source=chat", "data.source=synthetic_chat"),
+            "finetune",
         ),
         **dict.fromkeys(("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"),
     }

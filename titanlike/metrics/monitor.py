@@ -78,7 +78,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._rates: list[float] = []  # tokens per second of each record
         self._peak_memory_gib = 0.0
         self._data_wait = 0.0
-        self._pending: tuple[int, AsyncD2H, float, list[str]] | None = None  # step, values, learning rate, names of others
+        self._pending: tuple[int, AsyncD2H, float, list[str]] | None = (
+            None  # step, values, learning rate, names of others
+        )
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -101,7 +103,13 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._console.refresh()
 
     def step(
-        self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float, others: Mapping[str, Tensor] | None = None
+        self,
+        step: int,
+        *,
+        loss: Tensor,
+        grad_norm: Tensor,
+        learning_rate: float,
+        others: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it. `others` are
         metrics of the program, by name."""

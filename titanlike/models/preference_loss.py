@@ -24,7 +24,9 @@ class Answers:
         return (self.num_tokens > 0).all(-1)
 
 
-def preference_loss(section: Preference, answers: Answers, reference: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def preference_loss(
+    section: Preference, answers: Answers, reference: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss and the metrics of a batch, summed over its pairs. The caller divides by the pairs of the global batch.
 
     Args:

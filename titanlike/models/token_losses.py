@@ -70,7 +70,9 @@ class _TokenLosses(torch.autograd.Function):
             logits = x[rows].clone() if compute_weight is None else x[rows] @ compute_weight.t()
             compute = compiled(token_losses_inplace, ctx.backend)
             compute(logits, labels[rows], ctx.vocab_group, None, ctx.soft_cap, scale[rows])
-            x_grad[rows] = logits if compute_weight is None else logits @ compute_weight  # `logits` holds its gradient now
+            x_grad[rows] = (
+                logits if compute_weight is None else logits @ compute_weight
+            )  # `logits` holds its gradient now
             if weight_grad is not None:
                 add_product(weight_grad, logits.t(), x[rows])
             del logits

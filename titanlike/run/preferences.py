@@ -19,6 +19,7 @@ from titanlike.models.preference_loss import Answers, preference_loss
 from titanlike.parallelisms.context import gather_sequence
 from titanlike.parallelisms.mesh import Mesh
 
+
 @dataclass(frozen=True)
 class Places:
     """Where the documents of a batch are."""
@@ -34,9 +35,7 @@ Reference = Callable[[Batch, Places], Tensor]
 def num_pairs(microbatches: Sequence[Batch]) -> Tensor:
     """Returns the number of pairs of this rank's micro-batches. Of context-parallel ranks, the one with the start of the rejected
     answer counts a pair."""
-    starts = [
-        (batch.inputs["position_ids"] == 0) & (batch.inputs["document_ids"] % 2 == 1) for batch in microbatches
-    ]
+    starts = [(batch.inputs["position_ids"] == 0) & (batch.inputs["document_ids"] % 2 == 1) for batch in microbatches]
     return torch.stack([each.sum() for each in starts]).sum()
 
 
@@ -92,7 +91,9 @@ def forward_backward(
         loss, metrics = _loss(model, reference, batch, mesh, section)
         (loss / num_pairs).backward()
         for name, value in ({"loss": loss.detach()} | metrics).items():
-            totals[name] = totals.get(name, 0.0) + value / num_pairs / mesh.context.size()  # whose ranks compute the same
+            totals[name] = (
+                totals.get(name, 0.0) + value / num_pairs / mesh.context.size()
+            )  # whose ranks compute the same
     local_loss = totals["loss"].float()
     means = dict(zip(totals, _sum_over_ranks(torch.stack([*totals.values()]), mesh).float(), strict=True))
     return means.pop("loss"), local_loss, means
@@ -100,7 +101,13 @@ def forward_backward(
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh, *, reference: Reference | None, section: Preference
+    model: nn.Module,
+    batches: BatchLoader,
+    num_batches: int,
+    mesh: Mesh,
+    *,
+    reference: Reference | None,
+    section: Preference,
 ) -> dict[str, float]:
     """Returns the mean loss of the pairs of the same held-out batches each time, and the fraction of them of which the chosen
     answer has the higher reward. They are equal on all ranks."""

@@ -145,10 +145,20 @@ def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
     """Returns the file of the log-probabilities: its name depends on all that decides them."""
     initial, data, training = recipe.checkpoint.initial, recipe.data, recipe.training
     # The tokens depend on the data, the tokenizer and the template. Which pairs are held out is decided by the recipe.
-    tokens = [[dataset.fingerprint, dataset.first_pair, dataset.held_out, dataset.holdout_every] for dataset in datasets]
+    tokens = [
+        [dataset.fingerprint, dataset.first_pair, dataset.held_out, dataset.holdout_every] for dataset in datasets
+    ]
     precision = [training.compute_dtype, "" if initial else training.master_dtype, asdict(recipe.float8)]
     key = hash_of(
-        [FORMAT, tokens, training.seq_len, data.long_chats, asdict(recipe.model), precision, _version(initial, recipe.run.seed)]
+        [
+            FORMAT,
+            tokens,
+            training.seq_len,
+            data.long_chats,
+            asdict(recipe.model),
+            precision,
+            _version(initial, recipe.run.seed),
+        ]
     )
     return cache_folder(data.cache) / "preferences" / f"reference-{key}.npz"
 

@@ -27,7 +27,9 @@ def preference_pair_of(record: dict[str, Any]) -> PreferencePair:
     """Returns the pair in a record. Raises `BadRecord` if it has none, or one that is not valid."""
     if missing := [name for name in ("chosen", "rejected") if not record.get(name)]:
         found = ", ".join(map(shown, map(str, record))) or "none"
-        raise BadRecord(f"no field {' and no field '.join(map(repr, missing))}, or an empty one; its fields are {found}")
+        raise BadRecord(
+            f"no field {' and no field '.join(map(repr, missing))}, or an empty one; its fields are {found}"
+        )
     return PreferencePair(_conversation("chosen", record), _conversation("rejected", record))
 
 
@@ -58,7 +60,6 @@ def synthetic_pairs(count: int = 2000) -> Iterator[PreferencePair]:
         wrong = (first + second + int(rng.integers(1, 11))) % 11
         question = {"role": "user", "content": f"What is {first} plus {second}?"}
         chosen, rejected = (
-            Conversation([question, {"role": "assistant", "content": str(total)}])
-            for total in (first + second, wrong)
+            Conversation([question, {"role": "assistant", "content": str(total)}]) for total in (first + second, wrong)
         )
         yield PreferencePair(chosen, rejected)

@@ -100,9 +100,7 @@ def open_chats(section: ChatData, path: str, template: ChatTemplate) -> Tokenize
     return open_records(section, path, template, "chats", lambda record: [template.encode(conversation_of(record))])
 
 
-def open_records(
-    section: ChatData, path: str, template: ChatTemplate, folder: str, encode: Encode
-) -> TokenizedChats:
+def open_records(section: ChatData, path: str, template: ChatTemplate, folder: str, encode: Encode) -> TokenizedChats:
     """Returns the tokens of the conversations in the records of files, from a folder of the cache if it has them."""
     files = list_files(path)
     key = hash_of([FORMAT, versions_of(files), template.identity, section.bad_records, template.tokenizer.fingerprint])

@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.parity import COMPILED, FLOAT8, FULL, LORA, SELECTIVE, tiers
+from tests.checkpoints import assert_equal_state
+from tests.parity import COMPILED, FULL, LORA, SELECTIVE, tiers
 from tests.pool import Pool
 from tests.preferences import preference_recipe
-from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train
+from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train, train_on_rank
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify import Result
 
@@ -45,7 +50,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "EP x TP": ("experts", dict(shard=2, tensor=2, expert=2), 2, {}),
     "EP x CP": ("experts", dict(context=2, expert=2), 4, {}),
     "TP x FSDP, LoRA": ("llama", dict(tensor=2, shard=2), 2, LORA),
-    "CP x FSDP, LoRA, second model": ("gpt", dict(context=2, shard=2), 2, LORA | {"preference": dict(reference="model")}),
+    "CP x FSDP, LoRA, second model": (
+        "gpt",
+        dict(context=2, shard=2),
+        2,
+        LORA | {"preference": dict(reference="model")},
+    ),
     "CP x TP, precomputed": ("llama", dict(context=2, tensor=2), 4, PRECOMPUTED),
     "HSDP, LoRA, precomputed": ("llama", dict(replicate=2, shard=2), 1, LORA | PRECOMPUTED),
     "CP x FSDP, IPO": ("llama", dict(context=2, shard=2), 2, IPO),
@@ -87,7 +97,60 @@ def test_a_layout_matches_one_process(ranks: Ranks, baseline: Any, tmp_path: Pat
     assert_same(train(ranks(processes), recipe), baseline(model, sections))
 
 
-def metrics_of(recipe: Any) -> list[dict[str, Any]]:
-    lines = Path(recipe.run.dir, recipe.run.name, "metrics.jsonl").read_text().splitlines()
-    names = ("loss", "grad_norm", "validation_loss", "validation_accuracy", "kl", "rewards/margins", "logps/chosen")
-    return [{name: each[name] for name in names if name in each} for each in map(json.loads, lines)]
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    # Of a second model, whose weights are in no checkpoint; of adapters, whose frozen weights are in it; and of a table.
+    train(ranks(1), preference_recipe(tmp_path, "base", training=dict(steps=2), optimizer=dict(lr=3e-3)))
+    initial = dict(initial=str(tmp_path / "base"))
+    for reference in ("model", "adapter_off", "precomputed"):
+        lora = LORA if reference == "adapter_off" else {}
+
+        def run(name: str, steps: int, lora: dict[str, Any] = lora, reference: str = reference) -> Any:
+            return preference_recipe(
+                tmp_path, f"{name}-{reference}", training=dict(steps=steps), preference=dict(reference=reference),
+                parallelism=Parallelism(shard=2), checkpoint=initial, schedule=dict(warmup_steps=0, decay="none"), **lora,
+            )  # fmt: skip
+
+        whole = train(ranks(2), run("whole", 5))
+        train(ranks(2), run("parts", 3))
+        shutil.rmtree(tmp_path / "cache/preferences")  # the table is computed again, and not with the trained weights
+        parts = train(ranks(2), run("parts", 5))
+        assert_equal_state(parts.state, whole.state)
+        assert parts.losses == whole.losses and parts.losses[-1] != parts.losses[-2]
+        lines = (tmp_path / f"parts-{reference}/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["kl"] for line in lines if "kl" in line][-1] != 0.0
+
+
+def test_a_resume_with_another_reference_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    train(ranks(1), preference_recipe(tmp_path, "run"))
+    changed = preference_recipe(tmp_path, "run", training=dict(steps=4), checkpoint=dict(initial=str(tmp_path / "run")))
+    with pytest.raises(
+        AssertionError, match=r'checkpoint\.initial was "", now ".*/run"\. Restore these values to resume'
+    ):
+        ranks(1).run(train_on_rank, changed)
+    beta = preference_recipe(tmp_path, "run", training=dict(steps=4), preference=dict(beta=0.2))
+    with pytest.raises(AssertionError, match=r"preference\.beta was 0\.1, now 0\.2\. Restore these values to resume"):
+        ranks(1).run(train_on_rank, beta)
+
+
+def test_the_logits_of_all_tokens_never_exist(ranks: Ranks, tmp_path: Path) -> None:
+    """Neither in the forward passes of both models nor in the backward pass."""
+    recipe = preference_recipe(tmp_path, "run", training=dict(loss_chunk=128, local_batch_size=8, steps=1))
+    largest = ranks(1).run(largest_logits, recipe)[0]
+    assert largest == 128 * LLAMA.vocab_size  # of 8 x 96 tokens
+
+
+def largest_logits(recipe: Any) -> int:
+    """Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
+    found = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for each in tree_leaves(out):
+                if isinstance(each, torch.Tensor) and each.dim() > 1 and each.shape[-1] == LLAMA.vocab_size:
+                    found[0] = max(found[0], each.numel())
+            return out
+
+    with Watch():
+        train_on_rank(recipe)
+    return found[0]
