@@ -2,8 +2,8 @@
 
 python -m benchmarks.dpo_trl --out benchmarks/results/dpo_trl_cpu.json
 
-It requires `pip install trl`, which is no dependency of this repository. Each sequence has one pair, so that a batch of TRL is one of
-ours. Both train in float32 with torch's AdamW formula; TRL pads, and this program packs.
+It requires `pip install trl`, which is no dependency of this repository. Each sequence has one pair, so that a batch has as many
+pairs in both. Both train in float32. TRL pads, and this program packs.
 """
 
 import argparse

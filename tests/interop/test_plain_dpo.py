@@ -67,7 +67,7 @@ def recipe_of(folder: Path, name: str, base: tuple[Any, Path], **sections: Any) 
 
 
 def conversations(folder: Path) -> list[list[tuple[list[int], list[int]]]]:
-    """Returns the tokens of both conversations of each pair, and which of them are those of the answer, as transformers has them."""
+    """Returns the tokens of both conversations of each pair, and which are those of the answer, as transformers has them."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "hf")
     found = []
     for line in (folder / "pairs.jsonl").read_text().splitlines():

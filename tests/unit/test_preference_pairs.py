@@ -223,8 +223,8 @@ def test_the_losses_of_pairs_are_those_of_the_papers() -> None:
     [
         (
             dict(preference=dict(reference="adapter_off")),
-            "preference.reference = 'adapter_off' disables LoRA adapters, but lora.rank = 0; set lora.rank, or preference.reference "
-            "= 'model'",
+            "preference.reference = 'adapter_off' disables LoRA adapters, but lora.rank = 0; set lora.rank, or "
+            "preference.reference = 'model'",
         ),
         (
             dict(parallelism=dict(pipeline=2)),

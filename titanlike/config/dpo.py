@@ -131,6 +131,7 @@ class DpoRecipe(FinetuneRecipe):
         ]
 
 
-def preference_of(recipe: PretrainRecipe) -> DpoRecipe | None:
-    """Returns the recipe if its program trains with preference pairs, for tools that work with any program."""
-    return recipe if isinstance(recipe, DpoRecipe) else None
+def reference_of(recipe: PretrainRecipe) -> str | None:
+    """Returns the source of the reference's log-probabilities of a recipe, or None if its program does not train with preference
+    pairs, for tools that work with any program."""
+    return recipe.reference if isinstance(recipe, DpoRecipe) else None

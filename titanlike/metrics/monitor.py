@@ -111,8 +111,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         learning_rate: float,
         others: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it. `others` are
-        metrics of the program, by name."""
+        """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it. `others`
+        are metrics of the program by name."""
         self._flush(deferred=True)
         self._window_steps += 1
         if step % self.section.interval == 0 or step in (1, self.num_steps):

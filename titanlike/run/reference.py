@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ FORMAT = 1
 def build_reference(
     recipe: DpoRecipe, model: nn.Module, mesh: Mesh, parallelism: Parallelism, device: torch.device, data: DataLoaders
 ) -> Reference | None:
-    """Returns the reference of a recipe, or None if its loss has none. Call it before the weights of the model are restored: what is
-    not in the cache is computed with the model and its initial weights."""
+    """Returns the reference of a recipe, or None if its loss has none. Call it before the weights of the model are restored: what
+    is not in the cache is computed with the model and its initial weights."""
     if recipe.reference == "none":
         return None
     if recipe.reference == "precomputed":
@@ -155,7 +155,7 @@ def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
             tokens,
             training.seq_len,
             data.long_chats,
-            asdict(recipe.model),
+            asdict(cast(Any, recipe.model)),
             precision,
             _version(initial, recipe.run.seed),
         ]

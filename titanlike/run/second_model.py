@@ -1,4 +1,4 @@
-"""A second model that only computes forward passes, such as the reference of DPO: frozen, and sharded as the model that is trained."""
+"""A second model that only computes forward passes, such as the reference of DPO: frozen, and sharded as the trained model."""
 
 from dataclasses import replace
 from typing import Literal
@@ -26,13 +26,31 @@ def build_frozen_model(
     *,
     loss_reduction: Literal["sum", "none"] = "sum",
 ) -> nn.Module:
-    """Returns a model with frozen weights, in the layout and the compute dtype of a recipe. Call it under `torch.no_grad()`.
+    """Returns a model with frozen weights, in the layout of a recipe. Call it under `torch.no_grad()`.
 
     Args:
         config: that of the model.
-        initial: where its weights are, as `checkpoint.initial`. Empty: the weights that the recipe's model starts with.
+        initial: where its weights are, as `checkpoint.initial`. Empty: the random weights that the recipe's model starts with.
         loss_reduction: that of `parallelize`.
     """
+    model = parallelize_frozen(config, initial, recipe, mesh, parallelism, loss_reduction=loss_reduction)
+    initialize(model, device, recipe.run.seed, offload=parallelism.cpu_offload)
+    if initial:
+        load_initial(model, initial, config, recipe.checkpoint.allow_changed)
+    return model
+
+
+def parallelize_frozen(
+    config: TransformerConfig,
+    initial: str,
+    recipe: PretrainRecipe,
+    mesh: Mesh,
+    parallelism: Parallelism,
+    *,
+    loss_reduction: Literal["sum", "none"] = "sum",
+) -> nn.Module:
+    """Returns the model of `build_frozen_model` on the meta device. Its weights are kept in the dtype that computes, without a copy
+    in the master dtype."""
     training = recipe.training
     if initial:  # random weights are drawn in the dtype of those that are trained
         training = replace(training, master_dtype=training.compute_dtype)
@@ -41,12 +59,8 @@ def build_frozen_model(
     with torch.device("meta"):
         model = build_model(config)
     model.requires_grad_(False)
-    model = parallelize(
+    return parallelize(
         model, mesh, split=parallelism.split(config), training=training, parallelism=parallelism,
         float8=replace(recipe.float8, all_gather=False), activation_checkpoint=ActivationCheckpoint(mode="none"),
         compile=recipe.compile, loss_reduction=loss_reduction,
     )  # fmt: skip
-    initialize(model, device, recipe.run.seed, offload=parallelism.cpu_offload)
-    if initial:
-        load_initial(model, initial, config, recipe.checkpoint.allow_changed)
-    return model

@@ -52,7 +52,7 @@ def run_program(program: Path, *arguments: str) -> str:
 def known_sections(resolved: str) -> PretrainRecipe:
     """Returns the sections of a resolved recipe that the shipped recipes have too."""
     values = tomli.loads(resolved)
-    recipe_type = PretrainRecipe
+    recipe_type: type[PretrainRecipe] = PretrainRecipe
     if "lora" in values:
         recipe_type = DpoRecipe if "preference" in values else FinetuneRecipe
     known = {field.name for field in fields(recipe_type)}

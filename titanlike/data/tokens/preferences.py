@@ -7,9 +7,10 @@ import numpy as np
 from titanlike.config.dpo import PreferenceData
 from titanlike.data.documents.preferences import PreferencePair, preference_pair_of, synthetic_pairs
 from titanlike.data.documents.readers import BadRecord
-from titanlike.data.tokens.arrays import Flags, Numbers
+from titanlike.data.tokens.arrays import Flags
 from titanlike.data.tokens.chat_template import ChatTemplate
 from titanlike.data.tokens.chats import Encoded, TokenizedChats, concatenate, open_records
+from titanlike.data.tokens.tokenizer import TokenIDs
 
 
 def open_preferences(section: PreferenceData, path: str, template: ChatTemplate) -> TokenizedChats:
@@ -38,7 +39,7 @@ def encode_pair(pair: PreferencePair, template: ChatTemplate) -> list[Encoded]:
     return encoded
 
 
-def _start_of_difference(chosen: Numbers, labels: Flags, rejected: Numbers) -> int:
+def _start_of_difference(chosen: TokenIDs, labels: Flags, rejected: TokenIDs) -> int:
     """Returns where the answer begins that contains the first token in which the conversations differ."""
     shorter = min(len(chosen), len(rejected))
     differs = chosen[:shorter] != rejected[:shorter]

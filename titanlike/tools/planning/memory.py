@@ -137,8 +137,9 @@ class _Sizes:
         # Muon has one moment, in the dtype of the weights.
         muon = matrices_of_muon(job, stages)
         orthogonalized = sum(matrix.size for group in muon.values() for matrix in group) / layout.tensor
+        frozen = num_parameters * DTYPE_BYTES[job.frozen_dtype] / job.num_shards if job.has_second_model else 0.0
         states = Usage(
-            parameters=round(num_parameters * shard),
+            parameters=round(num_parameters * shard + frozen),
             gradients=round(num_parameters * shard * trained),
             optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
             workspaces=WORKSPACES,
@@ -153,6 +154,9 @@ class _Sizes:
         cast = 0.0 if job.uses_fsdp() else vocabulary * compute
         kept = hidden + weight_gradient
         gathered = hidden if layout.tensor > 1 else 0.0
+        loss, loss_kept = kept + logits + gathered + cast, kept
+        if job.trains_on_pairs:  # the gradients are computed in the backward pass, from what the forward pass has read
+            loss, loss_kept = logits + gathered + cast, loss
         return cls(
             block=matrices * element + experts / layout.expert * compute,
             experts=experts / layout.expert * compute,
@@ -165,8 +169,8 @@ class _Sizes:
             trained=trained,
             activations=block_activations(job),
             tokens=tokens,
-            loss=(kept + logits + gathered + cast) * has_head,
-            loss_kept=kept * has_head,
+            loss=loss * has_head,
+            loss_kept=loss_kept * has_head,
         )
 
 
