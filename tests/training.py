@@ -109,6 +109,7 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     model = parallelize(
         model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout, float8=recipe.float8,
         lora=lora_of(recipe), activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+        loss_reduction="none" if isinstance(recipe, DpoRecipe) else "sum",
     )  # fmt: skip
     initialize(model, torch.device("cpu"), recipe.run.seed)
     return model, mesh

@@ -193,7 +193,9 @@ def token_losses_inplace(
         gradient = gradient * (1.0 - (out.float() / soft_cap).tanh().square())
     elif soft_cap:  # the derivative of the bound
         gradient.mul_((out.float() / soft_cap).tanh_().square_().neg_().add_(1.0))
-    out.copy_(gradient if scale is None else gradient * scale[:, None])
+    if scale is not None:
+        gradient = gradient * scale[:, None] if compiling else gradient.mul_(scale[:, None])
+    out.copy_(gradient)
     return losses.where(valid[:, None], 0.0)
 
 

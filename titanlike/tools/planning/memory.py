@@ -156,7 +156,7 @@ class _Sizes:
         gathered = hidden if layout.tensor > 1 else 0.0
         loss, loss_kept = kept + logits + gathered + cast, kept
         if job.trains_on_pairs:  # the gradients are computed in the backward pass, from what the forward pass has read
-            loss, loss_kept = logits + gathered + cast, loss
+            loss, loss_kept = logits + gathered + cast, loss - min(logits, head_gradient(job))
         return cls(
             block=matrices * element + experts / layout.expert * compute,
             experts=experts / layout.expert * compute,
@@ -320,6 +320,13 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
             saved -= stack[action.stage]
     optimizer = replace(sizes.states, gathered=round(gathered))
     return [*moments, Moment("optimizer", optimizer)]
+
+
+def head_gradient(job: Job) -> float:
+    """Returns the bytes of the LM head's gradient in the compute dtype, which FSDP reduces: once there are no logits any more, where
+    the backward pass computes them."""
+    model, element = job.recipe.model, DTYPE_BYTES[job.recipe.training.compute_dtype]
+    return model.vocab_size * model.dim / job.layout.tensor * element if job.uses_fsdp() else 0.0
 
 
 def loss_logits(job: Job) -> int:

@@ -29,6 +29,7 @@ from titanlike.tools.planning.memory import (
     Moment,
     Usage,
     fragmentation,
+    head_gradient,
     loss_logits,
     receive_buffers,
 )
@@ -94,6 +95,9 @@ def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
         usage = replace(usage, activations=round(usage.activations * share))
         if moment.label == "loss":
             usage = replace(usage, loss=usage.loss - logits)
+        if moment.label == "backward, loss" and compiled.trains_on_pairs:
+            before, after = (max(loss_logits(each), head_gradient(each)) for each in (eager, compiled))
+            usage = replace(usage, temporary=round(usage.temporary - before + after))
         if moment.label.startswith("backward") and moment.label != "backward, loss":
             usage = replace(usage, temporary=max(0, round(usage.temporary + backward)))
         return Moment(moment.label, usage)
