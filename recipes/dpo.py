@@ -61,8 +61,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
-        vocab_size=recipe.model.vocab_size, device=device, open_sources=open_sources,
-        **mesh.data_shard(training.seq_len),
+        vocab_size=recipe.model.vocab_size, device=device, open_sources=open_sources, **mesh.data_shard(training.seq_len),
     )  # fmt: skip
     evaluator = Evaluator(
         recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed,
@@ -84,9 +83,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
         lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile, loss_reduction="none",
     )  # fmt: skip
     initialize(model, device, seed, offload=parallelism.cpu_offload)
-    reference = build_reference(
-        recipe, model, mesh, parallelism, device, data
-    )  # before weights of a checkpoint are loaded
+    reference = build_reference(recipe, model, mesh, parallelism, device, data)  # of the initial weights
     optimizer = build_optimizer(model, recipe.optimizer, seed)
     restore(resume, checkpoints, model, optimizer, data.training.source, recipe)
     run.open(device, resumed_step=resume.first_step - 1)
@@ -119,9 +116,8 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
 
             # Forward, backward, update.
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
-            num_pairs = shutdown.all_reduce_sum(
-                preferences.num_pairs(microbatches), mesh.loss_groups, mesh.model_groups
-            )
+            num_pairs = preferences.num_pairs(microbatches)
+            num_pairs = shutdown.all_reduce_sum(num_pairs, mesh.loss_groups, mesh.model_groups)
             loss, local_loss, metrics = preferences.forward_backward(
                 model, reference, microbatches, num_pairs, mesh, parallelism.gradient_sync, recipe.preference
             )
@@ -132,7 +128,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
                     optimizer.step()
             optimizer.zero_grad()
             rate = optimizer.param_groups[0]["lr"]
-            monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=rate, others=metrics)
+            monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=rate, **metrics)
 
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue

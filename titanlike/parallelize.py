@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
@@ -54,7 +53,9 @@ def parallelize(
     tensor_plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
     if loss is not None:
-        _check_loss(model, loss, training, torch.device(mesh.tensor.device_type))
+        from titanlike.models.token_loss import check_loss
+
+        check_loss(model, loss, training.z_loss, torch.device(mesh.tensor.device_type))
     model.to(getattr(torch, training.master_dtype))
     use_float8 = float8.scaling != "none"
     if use_float8:
@@ -176,20 +177,6 @@ def parallelize(
     if mesh.pipeline.size() > 1:
         cast(Any, model).register_parts()
     return model
-
-
-def _check_loss(model: nn.Module, loss: TokenLoss, training: Training, device: torch.device) -> None:
-    """Raises `UserError` if a loss cannot replace the cross-entropy."""
-    from titanlike.models.token_loss import check_token_loss
-
-    set_loss(model, HeadLoss(loss))  # refuses a head that is not of the library
-    if training.z_loss:
-        raise UserError(
-            f"training.z_loss = {training.z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
-            "add the term in the loss"
-        )
-    head: Any = model.get_submodule("output")
-    check_token_loss(loss, head.weight.shape[0], device)
 
 
 def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:

@@ -78,9 +78,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._rates: list[float] = []  # tokens per second of each record
         self._peak_memory_gib = 0.0
         self._data_wait = 0.0
-        self._pending: tuple[int, AsyncD2H, float, list[str]] | None = (
-            None  # step, values, learning rate, names of others
-        )
+        self._pending: tuple[int, AsyncD2H, float, list[str]] | None = None  # step, values, learning rate, names
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -102,22 +100,13 @@ class Monitor(AbstractContextManager["Monitor"]):
         if self._console:
             self._console.refresh()
 
-    def step(
-        self,
-        step: int,
-        *,
-        loss: Tensor,
-        grad_norm: Tensor,
-        learning_rate: float,
-        others: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float, **others: Tensor) -> None:
         """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it. `others`
         are metrics of the program by name."""
         self._flush(deferred=True)
         self._window_steps += 1
         if step % self.section.interval == 0 or step in (1, self.num_steps):
             of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
-            others = others or {}
             values = AsyncD2H(loss, grad_norm, *others.values(), *of_ranks)
             self._pending = step, values, learning_rate, list(others)
             if values.is_on_host or step == self.num_steps:

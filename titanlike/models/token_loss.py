@@ -7,10 +7,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlike.config import UserError
-from titanlike.models.loss import IGNORE, TokenLoss
+from titanlike.models.layers import set_loss
+from titanlike.models.loss import IGNORE, HeadLoss, TokenLoss
+
+
+def check_loss(model: nn.Module, loss: TokenLoss, z_loss: float, device: torch.device) -> None:
+    """Raises `UserError` if a loss cannot replace the cross-entropy."""
+    set_loss(model, HeadLoss(loss))  # refuses a head that is not of the library
+    if z_loss:
+        raise UserError(
+            f"training.z_loss = {z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
+            "add the term in the loss"
+        )
+    head: Any = model.get_submodule("output")
+    check_token_loss(loss, head.weight.shape[0], device)
 
 
 def check_token_loss(token_loss: TokenLoss, vocab_size: int, device: torch.device) -> None:

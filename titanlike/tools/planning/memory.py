@@ -156,7 +156,11 @@ class _Sizes:
         gathered = hidden if layout.tensor > 1 else 0.0
         loss, loss_kept = kept + logits + gathered + cast, kept
         if job.trains_on_pairs:  # the gradients are computed in the backward pass, from what the forward pass has read
-            loss, loss_kept = logits + gathered + cast, loss - min(logits, head_gradient(job))
+            kept = hidden + weight_gradient * (job.lora.rank == 0)
+            loss, loss_kept = (
+                logits + gathered + cast,
+                kept + logits + gathered + cast - min(logits, head_gradient(job)),
+            )
         return cls(
             block=matrices * element + experts / layout.expert * compute,
             experts=experts / layout.expert * compute,
@@ -237,8 +241,10 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         )
     # The LM head is gathered by itself, unless it is tied: then the last block's weights and the buffer of its gather remain.
     at_loss = 2 * block if tied else 2 * head
+    if job.frozen_forwards and not (job.has_second_model or tied):  # it is kept after the forward pass of the reference
+        at_loss = head + block
     moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss))
-    head_gradients = sizes.head if fsdp else 0.0
+    head_gradients = head_gradient(job)
     moments.append(
         moment(
             "backward, loss",
@@ -323,10 +329,11 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
 
 
 def head_gradient(job: Job) -> float:
-    """Returns the bytes of the LM head's gradient in the compute dtype, which FSDP reduces: once there are no logits any more, where
-    the backward pass computes them."""
+    """Returns the bytes of the LM head's gradient in the compute dtype, which FSDP reduces. Where the backward pass computes the
+    logits, it is there after them, and a frozen head has none."""
     model, element = job.recipe.model, DTYPE_BYTES[job.recipe.training.compute_dtype]
-    return model.vocab_size * model.dim / job.layout.tensor * element if job.uses_fsdp() else 0.0
+    exists = job.uses_fsdp() and not (job.trains_on_pairs and job.lora.rank)
+    return model.vocab_size * model.dim / job.layout.tensor * element if exists else 0.0
 
 
 def loss_logits(job: Job) -> int:
