@@ -23,7 +23,7 @@ from trl import DPOConfig, DPOTrainer
 
 from titanlike.config import load
 from titanlike.config.dpo import DpoRecipe
-from titanlike.data.batches.preferences import open_sources
+from titanlike.data.batches.pairs import open_sources
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.run.run_dir import versions
 

@@ -6,7 +6,6 @@ To change it, copy it: add a section of your own to the recipe and a line that u
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 if (clone := Path(__file__).resolve().parents[1]).joinpath("titanlike").is_dir():
@@ -20,8 +19,7 @@ if __name__ == "__main__":
 
 import torch
 
-from titanlike.data.batches import chats, dataloaders
-from titanlike.data.batches.preferences import open_sources
+from titanlike.data.batches import chats, dataloaders, pairs
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
@@ -40,9 +38,7 @@ from titanlike.optim import (
 )
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelize import parallelize
-from titanlike.run import preferences
-from titanlike.run.loop import Measurements, is_due, loop_settings, trace_steps
-from titanlike.run.reference import build_reference
+from titanlike.run import loop, preferences
 from titanlike.run.resume import find_resume_point, restore
 from titanlike.run.run_dir import RunDirectory, run_metadata, summary
 
@@ -61,7 +57,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
-        vocab_size=recipe.model.vocab_size, device=device, open_sources=open_sources, **mesh.data_shard(training.seq_len),
+        vocab_size=recipe.model.vocab_size, device=device, open_sources=pairs.open_sources, **mesh.data_shard(training.seq_len),
     )  # fmt: skip
     evaluator = Evaluator(
         recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed,
@@ -83,7 +79,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
         lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile, loss_reduction="none",
     )  # fmt: skip
     initialize(model, device, seed, offload=parallelism.cpu_offload)
-    reference = build_reference(recipe, model, mesh, parallelism, device, data)  # of the initial weights
+    reference = preferences.build_reference(recipe, model, mesh, parallelism, device, data)  # of the initial weights
     optimizer = build_optimizer(model, recipe.optimizer, seed)
     restore(resume, checkpoints, model, optimizer, data.training.source, recipe)
     run.open(device, resumed_step=resume.first_step - 1)
@@ -94,15 +90,17 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
         flops_per_token=recipe.flops_per_token, section=recipe.metrics, recipe=metadata.recipe,
     )  # fmt: skip
     guard = NonFiniteGuard(training.non_finite, training.skip_limit, skipped=resume.skipped, on_skip=monitor.skipped)
-    validate = partial(preferences.validate, reference=reference, section=recipe.preference)
-    measurements = Measurements(recipe, model, mesh, data.validation, evaluator, monitor, watchdog, validate)
+    objective = preferences.Objective(recipe.preference, reference, mesh, parallelism.gradient_sync)
+    measurements = loop.Measurements(
+        recipe, model, mesh, data.validation, evaluator, monitor, watchdog, objective.validate
+    )
 
     with (
         monitor,
         checkpoints,
-        trace_steps(recipe.profiling, run.path, device, monitor) as trace_step,
+        loop.trace_steps(recipe.profiling, run.path, device, monitor) as trace_step,
         GracefulShutdown() as shutdown,
-        loop_settings(training) as garbage_collector,
+        loop.loop_settings(training) as garbage_collector,
         data.training.prefetch(recipe.data.prefetch, resume.first_step, training.steps),
     ):
         monitor.print(summary(recipe, mesh.sizes, device, data.training.source.describe(training.steps)))
@@ -118,9 +116,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             num_pairs = preferences.num_pairs(microbatches)
             num_pairs = shutdown.all_reduce_sum(num_pairs, mesh.loss_groups, mesh.model_groups)
-            loss, local_loss, metrics = preferences.forward_backward(
-                model, reference, microbatches, num_pairs, mesh, parallelism.gradient_sync, recipe.preference
-            )
+            loss, local_loss, metrics = objective.forward_backward(model, microbatches, num_pairs)
             norms = gradient_norms(model, mesh.pipeline)
             with monitor.parameter_statistics(step, model):
                 if guard.should_step(step, loss, local_loss, norms):
@@ -134,7 +130,9 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue
             if not stop_signal:
                 measurements.after(step)
-            if recipe.checkpoint.enabled and (stop_signal or is_due(step, recipe.checkpoint.interval, training.steps)):
+            if recipe.checkpoint.enabled and (
+                stop_signal or loop.is_due(step, recipe.checkpoint.interval, training.steps)
+            ):
                 with monitor.exclude_from_throughput("saving"), watchdog.pause():
                     guard.flush()  # a non-finite step is never saved
                     now = metadata.at(step, training.num_tokens(step), data.training.position(), guard.skipped)

@@ -123,7 +123,8 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
             num_tokens = GracefulShutdown().all_reduce_sum(tokens.count_nonzero(), mesh.loss_groups, mesh.model_groups)
             microbatches, sync = [batch] * job.num_microbatches, recipe.parallelism.gradient_sync
             if isinstance(recipe, DpoRecipe):
-                preferences.forward_backward(model, reference, microbatches, num_tokens, mesh, sync, recipe.preference)
+                objective = preferences.Objective(recipe.preference, reference, mesh, sync)
+                objective.forward_backward(model, microbatches, num_tokens)
             else:
                 pretrain.forward_backward(model, microbatches, num_tokens, mesh, sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)

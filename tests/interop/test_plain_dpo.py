@@ -20,7 +20,7 @@ from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import Parallelism, Tokenizer
 from titanlike.data.batches.dataloaders import build_dataloaders
-from titanlike.data.batches.preferences import open_sources
+from titanlike.data.batches.pairs import open_sources
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.hf_parameters import stored_tensors
@@ -166,7 +166,8 @@ def gradients_on_rank(recipe: DpoRecipe) -> dict[str, Tensor]:
     count = preferences.num_pairs(batches)
     for group in mesh.loss_groups:
         torch.distributed.all_reduce(count, group=group)
-    preferences.forward_backward(model, reference, batches, count, mesh, parallelism.gradient_sync, recipe.preference)
+    objective = preferences.Objective(recipe.preference, reference, mesh, parallelism.gradient_sync)
+    objective.forward_backward(model, batches, count)
     gradient_norms(model, mesh.pipeline)
     return {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}
 

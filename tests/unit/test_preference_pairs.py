@@ -16,12 +16,12 @@ from titanlike.config import UserError, load
 from titanlike.config.dpo import DpoRecipe, Preference, PreferenceData
 from titanlike.config.finetune import Lora
 from titanlike.config.sections import PretrainRecipe, Tokenizer
-from titanlike.data.batches.preferences import open_sources
+from titanlike.data.batches.pairs import open_sources
 from titanlike.data.batches.sources import Sources
-from titanlike.data.documents.preferences import preference_pair_of, synthetic_pairs
+from titanlike.data.documents.pairs import preference_pair_of, synthetic_pairs
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import build_chat_template
-from titanlike.data.tokens.preferences import encode_pair
+from titanlike.data.tokens.pairs import encode_pair
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.models.loss import IGNORE, chunked_linear_cross_entropy
 from titanlike.models.moe_config import Qwen3MoeConfig

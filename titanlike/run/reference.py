@@ -18,13 +18,13 @@ from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch
-from titanlike.data.batches.preferences import PackedPairs
+from titanlike.data.batches.pairs import PackedPairs
 from titanlike.data.documents.files import hash_of, local_file, versions_of
 from titanlike.distributed import collectives, process_group
 from titanlike.interop.weights import load_initial, open_weights
 from titanlike.models.lora import disabled_adapters
 from titanlike.parallelisms.mesh import Mesh
-from titanlike.run.preferences import Places, Reference, answers_of, places_of
+from titanlike.run.answers import Places, Reference, answers_of, places_of
 from titanlike.run.second_model import build_frozen_model
 from titanlike.utils.files import atomic_writer
 from titanlike.utils.system import cache_folder

@@ -11,7 +11,7 @@ from rich.text import Text
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.layout import BatchSizes
-from titanlike.data.batches import chats, preferences
+from titanlike.data.batches import chats, pairs
 from titanlike.data.batches.packed_dataset import SequenceBatch, separate_documents
 from titanlike.data.tokens.shards import Shards, read_manifest, totals
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
@@ -32,7 +32,7 @@ def inspect_recipe(
             "training.batch_ramp must be divisible by --ranks, and --rank counts from 0"
         )
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
-    open_sources: Any = preferences.open_sources if isinstance(recipe.data, PreferenceData) else chats.open_sources
+    open_sources: Any = pairs.open_sources if isinstance(recipe.data, PreferenceData) else chats.open_sources
     data = open_sources(
         recipe.data,
         tokenizer,

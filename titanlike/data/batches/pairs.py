@@ -15,7 +15,7 @@ from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
 from titanlike.data.tokens.chat_template import build_chat_template
 from titanlike.data.tokens.chats import TokenizedChats
-from titanlike.data.tokens.preferences import open_preferences
+from titanlike.data.tokens.pairs import open_preferences
 from titanlike.data.tokens.tokenizer import Tokenizer
 
 
