@@ -79,7 +79,7 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
         lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile, loss_reduction="none",
     )  # fmt: skip
     initialize(model, device, seed, offload=parallelism.cpu_offload)
-    reference = preferences.build_reference(recipe, model, mesh, parallelism, device, data)  # of the initial weights
+    objective = preferences.build_objective(recipe, model, mesh, parallelism, device, data)  # with the initial weights
     optimizer = build_optimizer(model, recipe.optimizer, seed)
     restore(resume, checkpoints, model, optimizer, data.training.source, recipe)
     run.open(device, resumed_step=resume.first_step - 1)
@@ -90,7 +90,6 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
         flops_per_token=recipe.flops_per_token, section=recipe.metrics, recipe=metadata.recipe,
     )  # fmt: skip
     guard = NonFiniteGuard(training.non_finite, training.skip_limit, skipped=resume.skipped, on_skip=monitor.skipped)
-    objective = preferences.Objective(recipe.preference, reference, mesh, parallelism.gradient_sync)
     measurements = loop.Measurements(
         recipe, model, mesh, data.validation, evaluator, monitor, watchdog, objective.validate
     )
@@ -116,15 +115,14 @@ def main(recipe: DpoRecipe, device: torch.device, watchdog: Watchdog) -> None:
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             num_pairs = preferences.num_pairs(microbatches)
             num_pairs = shutdown.all_reduce_sum(num_pairs, mesh.loss_groups, mesh.model_groups)
-            loss, local_loss, metrics = objective.forward_backward(model, microbatches, num_pairs)
+            loss, local_loss, means = objective.forward_backward(model, microbatches, num_pairs)
             norms = gradient_norms(model, mesh.pipeline)
             with monitor.parameter_statistics(step, model):
                 if guard.should_step(step, loss, local_loss, norms):
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()
-            rate = optimizer.param_groups[0]["lr"]
-            monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=rate, **metrics)
+            monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"], **means)
 
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue

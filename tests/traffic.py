@@ -26,7 +26,6 @@ from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import GRADIENT_GROUP, Pipeline
 from titanlike.run import preferences
-from titanlike.run.reference import build_reference
 from titanlike.run.second_model import build_frozen_model
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.traffic import fsdp_axis, traffic
@@ -108,12 +107,12 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
     if recipe.data.masks_documents:
         inputs["document_ids"] = torch.zeros_like(tokens)
     batch = Batch(inputs, tokens)
-    reference = None
+    objective = None
     if isinstance(recipe, DpoRecipe):
         layout = recipe.parallelism.resolve(dist.get_world_size())
         no_data: Any = None  # it is for the computation of a table
         with mock.patch("titanlike.run.reference.build_frozen_model", wraps=_balanced_model):
-            reference = build_reference(recipe, model, mesh, layout, torch.device("cpu"), no_data)
+            objective = preferences.build_objective(recipe, model, mesh, layout, torch.device("cpu"), no_data)
     counter = Traffic(mesh)
     with torch.no_grad():
         _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
@@ -122,8 +121,7 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
             balance_experts(model)
             num_tokens = GracefulShutdown().all_reduce_sum(tokens.count_nonzero(), mesh.loss_groups, mesh.model_groups)
             microbatches, sync = [batch] * job.num_microbatches, recipe.parallelism.gradient_sync
-            if isinstance(recipe, DpoRecipe):
-                objective = preferences.Objective(recipe.preference, reference, mesh, sync)
+            if objective:
                 objective.forward_backward(model, microbatches, num_tokens)
             else:
                 pretrain.forward_backward(model, microbatches, num_tokens, mesh, sync)

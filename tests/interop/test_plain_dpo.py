@@ -30,7 +30,6 @@ from titanlike.models.registry import build_model
 from titanlike.optim.clipping import gradient_norms
 from titanlike.parallelize import parallelize
 from titanlike.run import preferences
-from titanlike.run.reference import build_reference
 
 Ranks = Callable[[int], Pool]
 Pair = tuple[list[tuple[list[int], list[int]]], int]
@@ -160,13 +159,12 @@ def gradients_on_rank(recipe: DpoRecipe) -> dict[str, Tensor]:
         lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile, loss_reduction="none",
     )  # fmt: skip
     initialize(model, device, 0)
-    reference = build_reference(recipe, model, mesh, parallelism, device, data)
+    objective = preferences.build_objective(recipe, model, mesh, parallelism, device, data)
     load_initial(model, recipe.checkpoint.initial, recipe.model)
     batches = data.training.microbatches(1)
     count = preferences.num_pairs(batches)
     for group in mesh.loss_groups:
         torch.distributed.all_reduce(count, group=group)
-    objective = preferences.Objective(recipe.preference, reference, mesh, parallelism.gradient_sync)
     objective.forward_backward(model, batches, count)
     gradient_norms(model, mesh.pipeline)
     return {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}

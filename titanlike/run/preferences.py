@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlike.config.dpo import Preference
+from titanlike.config.dpo import DpoRecipe, Preference
+from titanlike.config.sections import Parallelism
+from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
 from titanlike.models.preference_loss import preference_loss
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.answers import Reference, answers_of, places_of
-from titanlike.run.reference import build_reference as build_reference
+from titanlike.run.reference import build_reference
 
 
 def num_pairs(microbatches: Sequence[Batch]) -> Tensor:
@@ -21,6 +23,14 @@ def num_pairs(microbatches: Sequence[Batch]) -> Tensor:
     answer counts a pair."""
     starts = [(batch.inputs["position_ids"] == 0) & (batch.inputs["document_ids"] % 2 == 1) for batch in microbatches]
     return torch.stack([each.sum() for each in starts]).sum()
+
+
+def build_objective(
+    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, parallelism: Parallelism, device: torch.device, data: DataLoaders
+) -> "Objective":
+    """Returns the objective of a recipe, with its reference model. Call it before the weights of the model are restored."""
+    reference = build_reference(recipe, model, mesh, parallelism, device, data)
+    return Objective(recipe.preference, reference, mesh, parallelism.gradient_sync)
 
 
 @dataclass(frozen=True)
