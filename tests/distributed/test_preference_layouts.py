@@ -101,6 +101,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
     # Of a second model, whose weights are in no checkpoint; of adapters, whose frozen weights are in it; and of a table.
     train(ranks(1), preference_recipe(tmp_path, "base", training=dict(steps=2), optimizer=dict(lr=3e-3)))
     initial = dict(initial=str(tmp_path / "base"))
+    losses = {}
     for reference in ("model", "adapter_off", "precomputed"):
         lora = LORA if reference == "adapter_off" else {}
 
@@ -111,6 +112,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
             )  # fmt: skip
 
         whole = train(ranks(2), run("whole", 5))
+        losses[reference] = whole.losses
         train(ranks(2), run("parts", 3))
         shutil.rmtree(tmp_path / "cache/preferences")  # the table is computed again, and not with the trained weights
         parts = train(ranks(2), run("parts", 5))
@@ -118,6 +120,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
         assert parts.losses == whole.losses and parts.losses[-1] != parts.losses[-2]
         lines = (tmp_path / f"parts-{reference}/metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["kl"] for line in lines if "kl" in line][-1] != 0.0
+    assert losses["model"] == losses["precomputed"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_second_model_is_the_initial_one_in_bfloat16_too(ranks: Ranks, tmp_path: Path, processes: int) -> None:
+    sections: dict[str, Any] = dict(training=dict(steps=1, compute_dtype="bfloat16"), validation=dict(interval=0))
+    for name in ("drawn", "loaded"):
+        initial = dict(initial=str(tmp_path / "drawn") if name == "loaded" else "")
+        train(ranks(processes), preference_recipe(tmp_path, name, checkpoint=initial, **sections))
+        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["kl"] == first["rewards/margins"] == 0.0 and first["logps/chosen"] < 0.0
 
 
 def test_a_resume_with_another_reference_is_refused(ranks: Ranks, tmp_path: Path) -> None:
