@@ -127,6 +127,8 @@ class Rank:
             forward, inputs, weights = dict[str, float](), dict[str, float](), dict[str, float]()
             for module, number in modules:
                 _add(forward, self.kernels.seconds(module.forward), number)
+                frozen = self.job.frozen_forwards * sum(self.kernels.seconds(module.forward).values())
+                _add(forward, {"reference model": frozen}, number)
                 _add(inputs, self.kernels.seconds(module.backward_input), number)
                 _add(weights, self.kernels.seconds(module.backward_weight), number)
                 recomputation = sum(self.kernels.seconds(module.recomputation).values())
@@ -181,7 +183,7 @@ class Rank:
             tensor += 2 * moved / self.kernels.memory_speed
         if self.job.program.regathers and self.job.recipe.activation_checkpoint.mode == "selective":
             tensor *= 5 / 4  # two of eight collectives of a block
-        context = self._seconds("context", "keys and values", "document ids", "float8 maxima", "expert counts")
+        context = self._seconds("context", "keys and values", "document ids", "loss", "float8 maxima", "expert counts")
         # A block has as many collectives in the backward pass; with full checkpointing, three of four again.
         share = 4 / 11 if self.job.recipe.activation_checkpoint.mode == "full" else 1 / 2
         exposed = {"tensor": tensor - self.hidden_tensor, "context": context}
