@@ -61,6 +61,6 @@ def parallelize_frozen(
     model.requires_grad_(False)
     return parallelize(
         model, mesh, split=parallelism.split(config), training=training, parallelism=parallelism,
-        float8=replace(recipe.float8, all_gather=False), activation_checkpoint=ActivationCheckpoint(mode="none"),
+        float8=recipe.float8, activation_checkpoint=ActivationCheckpoint(mode="none"),
         compile=recipe.compile, loss_reduction=loss_reduction,
     )  # fmt: skip
