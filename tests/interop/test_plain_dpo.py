@@ -135,7 +135,7 @@ def test_five_steps_equal_a_plain_loop(ranks: Ranks, tmp_path: Path, base: Any) 
     train(ranks(1), recipe)
     found = records(recipe)
     assert expected["loss"][-1] < expected["loss"][0] - 0.01
-    loss_error = 5e-5 if recipe.model.num_experts else 1e-6  # of transformers in float32
+    loss_error = 2e-4 if recipe.model.num_experts else 1e-6  # of transformers in float32
     for step, record in enumerate(found):
         assert abs(record["loss"] - expected["loss"][step]) <= loss_error
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
