@@ -136,6 +136,15 @@ def test_the_second_model_computes_as_the_initial_one(
         assert first["kl"] == first["rewards/margins"] == 0.0 and first["logps/chosen"] < 0.0
 
 
+def test_the_reference_has_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    model = dataclasses.replace(GPT_, dropout=0.1)
+    found = [
+        train(ranks(1), preference_recipe(tmp_path, name, model=model, preference=dict(reference=name))).losses
+        for name in ("model", "precomputed")
+    ]
+    assert found[0] == found[1] and found[0][0] != pytest.approx(0.693147, abs=1e-4)
+
+
 def test_a_resume_with_another_reference_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     train(ranks(1), preference_recipe(tmp_path, "run"))
     changed = preference_recipe(tmp_path, "run", training=dict(steps=4), checkpoint=dict(initial=str(tmp_path / "run")))
