@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import assert_equal_state
-from tests.parity import COMPILED, FULL, LORA, SELECTIVE, tiers
+from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
 from tests.pool import Pool
 from tests.preferences import preference_recipe
 from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train, train_on_rank
@@ -123,14 +123,26 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_pa
     assert losses["model"] == losses["precomputed"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_second_model_is_the_initial_one_in_bfloat16_too(ranks: Ranks, tmp_path: Path, processes: int) -> None:
-    sections: dict[str, Any] = dict(training=dict(steps=1, compute_dtype="bfloat16"), validation=dict(interval=0))
+@pytest.mark.parametrize(("processes", "float8"), [(1, {}), (2, {}), (2, ALL_GATHER)])
+def test_the_second_model_computes_as_the_initial_one(
+    ranks: Ranks, tmp_path: Path, processes: int, float8: dict[str, Any]
+) -> None:
+    training = dict(steps=1, compute_dtype="bfloat16")
+    sections: dict[str, Any] = dict(training=training, validation=dict(interval=0), float8=float8)
     for name in ("drawn", "loaded"):
         initial = dict(initial=str(tmp_path / "drawn") if name == "loaded" else "")
         train(ranks(processes), preference_recipe(tmp_path, name, checkpoint=initial, **sections))
         first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
         assert first["kl"] == first["rewards/margins"] == 0.0 and first["logps/chosen"] < 0.0
+
+
+def test_the_reference_has_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    model = dataclasses.replace(GPT_, dropout=0.1)
+    found = [
+        train(ranks(1), preference_recipe(tmp_path, name, model=model, preference=dict(reference=name))).losses
+        for name in ("model", "precomputed")
+    ]
+    assert found[0] == found[1] and found[0][0] != pytest.approx(0.693147, abs=1e-4)
 
 
 def test_a_resume_with_another_reference_is_refused(ranks: Ranks, tmp_path: Path) -> None:

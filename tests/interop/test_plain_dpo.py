@@ -135,11 +135,12 @@ def test_five_steps_equal_a_plain_loop(ranks: Ranks, tmp_path: Path, base: Any) 
     train(ranks(1), recipe)
     found = records(recipe)
     assert expected["loss"][-1] < expected["loss"][0] - 0.01
+    loss_error = 2e-4 if recipe.model.num_experts else 1e-6  # of transformers in float32
     for step, record in enumerate(found):
-        assert abs(record["loss"] - expected["loss"][step]) <= 1e-6
+        assert abs(record["loss"] - expected["loss"][step]) <= loss_error
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
-            assert abs(record[name] - expected[name][step]) <= 5e-6
-        assert record["grad_norm"] == pytest.approx(expected["norm"][step], rel=1e-4)
+            assert record[name] == pytest.approx(expected[name][step], rel=5 * loss_error, abs=5 * loss_error)
+        assert record["grad_norm"] == pytest.approx(expected["norm"][step], rel=100 * loss_error)
 
 
 def gradients_on_rank(recipe: DpoRecipe) -> dict[str, Tensor]:

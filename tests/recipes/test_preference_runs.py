@@ -35,7 +35,7 @@ def test_the_debug_recipe_learns_to_prefer_the_right_sums(tmp_path: Path) -> Non
     assert first["rewards/accuracies"] == 0.5 and first["rewards/margins"] == first["kl"] == 0.0
     accuracies = [line["validation_accuracy"] for line in lines if "validation_accuracy" in line]
     assert accuracies[0] < 0.75 and accuracies[-1] > 0.9
-    assert "assistant:" in done.stdout and f"titanlike generate {Path('runs/run')} --chat" in done.stdout
+    assert f"titanlike generate {Path('runs/run')} --chat" in done.stdout
 
 
 @pytest.mark.slow

@@ -49,10 +49,11 @@ def parallelize_frozen(
     *,
     loss_reduction: Literal["sum", "none"] = "sum",
 ) -> nn.Module:
-    """Returns the model of `build_frozen_model` on the meta device. Its weights are kept in the dtype that computes, without a copy
-    in the master dtype."""
+    """Returns the model of `build_frozen_model` on the meta device. Its weights are kept in the dtype that computes, not in the
+    master dtype, where that gives the same."""
     training = recipe.training
-    if initial:  # random weights are drawn in the dtype of those that are trained
+    # Random weights are drawn in the dtype of those that are trained, and float8 all-gather casts from that dtype.
+    if initial and not recipe.float8.all_gather:
         training = replace(training, master_dtype=training.compute_dtype)
     if parallelism.reshard_after_forward == "auto":  # no backward pass follows, for which to keep the last unit
         parallelism = replace(parallelism, reshard_after_forward="always")
@@ -61,6 +62,6 @@ def parallelize_frozen(
     model.requires_grad_(False)
     return parallelize(
         model, mesh, split=parallelism.split(config), training=training, parallelism=parallelism,
-        float8=replace(recipe.float8, all_gather=False), activation_checkpoint=ActivationCheckpoint(mode="none"),
+        float8=recipe.float8, activation_checkpoint=ActivationCheckpoint(mode="none"),
         compile=recipe.compile, loss_reduction=loss_reduction,
     )  # fmt: skip

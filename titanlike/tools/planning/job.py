@@ -47,8 +47,8 @@ class Job:
     @property
     def frozen_dtype(self) -> str:
         """The dtype of the second model's weights, as `run/second_model.py` chooses it."""
-        training = self.recipe.training
-        return training.compute_dtype if self.recipe.checkpoint.initial else training.master_dtype
+        training, keeps_master = self.recipe.training, self.recipe.float8.all_gather
+        return training.compute_dtype if self.recipe.checkpoint.initial and not keeps_master else training.master_dtype
 
     @cached_property
     def split(self) -> list[int]:

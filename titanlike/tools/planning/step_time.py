@@ -114,8 +114,11 @@ class Rank:
             (number, work.kernels)
             for modules in self.modules.values()
             for passes, number in modules
-            for work in (passes.forward, passes.recomputation, passes.backward_input, passes.backward_weight)
-        ]
+            for work in (
+                *[passes.forward] * (1 + self.job.frozen_forwards), passes.recomputation, passes.backward_input,
+                passes.backward_weight,
+            )
+        ]  # fmt: skip
         return self.job.num_microbatches * sum(number * kernels for number, kernels in works)
 
     @cached_property

@@ -84,18 +84,17 @@ def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None
     for unit, calls in (pair for n in stages for pair in zip(units[n], gathers[n], strict=True)):
         axis, num_shards = shards_of(job, experts=unit.experts)
         if num_shards > 1:
-            size = sum(
-                parameter.padded(num_shards)
+            sizes = {
+                parameter.name: parameter.padded(num_shards)
                 * (1 if parameter.float8 and job.recipe.float8.all_gather else DTYPE_BYTES[training.compute_dtype])
                 for parameter in unit.parameters
-            )
+            }
             # What has not been freed after the forward pass of the reference is read by the next one.
             once_more = job.num_microbatches * unit.reshards if job.frozen_forwards and not job.has_second_model else 0
-            totals.add("all-gather", axis, "weights", calls + once_more, size)
+            totals.add("all-gather", axis, "weights", calls + once_more, sum(sizes.values()))
             if job.has_second_model:
-                frozen = [each for each in unit.parameters if not each.name.endswith(("lora_A", "lora_B"))]
-                size = DTYPE_BYTES[training.compute_dtype] * sum(each.padded(num_shards) for each in frozen)
-                totals.add("all-gather", axis, "weights", job.num_microbatches, size)
+                frozen = [size for name, size in sizes.items() if not name.endswith(("lora_A", "lora_B"))]
+                totals.add("all-gather", axis, "weights", job.num_microbatches, sum(frozen))
         trainable = [parameter for parameter in unit.parameters if parameter.trainable]
         size = DTYPE_BYTES[training.reduce_dtype] * sum(parameter.padded(num_shards) for parameter in trainable)
         if trainable and num_shards > 1:
