@@ -62,6 +62,24 @@ ERRORS = {
         '"document_ids": 0 * document_ids[:, :-1]}',
         "tests/interop/test_finetuning.py",
     ),
+    "weights of tokens": Planted(
+        "titanlike/models/token_losses.py",
+        "ctx.soft_cap, scale[rows])",
+        "ctx.soft_cap, scale[:ctx.chunk])",
+        "tests/unit/test_preference_pairs.py",
+    ),
+    "halves of a pair": Planted(
+        "titanlike/data/batches/pairs.py",
+        "2 * (self.first_pair + pair) + side",
+        "2 * (self.first_pair + pair) + 1 - side",
+        "tests/unit/test_preference_pairs.py tests/interop/test_plain_dpo.py",
+    ),
+    "reference": Planted(
+        "titanlike/run/reference.py",
+        "module.reshard()",
+        "module.modules()",
+        "tests/distributed/test_preference_layouts.py",
+    ),
     "QK-norm gradient": Planted(
         "titanlike/parallelisms/tensor.py",
         '"qk_norm": Style(LocalTokens),',

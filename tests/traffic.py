@@ -3,10 +3,11 @@
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,6 +16,7 @@ from recipes import pretrain
 from tests.balanced_experts import balance_experts
 from tests.training import build
 from titanlike.config import PretrainRecipe
+from titanlike.config.dpo import DpoRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
@@ -23,6 +25,8 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import GRADIENT_GROUP, Pipeline
+from titanlike.run import preferences
+from titanlike.run.second_model import build_frozen_model
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.traffic import fsdp_axis, traffic
 from titanlike.utils import compat
@@ -100,9 +104,15 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
     inputs = {"tokens": tokens, "position_ids": position_ids.expand(job.sequences, -1)}
     if recipe.model.dropout:
         inputs["dropout_bits"] = torch.zeros_like(tokens)
-    if recipe.data.document_masks:
+    if recipe.data.masks_documents:
         inputs["document_ids"] = torch.zeros_like(tokens)
     batch = Batch(inputs, tokens)
+    objective = None
+    if isinstance(recipe, DpoRecipe):
+        layout = recipe.parallelism.resolve(dist.get_world_size())
+        no_data: Any = None  # it is for the computation of a table
+        with mock.patch("titanlike.run.reference.build_frozen_model", wraps=_balanced_model):
+            objective = preferences.build_objective(recipe, model, mesh, layout, torch.device("cpu"), no_data)
     counter = Traffic(mesh)
     with torch.no_grad():
         _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)
@@ -110,12 +120,21 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
         with context:
             balance_experts(model)
             num_tokens = GracefulShutdown().all_reduce_sum(tokens.count_nonzero(), mesh.loss_groups, mesh.model_groups)
-            microbatches = [batch] * job.num_microbatches
-            pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism.gradient_sync)
+            microbatches, sync = [batch] * job.num_microbatches, recipe.parallelism.gradient_sync
+            if objective:
+                objective.forward_backward(model, microbatches, num_tokens)
+            else:
+                pretrain.forward_backward(model, microbatches, num_tokens, mesh, sync)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()
     return counter.total, mesh.pipeline.get_local_rank()
+
+
+def _balanced_model(*arguments: Any, **options: Any) -> nn.Module:
+    model = build_frozen_model(*arguments, **options)
+    balance_experts(model)
+    return model
 
 
 def planned(job: Job, rank: int) -> Totals:

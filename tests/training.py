@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes import finetune, pretrain
+from recipes import dpo, finetune, pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
+from titanlike.config.dpo import DpoRecipe, PreferenceData
 from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
@@ -91,8 +92,12 @@ def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
     merged: dict[str, Any] = {**TINY, "run": dict(dir=str(folder), name=name), "model": LLAMA}
     for section, value in sections.items():
         merged[section] = merged.get(section, {}) | value if isinstance(value, dict) else value
-    is_finetuning = "lora" in merged or isinstance(merged["data"], ChatData)
-    return changed(FinetuneRecipe() if is_finetuning else PretrainRecipe(), **merged)
+    base = PretrainRecipe()
+    if isinstance(merged["data"], PreferenceData):
+        base = DpoRecipe()
+    elif "lora" in merged or isinstance(merged["data"], ChatData):
+        base = FinetuneRecipe()
+    return changed(base, **merged)
 
 
 def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
@@ -104,6 +109,7 @@ def build(recipe: PretrainRecipe) -> tuple[nn.Module, Mesh]:
     model = parallelize(
         model, mesh, split=layout.split(recipe.model), training=recipe.training, parallelism=layout, float8=recipe.float8,
         lora=lora_of(recipe), activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile,
+        loss_reduction="none" if isinstance(recipe, DpoRecipe) else "sum",
     )  # fmt: skip
     initialize(model, torch.device("cpu"), recipe.run.seed)
     return model, mesh
@@ -122,10 +128,12 @@ def world_size(recipe: PretrainRecipe) -> int:
 def train_on_rank(recipe: PretrainRecipe) -> None:
     """Runs the recipe on this rank of a pool."""
     # A process runs many tests: process groups are reused for each layout, and the compiler is reset.
-    pretrain.build_mesh = finetune.build_mesh = mesh_of  # type: ignore[assignment]
+    pretrain.build_mesh = finetune.build_mesh = dpo.build_mesh = mesh_of  # type: ignore[assignment]
     torch._dynamo.reset()
     with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
-        if isinstance(recipe, FinetuneRecipe):
+        if isinstance(recipe, DpoRecipe):
+            dpo.main(recipe, torch.device("cpu"), watchdog)
+        elif isinstance(recipe, FinetuneRecipe):
             finetune.main(recipe, torch.device("cpu"), watchdog)
         else:
             pretrain.main(recipe, torch.device("cpu"), watchdog)

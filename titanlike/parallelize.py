@@ -7,18 +7,17 @@ A transform is imported where the recipe asks for it: a run imports no other.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlike.config import UserError
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlike.models.document_mask import DocumentMask
 from titanlike.models.layers import LMHead, TiedLMHead, set_loss
-from titanlike.models.loss import HeadLoss, TokenLoss, check_token_loss
+from titanlike.models.loss import HeadLoss, TokenLoss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
@@ -39,12 +38,14 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     loss: TokenLoss | None = None,
+    loss_reduction: Literal["sum", "none"] = "sum",
 ) -> nn.Module:
     """Applies the transforms that the recipe's sections ask for to a registered model on the meta device.
 
     Args:
         split: number of blocks of each pipeline stage.
         loss: replaces the cross-entropy in training; see docs/copy.md.
+        loss_reduction: `none` makes the model return the cross-entropy of each token for labels, instead of the sum.
 
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
@@ -52,7 +53,9 @@ def parallelize(
     tensor_plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
     if loss is not None:
-        _check_loss(model, loss, training, torch.device(mesh.tensor.device_type))
+        from titanlike.models.token_loss import check_loss
+
+        check_loss(model, loss, training.z_loss, torch.device(mesh.tensor.device_type))
     model.to(getattr(torch, training.master_dtype))
     use_float8 = float8.scaling != "none"
     if use_float8:
@@ -88,6 +91,7 @@ def parallelize(
         backend=compile.backend if compile.mode == "block" else "",
         retain_graph=mesh.pipeline.size() > 1 and SCHEDULES[parallelism.pipeline_schedule].splits_backward,
         z_loss=training.z_loss,
+        reduction=loss_reduction,
     )
     for part in parts:
         if isinstance(getattr(part, "output", None), LMHead | TiedLMHead):
@@ -173,18 +177,6 @@ def parallelize(
     if mesh.pipeline.size() > 1:
         cast(Any, model).register_parts()
     return model
-
-
-def _check_loss(model: nn.Module, loss: TokenLoss, training: Training, device: torch.device) -> None:
-    """Raises `UserError` if a loss cannot replace the cross-entropy."""
-    set_loss(model, HeadLoss(loss))  # refuses a head that is not of the library
-    if training.z_loss:
-        raise UserError(
-            f"training.z_loss = {training.z_loss} is added to the cross-entropy, which the loss replaces; set it to 0, and "
-            "add the term in the loss"
-        )
-    head: Any = model.get_submodule("output")
-    check_token_loss(loss, head.weight.shape[0], device)
 
 
 def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:

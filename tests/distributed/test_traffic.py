@@ -13,6 +13,7 @@ from tests.parity import Case as ParityCase
 from tests.pool import Pool
 from tests.traffic import count, planned
 from tests.training import GEMMA2, MODELS, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, tiny
+from titanlike.config.dpo import PreferenceData
 from titanlike.config.sections import Parallelism
 from titanlike.tools.planning.job import Job
 
@@ -148,6 +149,20 @@ OTHERS |= {
     "*MoE, EP x FSDP, LoRA": (FSDP4 | EP, QWEN3_MOE, lora("attention")),
     "*MoE, EP x FSDP, float8 all-gather": (FSDP4 | EP, QWEN3_MOE, GATHER),
 }
+PAIRS = {"data": PreferenceData(source="synthetic_preference")}
+UNBALANCED = replace(QWEN3_MOE, balance_loss=0.0)
+OTHERS |= {
+    "DPO, FSDP": (FSDP, LLAMA, PAIRS),
+    "DPO, CP x TP": (CP | TP, TIED, PAIRS),
+    "DPO, TP x FSDP, LoRA": (TP | FSDP, LLAMA, PAIRS | lora() | training(loss_chunk=20)),
+    "*DPO, HSDP, LoRA with a second model": (
+        FSDP | dict(replicate=2), LLAMA, PAIRS | lora() | {"preference": dict(reference="model")},
+    ),
+    "*DPO, CP x FSDP, full checkpointing": (CP | FSDP, LLAMA, PAIRS | FULL),
+    "*DPO, TP, SimPO": (TP, LLAMA, PAIRS | {"preference": dict(loss="simpo")}),
+    "*DPO, EP x FSDP": (FSDP4 | EP, UNBALANCED, PAIRS),
+    "*DPO, EP x TP": (FSDP | TP | EP, UNBALANCED, PAIRS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

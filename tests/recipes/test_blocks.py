@@ -32,6 +32,7 @@ from tests.launching import ROOT
 from tests.planted_errors import ERRORS
 from tests.programs import INSTALLED, PAGES, blocks
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.shipped import recipe_path
@@ -293,7 +294,8 @@ def check_toml(block: Block, folder: Path) -> None:
         assert load(names["NoisyRecipe"], file).noise.scale == 0.01
     else:
         is_finetune = values.get("recipe") == "finetune" or "lora" in values
-        load(FinetuneRecipe if is_finetune else PretrainRecipe, file)
+        recipe_type = FinetuneRecipe if is_finetune else PretrainRecipe
+        load(DpoRecipe if values.get("recipe") == "dpo" else recipe_type, file)
 
 
 def check_python(text: str) -> None:

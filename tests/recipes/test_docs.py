@@ -31,7 +31,7 @@ from tests.parity import CASES, MOE_CASES, moe_table, summary, table
 from tests.programs import PAGES, blocks
 from tests.training import tiny, train
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.dpo import DpoRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.schema import describe
 from titanlike.config.sections import DType, Tokenizer
@@ -41,7 +41,7 @@ from titanlike.tools.programs import load_known
 from titanlike.tools.sweep.results import table as sweep_table
 from titanlike.tools.verify.recipe import TOLERANCES
 
-KEYS = {key.name for key in describe(FinetuneRecipe)}
+KEYS = {key.name for key in describe(DpoRecipe)}
 
 
 def own_text(page: Path) -> str:
@@ -142,10 +142,8 @@ def test_what_is_described_as_missing_was_not_added_later() -> None:
         "tensorflow jax torch_xla torch_neuronx torchft trl peft bitsandbytes gguf vllm fastapi flask huggingface_hub"
     )
     assert "torch" in imported and not imported & set(others.split())
-    assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == {
-        "pretrain",
-        "finetune",
-    }  # no DPO, no distillation
+    programs = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert programs == {"pretrain", "finetune", "dpo"}  # no distillation, no reinforcement learning
     assert set(get_args(DType)) == {"float32", "bfloat16"}
     assert {path.stem for path in (ROOT / "titanlike/tools/clusters").glob("*.py")} == {
         "__init__", "cluster_job", "docker", "kubernetes", "slurm",

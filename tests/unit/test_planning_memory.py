@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import load
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
@@ -19,7 +20,8 @@ RECIPES = Path(__file__).parents[2] / "train_configs"
 
 def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
     """Returns a shipped recipe with changes, by default without compilation."""
-    recipe = load(FinetuneRecipe if "lora" in sections else PretrainRecipe, RECIPES / f"{name}.toml")
+    recipe_type = FinetuneRecipe if "lora" in sections else PretrainRecipe
+    recipe = load(DpoRecipe if name.startswith("dpo") else recipe_type, RECIPES / f"{name}.toml")
     sections = {"compile": dict(mode="none")} | sections
     changes: dict[str, Any] = {key: replace(getattr(recipe, key), **values) for key, values in sections.items()}
     return Job(replace(recipe, **changes), num_gpus)
@@ -51,6 +53,7 @@ CASES: dict[str, tuple[Job, int]] = {
     "FSDP, last micro-batch": (job("llama3_8b", 8, model=FOUR, **LAST), 0),
     "LoRA, FSDP, last micro-batch": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16), **FULL, **LAST), 0),
     "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
+    "DPO, FSDP, second model": (job("dpo_llama3_8b", 8, model=FOUR), 0),
     "CP x FSDP, 128k": (job("llama3_8b_128k", 32, **NONE, **LONG), 0),
 }  # fmt: skip
 SLOW_CASES: dict[str, tuple[Job, int]] = {
@@ -62,6 +65,18 @@ SLOW_CASES: dict[str, tuple[Job, int]] = {
     "Qwen2, TP x FSDP, selective": (job("qwen2_5_7b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
     "Gemma 3, TP x FSDP, selective": (job("gemma3_4b", 8, model=FOUR, parallelism=dict(tensor=2), **SELECTIVE), 0),
     "MoE, FSDP": (mixture(QWEN3_MOE, **NONE), 0),
+    "DPO, LoRA, TP x FSDP": (job("dpo_llama3_8b", 8, model=FOUR, lora=dict(rank=16), parallelism=dict(tensor=2)), 0),
+    "DPO, compiled, chunks": (
+        job(
+            "dpo_llama3_8b",
+            8,
+            model=FOUR,
+            compile=COMPILED,
+            training=dict(loss_chunk=1024),
+            parallelism=dict(context=2),
+        ),
+        0,
+    ),
     "MoE, EP, full": (mixture(MIXTRAL, parallelism=dict(expert=8), **FULL), 0),
 }
 

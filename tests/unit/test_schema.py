@@ -8,21 +8,23 @@ import jsonschema
 import pytest
 import tomli
 
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
+from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.help import help_text
 from titanlike.config.schema import describe
 from titanlike.tools.cli.main import main
+from titanlike.tools.programs import recipe_types
 from titanlike.tools.schema import editor_schema, markdown
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = {"pretrain": PretrainRecipe, "finetune": FinetuneRecipe}
+PROGRAMS = recipe_types()
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
 def test_the_committed_schema_is_up_to_date() -> None:
     committed = json.loads((ROOT / "recipe.schema.json").read_text())
-    assert committed == editor_schema(FinetuneRecipe), "run: titanlike schema > recipe.schema.json"
+    assert committed == editor_schema(PROGRAMS), "run: titanlike schema > recipe.schema.json"
 
 
 def test_the_committed_configuration_reference_is_up_to_date() -> None:
@@ -32,20 +34,19 @@ def test_the_committed_configuration_reference_is_up_to_date() -> None:
 
 def test_the_configuration_reference_has_every_key() -> None:
     rows = markdown(PROGRAMS).splitlines()
-    for key in describe(FinetuneRecipe):
-        assert any(
-            row.startswith(f"| `{key.name}` | ") and f"`{json.dumps(key.default)}` | " in row and f"{key.doc} |" in row
-            for row in rows
-        )
+    for key in (*describe(FinetuneRecipe), *describe(DpoRecipe)):
+        found = [row for row in rows if row.startswith(f"| `{key.name}` | ") and f"{key.doc} " in row]
+        parts = [f"`{json.dumps(key.default)}`", *(f"`{choice}`" for choice in key.choices)]
+        assert any(all(part in row for part in parts) for row in found)
 
 
 def test_the_schema_is_valid_draft_4() -> None:
-    jsonschema.Draft4Validator.check_schema(editor_schema(FinetuneRecipe))
+    jsonschema.Draft4Validator.check_schema(editor_schema(PROGRAMS))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_matches_the_schema(path: Path) -> None:
-    jsonschema.Draft4Validator(editor_schema(FinetuneRecipe)).validate(tomli.loads(path.read_text()))
+    jsonschema.Draft4Validator(editor_schema(PROGRAMS)).validate(tomli.loads(path.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,12 @@ def test_a_shipped_recipe_matches_the_schema(path: Path) -> None:
         {"model": {"name": "gpt", "num_kv_heads": 2}},
         {"model": {"name": "lama"}},
         {"extends": 3},
+        {"preference": {"loss": "ppo"}},
+        {"data": {"source": "preferences"}},
     ],
 )
 def test_the_schema_rejects_what_the_loader_rejects(recipe: dict[str, object]) -> None:
-    assert not jsonschema.Draft4Validator(editor_schema(FinetuneRecipe)).is_valid(recipe)
+    assert not jsonschema.Draft4Validator(editor_schema(PROGRAMS)).is_valid(recipe)
 
 
 def test_help_has_every_key_with_its_type_default_and_documentation() -> None:
@@ -97,7 +100,7 @@ def test_titanlike_schema_prints_both_forms(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["titanlike", "schema"])
     main()
-    assert json.loads(capsys.readouterr().out) == editor_schema(FinetuneRecipe)
+    assert json.loads(capsys.readouterr().out) == editor_schema(PROGRAMS)
     monkeypatch.setattr("sys.argv", ["titanlike", "schema", "--markdown"])
     main()
     assert capsys.readouterr().out == markdown(PROGRAMS)

@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parents[2] / "train_configs"
 SHIPPED = {
     "debug": (1_746_624, 1),
     "finetune_debug": (1_746_624, 1),
+    "dpo_debug": (1_746_624, 1),
     "gpt2_124m": (124_439_808, 8),
     "gpt2_124m_c4": (124_439_808, 8),
     "gpt2_124m_speedrun": (124_439_808, 8),
@@ -51,6 +52,7 @@ SHIPPED = {
     "gemma3_27b": (27_009_346_304, 64),
     "llama3_8b": (8_030_261_248, 8),
     "finetune_llama3_8b": (8_030_261_248, 8),
+    "dpo_llama3_8b": (8_030_261_248, 8),
     "llama3_8b_float8": (8_030_261_248, 8),
     **{f"study/{name}": (8_030_261_248, 8) for name in ("baseline", "compile", "float8", "float8_all_gather")},
     **{f"llama3_8b_128k{float8}": (8_030_261_248, 64) for float8 in ("", "_float8")},
@@ -81,7 +83,8 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
         model = build_model(recipe.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert recipe.model.num_parameters() == count
-    assert program_of(path).name == ("finetune.py" if "finetune" in name else "pretrain.py")
+    program = next((program for program in ("finetune", "dpo") if program in name), "pretrain")
+    assert program_of(path).stem == program
 
 
 @pytest.mark.parametrize(

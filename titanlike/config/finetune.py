@@ -18,22 +18,24 @@ class ChatData(Data):
     files, tokenized at the first start and cached. `stream`: text files, tokenized during training. `python_stdlib`: the source
     code of Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
     holdout_every: NonNegative = 50
-    """Hold out one of every `holdout_every` conversations or sequences, evenly spaced, for validation. 0 holds out none and
+    """Hold out one of every `holdout_every` conversations, pairs or sequences, evenly spaced, for validation. 0 holds out none and
     requires `validation.interval = 0`. Not used for shards that have a validation split."""
     validation_path: FilePath = ""
-    """Conversations for validation, or, if `source` is plain text, shards or text. If set, no training data is held out."""
+    """Conversations or pairs for validation, or, if `source` is plain text, shards or text. If set, no training data is held
+    out."""
     cache: FilePath = ""
-    """Directory that caches the tokens of `chat` and `text`. Default: `~/.cache/titanlike`."""
+    """Directory that caches the tokens of `chat`, `preference` and `text`. Default: `~/.cache/titanlike`."""
     chat_template: FilePath = ""
-    """Jinja file that renders the conversations of `chat`. Default: the tokenizer's template or, if it has
+    """Jinja file that renders the conversations of `chat` and `preference`. Default: the tokenizer's template or, if it has
     none, ChatML for a tokenizer with its tokens, and else a plain template."""
     long_chats: Literal["truncate", "skip"] = "truncate"
-    """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it."""
+    """How to handle a conversation of more than `training.seq_len` + 1 tokens: `truncate` its end, or `skip` it. Of a preference
+    pair, this is the length of both conversations, of which the longer one is truncated first."""
 
     @property
     def has_chats(self) -> bool:
         """Whether the data are conversations."""
-        return self.source in ("chat", "synthetic_chat")
+        return is_chat_source(self.source)
 
     @property
     def reads_paths(self) -> bool:
@@ -90,7 +92,9 @@ class FinetuneRecipe(PretrainRecipe):
     command line to the working directory."""
     data: ChatData = ChatData()
     lora: Lora = Lora()
-    elsewhere: ClassVar[dict[str, str]] = {}
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"
+    )
 
     @property
     def trains_all_weights(self) -> bool:
@@ -141,6 +145,11 @@ class FinetuneRecipe(PretrainRecipe):
         return [
             f"lora    rank {lora.rank}, alpha {lora.alpha:g}: trains {trained:,} parameters beside {', '.join(names)}"
         ]
+
+
+def is_chat_source(source: str) -> bool:
+    """Whether a value of `data.source` of any program stands for conversations."""
+    return "chat" in source or "preference" in source
 
 
 def lora_of(recipe: PretrainRecipe) -> Lora:

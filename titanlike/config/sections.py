@@ -576,9 +576,13 @@ class PretrainRecipe:
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     # What another shipped program has, and its name, for errors.
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("lora", "data.chat_template", "data.long_chats", "data.source=chat", "data.source=synthetic_chat"), "finetune"
-    )
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("lora", "data.chat_template", "data.long_chats", "data.source=chat", "data.source=synthetic_chat"),
+            "finetune",
+        ),
+        **dict.fromkeys(("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"),
+    }
 
     @property
     def trains_all_weights(self) -> bool:

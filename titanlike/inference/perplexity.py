@@ -53,7 +53,7 @@ def perplexity(
         if isinstance(model, Pipeline):
             total += model.evaluate([Batch(inputs, labels)])
         else:
-            total += model(**inputs, labels=labels)
+            total += model(**inputs, labels=labels).sum()  # a model may return the loss of each token
         count += num_valid(labels)
     collectives.all_reduce_sum(total, [*mesh.loss_groups, mesh.pipeline.get_group()])
     collectives.all_reduce_sum(count, mesh.loss_groups)

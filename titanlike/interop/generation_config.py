@@ -6,6 +6,7 @@ from typing import Any
 
 from titanlike.config import UserError
 from titanlike.config.base import shown
+from titanlike.config.finetune import is_chat_source
 from titanlike.data.documents.readers import BadRecord
 from titanlike.data.tokens.chat_template import BUILT_IN_NAME, ChatTemplate, build_chat_template
 from titanlike.data.tokens.tokenizer import Tokenizer, files_of
@@ -37,7 +38,7 @@ def stop_tokens(weights: Weights, tokenizer: Tokenizer, template: ChatTemplate |
 def trained_template(weights: Weights, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Returns the chat template that a model was fine-tuned with, or None if it was not trained on conversations."""
     data = weights.metadata.recipe.get("data", {}) if isinstance(weights, CheckpointWeights) else {}
-    if "chat" not in data.get("source", ""):
+    if not is_chat_source(data.get("source", "")):
         return None
     return build_chat_template(data.get("chat_template", ""), tokenizer)
 

@@ -78,7 +78,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._rates: list[float] = []  # tokens per second of each record
         self._peak_memory_gib = 0.0
         self._data_wait = 0.0
-        self._pending: tuple[int, AsyncD2H, float] | None = None  # step, values and learning rate of the next record
+        self._pending: tuple[int, AsyncD2H, float, list[str]] | None = None  # step, values, learning rate, names
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -100,14 +100,15 @@ class Monitor(AbstractContextManager["Monitor"]):
         if self._console:
             self._console.refresh()
 
-    def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float) -> None:
-        """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it."""
+    def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float, **others: Tensor) -> None:
+        """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it. `others`
+        are metrics of the program by name."""
         self._flush(deferred=True)
         self._window_steps += 1
         if step % self.section.interval == 0 or step in (1, self.num_steps):
             of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
-            values = AsyncD2H(loss, grad_norm, *of_ranks)
-            self._pending = step, values, learning_rate
+            values = AsyncD2H(loss, grad_norm, *others.values(), *of_ranks)
+            self._pending = step, values, learning_rate, list(others)
             if values.is_on_host or step == self.num_steps:
                 self._flush()
 
@@ -115,8 +116,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Records the pending step. `deferred`: the next step has been enqueued."""
         if self._pending is None:
             return
-        (step, values, learning_rate), self._pending = self._pending, None
-        loss, grad_norm, *of_ranks = values.read(deferred=deferred)
+        (step, values, learning_rate, names), self._pending = self._pending, None
+        loss, grad_norm, *rest = values.read(deferred=deferred)
+        others, of_ranks = dict(zip(names, rest, strict=False)), rest[len(names) :]
         now = time.perf_counter()  # after the read: the device has completed the steps
         seconds = now - self._window_started
         tokens = self.num_tokens(step)
@@ -142,6 +144,7 @@ class Monitor(AbstractContextManager["Monitor"]):
                 "data_wait": self._data_wait / seconds,
                 "step_seconds": seconds / self._window_steps,
                 "elapsed_seconds": now - self._started,
+                **others,
                 **extra,
             },
         )
@@ -172,9 +175,10 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._flush()
         self._track(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
 
-    def validation(self, step: int, loss: float) -> None:
-        """Records a validation loss."""
-        self._log(step, {"validation_loss": loss, "elapsed_seconds": time.perf_counter() - self._started})
+    def validation(self, step: int, loss: float, **others: float) -> None:
+        """Records a validation loss, and other values of a validation."""
+        values = {f"validation_{name}": value for name, value in ({"loss": loss} | others).items()}
+        self._log(step, {**values, "elapsed_seconds": time.perf_counter() - self._started})
 
     def evaluation(self, step: int, values: Mapping[str, float | str]) -> None:
         """Records the metrics of an evaluation, and a sample."""

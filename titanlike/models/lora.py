@@ -1,6 +1,7 @@
 """LoRA: low-rank adapters beside the linear layers of a model whose own parameters are frozen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.finetune import Lora
-from titanlike.utils.modules import rebuild, replace_modules
+from titanlike.utils.modules import rebuild, replace_modules, without_owner
 
 A, B = "lora_A", "lora_B"
 
@@ -45,6 +46,19 @@ def apply_lora(model: nn.Module, blocks: nn.ModuleDict, lora: Lora) -> None:
     model.init_parameter = init_with_lora  # type: ignore[assignment]
 
 
+@contextmanager
+def disabled_adapters(model: nn.Module) -> Iterator[None]:
+    """Computes without the adapters in this context: as the model that they were added to."""
+    layers = [layer for layer in map(without_owner, model.modules()) if isinstance(layer, LoRALinear)]
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True
+
+
 class LoRALinear(nn.Linear):
     """A linear layer that adds the product of two matrices of a low rank. It multiplies by its weight as the layer that it
     replaces: with `F.linear`, or in float8."""
@@ -54,6 +68,7 @@ class LoRALinear(nn.Linear):
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_scale: float
+    adapts = True
 
     @classmethod
     def of(cls, linear: nn.Linear, rank: int, scale: float) -> "LoRALinear":
@@ -67,9 +82,11 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         # Under tensor parallelism, either A has a shard of the inputs and the sum over ranks follows, or B has a shard of the
         # outputs.
-        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.matmul(x, self.weight.to(x.dtype), bias) + self.lora_scale * F.linear(F.linear(x, a), b)
+        out = self.matmul(x, self.weight.to(x.dtype), bias)
+        if not self.adapts:
+            return out
+        return out + self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
 
     def extra_repr(self) -> str:
         return (

@@ -11,14 +11,13 @@ Shapes: N tokens, D model dimension, V vocabulary, or this rank's shard of it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.config import UserError
 from titanlike.utils.compat import all_reduce
 
 IGNORE = -100  # label of a token that does not contribute to the loss
@@ -61,6 +60,7 @@ def chunked_linear_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float = 0.0,
     token_loss: TokenLoss | None = None,
+    reduction: Literal["sum", "none"] = "sum",
 ) -> Tensor:
     """Returns the summed cross-entropy of the logits `x @ weight.T`, computed for `chunk` tokens at a time.
 
@@ -77,14 +77,23 @@ def chunked_linear_cross_entropy(
         soft_cap: bounds the logits `x` by `soft_cap * tanh(x / soft_cap)`; 0: no bound.
         token_loss: replaces the cross-entropy where gradients are enabled. It takes the bounded logits of a chunk, with the full
             vocabulary. Where `torch.compile` traces this function, there are no chunks.
+        reduction: `none` returns the cross-entropy of each token (B, T), 0 without a label. Its backward pass computes the logits
+            again, because only then is the weight of each token known; it allows neither a z-loss nor a `token_loss`.
     """
     assert not (token_loss and z_loss)
+    if reduction == "none":
+        from titanlike.models.token_losses import token_cross_entropies
+
+        assert token_loss is None and not z_loss
+        return token_cross_entropies(x, weight, labels, chunk, vocab_group, backend, soft_cap)
     # None disables it. Compiled code would treat a float that changes between calls as an input.
     coefficient = z_loss if z_loss and torch.is_grad_enabled() else None
     token_loss = token_loss if torch.is_grad_enabled() else None
     if token_loss is not None and (weight is None or torch.compiler.is_compiling()):
+        from titanlike.models.token_loss import full_vocab_loss
+
         logits = x if weight is None else F.linear(x, weight.to(x.dtype))
-        return _full_vocab_loss(token_loss, logits.flatten(0, -2), labels.flatten(), vocab_group, soft_cap)
+        return full_vocab_loss(token_loss, logits.flatten(0, -2), labels.flatten(), vocab_group, soft_cap)
     if weight is None:
         return cross_entropy_sum(x, labels, vocab_group, z_loss=coefficient, soft_cap=soft_cap)
     x, labels = x.flatten(0, -2), labels.flatten()
@@ -104,6 +113,7 @@ class HeadLoss:
     backend: str = ""
     retain_graph: bool = False
     z_loss: float = 0.0
+    reduction: Literal["sum", "none"] = "sum"
 
     def __call__(self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float) -> Tensor:
         return chunked_linear_cross_entropy(
@@ -117,6 +127,7 @@ class HeadLoss:
             z_loss=self.z_loss,
             soft_cap=soft_cap,
             token_loss=self.token_loss,
+            reduction=self.reduction,
         )
 
 
@@ -128,6 +139,19 @@ def cross_entropy_inplace(
     soft_cap: float = 0.0,
 ) -> Tensor:
     """Returns the summed loss of logits (N, V) and overwrites them with their gradient."""
+    return token_losses_inplace(logits, labels, vocab_group, z_loss, soft_cap).sum()
+
+
+def token_losses_inplace(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_group: dist.ProcessGroup | None = None,
+    z_loss: float | None = None,
+    soft_cap: float = 0.0,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Returns the loss of each row of logits (N, V) as (N, 1), and overwrites them with the gradient of the sum of the losses, each
+    multiplied by its `scale` (N,)."""
     out = logits
     if soft_cap:
         logits = (logits.float() / soft_cap).tanh() * soft_cap
@@ -169,47 +193,10 @@ def cross_entropy_inplace(
         gradient = gradient * (1.0 - (out.float() / soft_cap).tanh().square())
     elif soft_cap:  # the derivative of the bound
         gradient.mul_((out.float() / soft_cap).tanh_().square_().neg_().add_(1.0))
+    if scale is not None:
+        gradient = gradient * scale[:, None] if compiling else gradient.mul_(scale[:, None])
     out.copy_(gradient)
-    return losses.where(valid[:, None], 0.0).sum()
-
-
-def check_token_loss(token_loss: TokenLoss, vocab_size: int, device: torch.device) -> None:
-    """Raises `UserError` unless the loss is a sum over the valid labels, which chunks, micro-batches and ranks rely on."""
-    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
-    labels = torch.tensor([0, vocab_size - 1, IGNORE], device=device)
-    loss = token_loss(logits, labels)
-    if loss.shape != () or not loss.requires_grad:
-        raise UserError(
-            f"the loss returns a tensor of shape {tuple(loss.shape)} {'with' if loss.requires_grad else 'without'} a gradient; "
-            "return the sum of the losses of the tokens, a scalar that autograd can differentiate, for example with reduction='sum'"
-        )
-    each = [token_loss(logits[row : row + 1], labels[row : row + 1]).item() for row in range(2)]
-    if not abs(loss.item() - sum(each)) <= 1e-3 * sum(map(abs, each)):
-        raise UserError(
-            f"the loss of one token is {each[0]:.6g}, of another {each[1]:.6g} and of both, with a third whose label is {IGNORE}, "
-            f"{loss.item():.6g}; return the sum over the labels that are not {IGNORE}, for example with reduction='sum', which the "
-            "program divides by their number in the global batch"
-        )
-
-
-def _full_vocab_loss(
-    token_loss: TokenLoss, logits: Tensor, labels: Tensor, vocab_group: dist.ProcessGroup | None, soft_cap: float
-) -> Tensor:
-    """Returns a user's loss of logits (N, V). The ranks of `vocab_group` all-gather the vocabulary, and each computes the same."""
-    if vocab_group is not None:
-        from titanlike.distributed.autograd_collectives import gather
-
-        logits = gather(logits, 1, vocab_group)
-    logits = logits.float()
-    return token_loss((logits / soft_cap).tanh() * soft_cap if soft_cap else logits, labels)
-
-
-@torch.enable_grad()
-def _loss_and_gradient(token_loss: TokenLoss, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    logits = logits.detach().requires_grad_()
-    loss = _full_vocab_loss(token_loss, logits, *others)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    return loss.detach(), gradient
+    return losses.where(valid[:, None], 0.0)
 
 
 def num_valid(labels: Tensor) -> Tensor:
@@ -302,7 +289,9 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(first, first + chunk)
             logits = x[rows] @ compute_weight.t()
             if token_loss is not None:
-                loss, logits = _loss_and_gradient(token_loss, logits, labels[rows], vocab_group, soft_cap)
+                from titanlike.models.token_loss import loss_and_gradient
+
+                loss, logits = loss_and_gradient(token_loss, logits, labels[rows], vocab_group, soft_cap)
             else:
                 loss = compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group, z_loss, soft_cap)
             # Not in place: torch 2.11's compiler, if it compiles the model, would lose the gradient of an output changed in place.

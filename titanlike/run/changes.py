@@ -67,10 +67,11 @@ def check_resume(saved: CheckpointMetadata, now: CheckpointMetadata, recipe: Pre
         differences = {key: line for key, line in differences.items() if key not in scheduled}
     if _same_batches(before, recipe, saved.step):
         differences = {key: line for key, line in differences.items() if key not in BATCH_SIZE_KEYS}
+    fixed = ("run.seed", *getattr(recipe, "fixed_keys", ()))
     changed = {
         key: line
         for key, line in differences.items()
-        if key == "run.seed" or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
+        if key in fixed or (key.partition(".")[0] not in FREE_SECTIONS and key not in FREE_KEYS)
     }
     refused = {key: line for key, line in changed.items() if key not in recipe.checkpoint.allow_changed}
     if refused and refused.keys() <= scheduled:

@@ -1,7 +1,7 @@
 """What the training loops of the programs share: the loss and its gradients, and what is measured at intervals."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,9 @@ from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.run_dir import RunDirectory
 
 COLLECTION_INTERVAL = 50  # steps
+
+# Returns the loss, and other values, of this number of batches.
+Validate = Callable[[nn.Module, BatchLoader, int, Mesh], Mapping[str, float]]
 
 
 class GarbageCollector:
@@ -133,10 +136,12 @@ class Measurements:
         evaluator: Evaluator,
         monitor: Monitor,
         watchdog: Watchdog,
+        validate: Validate = lambda *arguments: {"loss": validate(*arguments)},
     ) -> None:
         self.section, self.last_step = recipe.validation, recipe.training.steps
         self.model, self.mesh = model, mesh
         self.validation, self.evaluator, self.monitor, self.watchdog = validation, evaluator, monitor, watchdog
+        self.validate = validate
 
     def after(self, step: int) -> None:
         """Measures what is due after a step."""
@@ -157,8 +162,8 @@ class Measurements:
     def _validate(self, step: int) -> None:
         if self.validation and is_due(step, self.section.interval, self.last_step):
             with self.monitor.exclude_from_throughput("validating"), self.watchdog.pause():
-                loss = validate(self.model, self.validation, self.section.batches, self.mesh)
-                self.monitor.validation(step, loss)
+                values = self.validate(self.model, self.validation, self.section.batches, self.mesh)
+                self.monitor.validation(step, **values)
 
     def _evaluate(self, step: int) -> None:
         if self.evaluator.is_due(step):

@@ -207,7 +207,7 @@ class RunDirectory:
             return [weights]
         return [
             weights,
-            f"next    titanlike generate {path} {'--chat' if 'chat' in self.recipe.data.source else '--prompt TEXT'}",
+            f"next    titanlike generate {path} {'--chat' if getattr(self.recipe.data, 'has_chats', False) else '--prompt TEXT'}",
             f"        titanlike export {path} FOLDER",
             f"        titanlike compare {path} OTHER_RUN",
         ]

@@ -11,6 +11,7 @@ import tomli
 from pydantic import TypeAdapter
 
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.shipped import PROGRAMS, REPOSITORY
 from titanlike.distributed import launch_config
@@ -19,7 +20,13 @@ from titanlike.run.start import program_of
 SHIPPED: dict[Path, type[PretrainRecipe]] = {
     PROGRAMS / "pretrain.py": PretrainRecipe,
     PROGRAMS / "finetune.py": FinetuneRecipe,
+    PROGRAMS / "dpo.py": DpoRecipe,
 }
+
+
+def recipe_types() -> dict[str, type[PretrainRecipe]]:
+    """Returns the recipe types of the shipped programs by name."""
+    return {program.stem: recipe_type for program, recipe_type in SHIPPED.items()}
 
 
 def load_known(path: Path, overrides: Mapping[str, str]) -> PretrainRecipe:
@@ -45,7 +52,9 @@ def run_program(program: Path, *arguments: str) -> str:
 def known_sections(resolved: str) -> PretrainRecipe:
     """Returns the sections of a resolved recipe that the shipped recipes have too."""
     values = tomli.loads(resolved)
-    recipe_type = FinetuneRecipe if "lora" in values else PretrainRecipe
+    recipe_type: type[PretrainRecipe] = PretrainRecipe
+    if "lora" in values:
+        recipe_type = DpoRecipe if "preference" in values else FinetuneRecipe
     known = {field.name for field in fields(recipe_type)}
     values = {key: value for key, value in values.items() if key in known}
     return TypeAdapter(recipe_type).validate_json(json.dumps(values))

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from titanlike.config.finetune import is_chat_source
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import Data, Float8, Tokenizer
 
@@ -58,7 +59,8 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     }
     if "ffn_dim" in model and small["ffn_dim"] % tensor:
         small["ffn_dim"] = model["ffn_dim"]
-    masked = values["data"].get("document_masks", False) or "chat" in values["data"].get("source", "")
+    has_pairs = "preference" in values
+    masked = values["data"].get("document_masks", False) or is_chat_source(values["data"].get("source", ""))
     changes = {f"model.{key}": value for key, value in small.items() if key in model}
     pieces = tensor * (2 * context if context > 1 else 1)
     changes |= {
@@ -66,7 +68,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         **_changed_keys("data", Data(source="synthetic", document_masks=masked), values),
         "data.chat_template": "",
         "training.steps": steps,
-        "training.seq_len": min(training["seq_len"], -(-32 // pieces) * pieces),
+        "training.seq_len": min(training["seq_len"], -(-(256 if has_pairs else 32) // pieces) * pieces),
         **fitting_batch(parallelism, processes),
         "training.compute_dtype": "float32",
         "training.master_dtype": "float32",
@@ -96,6 +98,8 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "metrics.interval": 1,
         "metrics.trackers": [],
     }
+    if has_pairs:
+        changes["data.source"] = "synthetic_preference"
     if split:
         changes["parallelism.pipeline_split"] = [1] * (stages - 1) + [changes["model.num_layers"] - stages + 1]
     checkpoint_mode = values["activation_checkpoint"]["mode"]

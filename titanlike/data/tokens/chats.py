@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ FORMAT = 1
 MAX_WARNINGS = 5  # bad records that are reported individually
 
 Encoded = tuple[npt.NDArray[np.uint32], Flags]
+Encode = Callable[[dict[str, Any]], Sequence[Encoded]]  # the conversations of a record; raises `BadRecord`
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ class TokenizedChats:
         return found
 
 
-def tokenize_files(files: Sequence[File], template: ChatTemplate, *, skip_bad: bool) -> TokenizedChats:
-    """Tokenizes the conversations in JSON lines and Parquet files. A bad record is skipped with a warning, or raised."""
+def tokenize_files(files: Sequence[File], encode: Encode, *, skip_bad: bool) -> TokenizedChats:
+    """Tokenizes the conversations in the records of JSON lines and Parquet files. A bad record is skipped with a warning, or
+    raised."""
     problems: list[BadRecord] = []
 
     def skip(problem: BadRecord) -> None:
@@ -74,13 +77,15 @@ def tokenize_files(files: Sequence[File], template: ChatTemplate, *, skip_bad: b
 
     def read() -> Iterator[Encoded]:
         for file in files:
-            yield from read_records(file, lambda record: template.encode(conversation_of(record)), bad=on_bad)
+            for conversations in read_records(file, encode, bad=on_bad):
+                yield from conversations
 
     on_bad: Callable[[BadRecord], None] | None = skip if skip_bad else None
-    return _concatenate(read(), problems)
+    return concatenate(read(), problems)
 
 
-def _concatenate(encoded: Iterable[Encoded], problems: Sequence[BadRecord]) -> TokenizedChats:
+def concatenate(encoded: Iterable[Encoded], problems: Sequence[BadRecord] = ()) -> TokenizedChats:
+    """Returns conversations as one array. Raises `UserError` if there are none, with the first of the bad records."""
     pairs = list(encoded)
     if not pairs:
         raise UserError("the data has no conversation" + (f"; the first bad record: {problems[0]}" if problems else ""))
@@ -91,13 +96,18 @@ def _concatenate(encoded: Iterable[Encoded], problems: Sequence[BadRecord]) -> T
 def open_chats(section: ChatData, path: str, template: ChatTemplate) -> TokenizedChats:
     """Returns the tokens of the conversations at one of the paths of a section. They are tokenized unless the cache has them."""
     if path == "synthetic_chat":
-        return _concatenate(map(template.encode, synthetic_conversations()), [])
+        return concatenate(map(template.encode, synthetic_conversations()))
+    return open_records(section, path, template, "chats", lambda record: [template.encode(conversation_of(record))])
+
+
+def open_records(section: ChatData, path: str, template: ChatTemplate, folder: str, encode: Encode) -> TokenizedChats:
+    """Returns the tokens of the conversations in the records of files, from a folder of the cache if it has them."""
     files = list_files(path)
     key = hash_of([FORMAT, versions_of(files), template.identity, section.bad_records, template.tokenizer.fingerprint])
-    file = cache_folder(section.cache) / "chats" / f"{key}.npz"
+    file = cache_folder(section.cache) / folder / f"{key}.npz"
 
     def write() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        tokenize_files(files, template, skip_bad=section.bad_records == "skip").save(file)
+        tokenize_files(files, encode, skip_bad=section.bad_records == "skip").save(file)
 
     return cached(file, path, write, lambda: TokenizedChats.load(file))

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 import titanlike
-from titanlike.config import PretrainRecipe, UserError
+from titanlike.config import UserError
 from titanlike.config.base import shown
-from titanlike.config.finetune import FinetuneRecipe
 from titanlike.distributed import environment
 from titanlike.distributed.command_line import command_line
 from titanlike.run import launch as trainer
@@ -28,6 +27,7 @@ from titanlike.tools.cli import (
     sweep,
     verify,
 )
+from titanlike.tools.programs import recipe_types
 from titanlike.tools.schema import editor_schema, markdown
 from titanlike.utils import system
 from titanlike.utils.arguments import refuse_control_characters, refuse_undecodable
@@ -124,9 +124,9 @@ def main() -> None:
 
 def _print_schema(*, as_markdown: bool) -> None:
     if as_markdown:
-        print(markdown({"pretrain": PretrainRecipe, "finetune": FinetuneRecipe}), end="")
+        print(markdown(recipe_types()), end="")
     else:
-        print(json.dumps(editor_schema(FinetuneRecipe), indent=2))
+        print(json.dumps(editor_schema(recipe_types()), indent=2))
 
 
 if __name__ == "__main__":

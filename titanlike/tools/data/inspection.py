@@ -2,14 +2,16 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from titanlike.config import PretrainRecipe, UserError
+from titanlike.config.dpo import PreferenceData
 from titanlike.config.layout import BatchSizes
-from titanlike.data.batches.chats import open_sources
+from titanlike.data.batches import chats, pairs
 from titanlike.data.batches.packed_dataset import SequenceBatch, separate_documents
 from titanlike.data.tokens.shards import Shards, read_manifest, totals
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
@@ -30,6 +32,7 @@ def inspect_recipe(
             "training.batch_ramp must be divisible by --ranks, and --rank counts from 0"
         )
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
+    open_sources: Any = pairs.open_sources if isinstance(recipe.data, PreferenceData) else chats.open_sources
     data = open_sources(
         recipe.data,
         tokenizer,
@@ -96,7 +99,7 @@ def _render(batch: SequenceBatch, tokenizer: Tokenizer, limit: int) -> Iterator[
         document_ids = batch.document_ids[:limit, :-1]
     loss_mask = np.ones(tokens.shape, bool) if batch.loss_mask is None else batch.loss_mask
     for row, sequence_id in enumerate(batch.sequence_ids[:limit]):
-        count = int(document_ids[row, -1]) + 1
+        count = len(np.unique(document_ids[row]))
         text = Text("\n")
         text.append(f"sequence {sequence_id}  ", style="bold")
         text.append(f"{count} document{'s' * (count > 1)}\n", style="default")

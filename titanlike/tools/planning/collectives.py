@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
 
-FLOAT32, INT64 = 4, 8  # bytes of an element
+FLOAT32, FLOAT64, INT64 = 4, 8, 8  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ PURPOSES = {
     "document ids": "of the full sequence, with context parallelism",
     "routed tokens": "sent to the ranks of their experts and back, with expert parallelism",
     "expert counts": "tokens of each expert",
-    "loss": "of a vocabulary that tensor-parallel ranks shard",
+    "loss": "of a vocabulary that tensor-parallel ranks shard, and of answers that context-parallel ranks share",
     "float8 maxima": "of weights and activations, from which scales follow",
     "scalars": "number of tokens, loss and gradient norm",
     "whole matrices": "for Muon, which orthogonalizes each on one rank",

@@ -151,8 +151,9 @@ def exchanged_tokens(job: Job, recomputed: bool, needs_grad: bool, totals: Total
     model, layout, num = job.recipe.model, job.layout, job.num_microbatches
     if not isinstance(model, MoeConfig) or layout.expert == 1:
         return
-    forward = num * (1 + recomputed)
-    totals.add("all-to-all", "expert", "expert counts", num, model.num_experts * INT64)  # kept for the recomputation
+    forward = num * (1 + recomputed + job.frozen_forwards)
+    kept = num * (1 + job.frozen_forwards)
+    totals.add("all-to-all", "expert", "expert counts", kept, model.num_experts * INT64)  # kept for the recomputation
     copies = job.program.ranks_per_token or model.experts_per_token
     size = round(job.tokens * copies * model.dim * DTYPE_BYTES[job.recipe.training.compute_dtype])
     totals.add("all-to-all", "expert", "routed tokens", 2 * (forward + num * needs_grad), size)

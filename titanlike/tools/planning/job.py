@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.dpo import reference_of
 from titanlike.config.finetune import Lora, lora_of
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
 from titanlike.config.sections import Parallelism
@@ -27,6 +28,27 @@ class Job:
     def lora(self) -> Lora:
         """The section `lora`; its defaults, which disable LoRA, if the program has none."""
         return lora_of(self.recipe)
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Whether the loss is one of preference pairs: the backward pass then computes the logits again."""
+        return reference_of(self.recipe) is not None
+
+    @property
+    def frozen_forwards(self) -> int:
+        """Number of forward passes without a gradient that a micro-batch also has: that of a reference model."""
+        return int(reference_of(self.recipe) in ("adapter_off", "model"))
+
+    @property
+    def has_second_model(self) -> bool:
+        """Whether these are those of a second model."""
+        return reference_of(self.recipe) == "model"
+
+    @property
+    def frozen_dtype(self) -> str:
+        """The dtype of the second model's weights, as `run/second_model.py` chooses it."""
+        training, keeps_master = self.recipe.training, self.recipe.float8.all_gather
+        return training.compute_dtype if self.recipe.checkpoint.initial and not keeps_master else training.master_dtype
 
     @cached_property
     def split(self) -> list[int]:

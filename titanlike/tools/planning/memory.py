@@ -137,8 +137,9 @@ class _Sizes:
         # Muon has one moment, in the dtype of the weights.
         muon = matrices_of_muon(job, stages)
         orthogonalized = sum(matrix.size for group in muon.values() for matrix in group) / layout.tensor
+        frozen = num_parameters * DTYPE_BYTES[job.frozen_dtype] / job.num_shards if job.has_second_model else 0.0
         states = Usage(
-            parameters=round(num_parameters * shard),
+            parameters=round(num_parameters * shard + frozen),
             gradients=round(num_parameters * shard * trained),
             optimizer=round((num_parameters * state * trained - orthogonalized * (state - 1.0)) * shard),
             workspaces=WORKSPACES,
@@ -153,6 +154,13 @@ class _Sizes:
         cast = 0.0 if job.uses_fsdp() else vocabulary * compute
         kept = hidden + weight_gradient
         gathered = hidden if layout.tensor > 1 else 0.0
+        loss, loss_kept = kept + logits + gathered + cast, kept
+        if job.trains_on_pairs:  # the gradients are computed in the backward pass, from what the forward pass has read
+            kept = hidden + weight_gradient * (job.lora.rank == 0)
+            loss, loss_kept = (
+                logits + gathered + cast,
+                kept + logits + gathered + cast - min(logits, head_gradient(job)),
+            )
         return cls(
             block=matrices * element + experts / layout.expert * compute,
             experts=experts / layout.expert * compute,
@@ -165,8 +173,8 @@ class _Sizes:
             trained=trained,
             activations=block_activations(job),
             tokens=tokens,
-            loss=(kept + logits + gathered + cast) * has_head,
-            loss_kept=kept * has_head,
+            loss=loss * has_head,
+            loss_kept=loss_kept * has_head,
         )
 
 
@@ -233,8 +241,10 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         )
     # The LM head is gathered by itself, unless it is tied: then the last block's weights and the buffer of its gather remain.
     at_loss = 2 * block if tied else 2 * head
+    if job.frozen_forwards and not (job.has_second_model or tied):  # it is kept after the forward pass of the reference
+        at_loss = head + block
     moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss))
-    head_gradients = sizes.head if fsdp else 0.0
+    head_gradients = head_gradient(job)
     moments.append(
         moment(
             "backward, loss",
@@ -316,6 +326,14 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
             saved -= stack[action.stage]
     optimizer = replace(sizes.states, gathered=round(gathered))
     return [*moments, Moment("optimizer", optimizer)]
+
+
+def head_gradient(job: Job) -> float:
+    """Returns the bytes of the LM head's gradient in the compute dtype, which FSDP reduces. Where the backward pass computes the
+    logits, it is there after them, and a frozen head has none."""
+    model, element = job.recipe.model, DTYPE_BYTES[job.recipe.training.compute_dtype]
+    exists = job.uses_fsdp() and not (job.trains_on_pairs and job.lora.rank)
+    return model.vocab_size * model.dim / job.layout.tensor * element if exists else 0.0
 
 
 def loss_logits(job: Job) -> int:

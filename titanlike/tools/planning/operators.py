@@ -243,7 +243,8 @@ class Counts:
         )
 
     def loss(self) -> Passes:
-        """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too."""
+        """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too. Those of
+        preference pairs are computed in the backward pass, from the logits that it computes again."""
         recipe, tokens = self.job.recipe, self.job.tokens
         vocab, dim = recipe.model.vocab_size, recipe.model.dim
         if not self.job.program.whole_logits:
@@ -262,6 +263,13 @@ class Counts:
         fused = recipe.compile.mode == "block" and not self.job.program.eager_loss
         logits = (8 if fused else 42) * self.element / 2 * tokens * vocab
         norm = 14 * self.local_tokens * dim * self.element / 2
+        if self.job.trains_on_pairs:
+            kernels = (6 if fused else 14) * chunks + 10
+            gradients = products if recipe.trains_all_weights else products[:2]
+            return Passes(
+                forward=Workload(products[:1], bytes=logits + norm, kernels=kernels),
+                backward_input=Workload(gradients, bytes=logits, kernels=kernels),
+            )
         return Passes(Workload(products, bytes=logits + norm, kernels=(6 if fused else 14) * chunks + 10))
 
     def optimizer_bytes(self, parameters: float) -> float:

@@ -19,6 +19,7 @@ from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
+from titanlike.run.second_model import parallelize_frozen
 from titanlike.tools.planning.activations import block_activations
 from titanlike.tools.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
 from titanlike.tools.planning.job import Job
@@ -28,6 +29,7 @@ from titanlike.tools.planning.memory import (
     Moment,
     Usage,
     fragmentation,
+    head_gradient,
     loss_logits,
     receive_buffers,
 )
@@ -93,6 +95,9 @@ def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
         usage = replace(usage, activations=round(usage.activations * share))
         if moment.label == "loss":
             usage = replace(usage, loss=usage.loss - logits)
+        if moment.label == "backward, loss" and compiled.trains_on_pairs:
+            before, after = (max(loss_logits(each), head_gradient(each)) for each in (eager, compiled))
+            usage = replace(usage, temporary=round(usage.temporary - before + after))
         if moment.label.startswith("backward") and moment.label != "backward, loss":
             usage = replace(usage, temporary=max(0, round(usage.temporary + backward)))
         return Moment(moment.label, usage)
@@ -223,7 +228,14 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                 lora=job.lora,
                 activation_checkpoint=recipe.activation_checkpoint,
                 compile=replace(recipe.compile, mode="none"),
+                loss_reduction="none" if job.trains_on_pairs else "sum",
             )
+            second: nn.Module | None = None
+            if job.has_second_model:
+                eager = replace(recipe, compile=replace(recipe.compile, mode="none"))
+                second = parallelize_frozen(
+                    recipe.model, recipe.checkpoint.initial, eager, mesh, layout, loss_reduction="none"
+                )
         with (
             fake_tensors(),
             gpu_operators(device, training.attention == "auto"),
@@ -231,7 +243,8 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             StorageTracker(read_as=1) as tracker,
         ):
             tracker.begin("parameters")
-            model.to_empty(device=torch.device("cpu"))
+            for each in filter(None, (model, second)):
+                each.to_empty(device=torch.device("cpu"))
             tracker.begin("optimizer")
             optimizer = build_optimizer(model, recipe.optimizer)
             for parameter in model.parameters():
@@ -249,7 +262,11 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                 count = min(job.num_microbatches, MICROBATCHES)
                 for _ in accumulate_gradients(model, range(count), layout.gradient_sync):
                     tracker.begin("start")
-                    (model(**batch.inputs, labels=batch.labels) / tokens.numel()).backward()
+                    if job.frozen_forwards:
+                        tracker.begin("reference model")
+                        with torch.no_grad():
+                            _ = (second or model)(**batch.inputs, labels=batch.labels)
+                    (model(**batch.inputs, labels=batch.labels).sum() / tokens.numel()).backward()
             tracker.begin("clipping")
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, training.max_norm)
             tracker.begin("optimizer step")

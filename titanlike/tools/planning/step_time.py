@@ -114,8 +114,11 @@ class Rank:
             (number, work.kernels)
             for modules in self.modules.values()
             for passes, number in modules
-            for work in (passes.forward, passes.recomputation, passes.backward_input, passes.backward_weight)
-        ]
+            for work in (
+                *[passes.forward] * (1 + self.job.frozen_forwards), passes.recomputation, passes.backward_input,
+                passes.backward_weight,
+            )
+        ]  # fmt: skip
         return self.job.num_microbatches * sum(number * kernels for number, kernels in works)
 
     @cached_property
@@ -127,6 +130,8 @@ class Rank:
             forward, inputs, weights = dict[str, float](), dict[str, float](), dict[str, float]()
             for module, number in modules:
                 _add(forward, self.kernels.seconds(module.forward), number)
+                frozen = self.job.frozen_forwards * sum(self.kernels.seconds(module.forward).values())
+                _add(forward, {"reference model": frozen}, number)
                 _add(inputs, self.kernels.seconds(module.backward_input), number)
                 _add(weights, self.kernels.seconds(module.backward_weight), number)
                 recomputation = sum(self.kernels.seconds(module.recomputation).values())
@@ -181,7 +186,7 @@ class Rank:
             tensor += 2 * moved / self.kernels.memory_speed
         if self.job.program.regathers and self.job.recipe.activation_checkpoint.mode == "selective":
             tensor *= 5 / 4  # two of eight collectives of a block
-        context = self._seconds("context", "keys and values", "document ids", "float8 maxima", "expert counts")
+        context = self._seconds("context", "keys and values", "document ids", "loss", "float8 maxima", "expert counts")
         # A block has as many collectives in the backward pass; with full checkpointing, three of four again.
         share = 4 / 11 if self.job.recipe.activation_checkpoint.mode == "full" else 1 / 2
         exposed = {"tensor": tensor - self.hidden_tensor, "context": context}

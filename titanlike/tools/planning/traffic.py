@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from titanlike.config.dpo import reference_of
 from titanlike.config.sections import DTYPE_BYTES
-from titanlike.tools.planning.collectives import FLOAT32, INT64, Collective, Totals
+from titanlike.tools.planning.collectives import FLOAT32, FLOAT64, INT64, Collective, Totals
 from titanlike.tools.planning.experts import balancing, counts_bytes, exchanged_tokens, has_balance_loss
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import element_size, rounds
@@ -33,7 +34,9 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
             _replicated(job, stage, totals)
         if job.layout.context > 1 and job.recipe.data.masks_documents:
             gathered = job.tokens * job.layout.context * INT64
-            totals.add("all-gather", "context", "document ids", job.num_microbatches, gathered)
+            # Of each mask, and of the documents of pairs.
+            number = 1 + job.frozen_forwards + job.trains_on_pairs
+            totals.add("all-gather", "context", "document ids", number * job.num_microbatches, gathered)
         _weight_maxima(job, stage, totals)
         if job.recipe.float8.scaling == "tensorwise" and any(parameter.float8 for parameter in stage.last):
             _add_maxima(job, 2, totals)  # of the input and the gradient of the LM head
@@ -81,12 +84,17 @@ def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None
     for unit, calls in (pair for n in stages for pair in zip(units[n], gathers[n], strict=True)):
         axis, num_shards = shards_of(job, experts=unit.experts)
         if num_shards > 1:
-            size = sum(
-                parameter.padded(num_shards)
+            sizes = {
+                parameter.name: parameter.padded(num_shards)
                 * (1 if parameter.float8 and job.recipe.float8.all_gather else DTYPE_BYTES[training.compute_dtype])
                 for parameter in unit.parameters
-            )
-            totals.add("all-gather", axis, "weights", calls, size)
+            }
+            # What has not been freed after the forward pass of the reference is read by the next one.
+            once_more = job.num_microbatches * unit.reshards if job.frozen_forwards and not job.has_second_model else 0
+            totals.add("all-gather", axis, "weights", calls + once_more, sum(sizes.values()))
+            if job.has_second_model:
+                frozen = [size for name, size in sizes.items() if not name.endswith(("lora_A", "lora_B"))]
+                totals.add("all-gather", axis, "weights", job.num_microbatches, sum(frozen))
         trainable = [parameter for parameter in unit.parameters if parameter.trainable]
         size = DTYPE_BYTES[training.reduce_dtype] * sum(parameter.padded(num_shards) for parameter in trainable)
         if trainable and num_shards > 1:
@@ -155,13 +163,14 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
     float8 = block.float8 if recipe.float8.scaling == "tensorwise" else frozenset()
     needs_grad = block.needs_grad
     for layer in block.layers:
-        forward = 1 + block.recomputed
+        frozen = job.frozen_forwards
+        forward = 1 + block.recomputed + frozen
         # The router and the experts read the input, too, and not in float8.
         gather = elements * (1 if layer.colwise <= float8 and not layer.experts else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
         # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
         is_last = layer is block.layers[-1] and not (recipe.model.dropout or recipe.model.post_norms)
-        scatters = 1 if is_last else forward
+        scatters = 1 + frozen if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
         both = layer.experts and bool(layer.rowwise)  # the shared experts compute last
         totals.add("reduce-scatter", "tensor", "activations", both * forward * num, elements * element)
@@ -179,21 +188,23 @@ def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     recipe, num = job.recipe, job.num_microbatches
     elements, element = job.tokens * recipe.model.dim, DTYPE_BYTES[recipe.training.compute_dtype]
     if number == 0:
-        totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
+        totals.add("reduce-scatter", "tensor", "activations", num * (1 + job.frozen_forwards), elements * element)
         trains = any(parameter.trainable for parameter in stage.first)
         totals.add("all-gather", "tensor", "activations", num * trains, elements * element)
     if number < len(job.split) - 1:
         return
     converted = any(parameter.float8 for parameter in stage.last)
     sends_float8 = converted and recipe.float8.scaling == "tensorwise"
-    totals.add("all-gather", "tensor", "activations", num, elements * (1 if sends_float8 else element))
+    forwards = num * (1 + job.frozen_forwards)
+    totals.add("all-gather", "tensor", "activations", forwards, elements * (1 if sends_float8 else element))
     totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
+    softmaxes = forwards + num * job.trains_on_pairs  # the backward pass computes the logits again
     chunk = job.tokens if converted else recipe.training.loss_chunk or job.tokens
     for rows, calls in ((chunk, job.tokens // chunk), (job.tokens % chunk, 1)):
         if rows:
             largest = FLOAT32 if recipe.model.logit_soft_cap else element  # soft-capped logits are in float32
-            totals.add("all-reduce", "tensor", "loss", num * calls, rows * largest)
-            totals.add("all-reduce", "tensor", "loss", num * calls * 2, rows * FLOAT32)  # two sums
+            totals.add("all-reduce", "tensor", "loss", softmaxes * calls, rows * largest)
+            totals.add("all-reduce", "tensor", "loss", softmaxes * calls * 2, rows * FLOAT32)  # two sums
 
 
 def _replicated(job: Job, stage: Stage, totals: Totals) -> None:
@@ -210,7 +221,8 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
     heads = model.num_kv_heads // job.layout.tensor
     size = job.tokens * job.layout.context * heads * model.head_dim * DTYPE_BYTES[job.recipe.training.compute_dtype]
     calls = 2 * job.num_microbatches
-    totals.add("all-gather", "context", "keys and values", calls * (1 + block.recomputed), size)
+    forwards = 1 + block.recomputed + job.frozen_forwards
+    totals.add("all-gather", "context", "keys and values", calls * forwards, size)
     for name in ("attention.wk", "attention.wv"):
         if block.needs_grad or name in block.adapted:
             totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
@@ -239,7 +251,7 @@ def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
         one_gather = job.layout.tensor > 1 and not layer.experts
         shares_input = one_gather and layer.colwise <= block.float8  # cast once, before it is gathered
         inputs += (1 if shares_input else len(layer.colwise & block.float8)) + len(layer.rowwise & block.float8)
-    calls = inputs * (1 + block.recomputed) + len(block.float8)
+    calls = inputs * (1 + block.recomputed + job.frozen_forwards) + len(block.float8)
     _add_maxima(job, calls, totals)
 
 
@@ -274,9 +286,19 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     gradients over the ranks that shard them, apart for each set of these ranks, and over stages."""
     layout = job.layout
     batch = [axis for axis, size in (("replicate", layout.replicate), (fsdp_axis(job), job.num_shards)) if size > 1]
+    # The loss, or that of pairs with seven metrics, in float64.
+    loss = FLOAT32
+    if job.trains_on_pairs:
+        loss = (8 if reference_of(job.recipe) != "none" else 7) * FLOAT64
+        if (
+            layout.context > 1
+        ):  # log-probabilities and numbers of tokens, of as many documents as a sequence has tokens at most
+            length = job.recipe.training.seq_len
+            size = 2 * job.sequences * (length + length % 2) * FLOAT64
+            totals.add("all-reduce", "context", "loss", job.num_microbatches * (1 + job.frozen_forwards), size)
     for axis in batch:
         totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
-        totals.add("all-reduce", axis, "scalars", 1, FLOAT32)
+        totals.add("all-reduce", axis, "scalars", 1, loss)
     for axis in (axis for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)) if size > 1):
         totals.add("all-reduce", axis, "scalars", 1, INT64)
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]

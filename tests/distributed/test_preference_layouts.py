@@ -1,0 +1,181 @@
+"""Preference optimization under every layout equals one process, whatever provides the log-probabilities of the reference model."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.checkpoints import assert_equal_state
+from tests.parity import ALL_GATHER, COMPILED, FULL, LORA, SELECTIVE, tiers
+from tests.pool import Pool
+from tests.preferences import preference_recipe
+from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train, train_on_rank
+from titanlike.config.sections import Parallelism
+from titanlike.tools.verify import Result
+
+Ranks = Callable[[int], Pool]
+
+MODELS: dict[str, Any] = {
+    "llama": LLAMA,
+    "gpt": GPT_,
+    "tied": QWEN3,
+    "soft-capped": GEMMA2,
+    "experts": dataclasses.replace(QWEN3_MOE, balance_loss=0.0, balance_bias_rate=0.01),
+}
+IPO: dict[str, Any] = {"preference": dict(loss="ipo")}
+SIMPO: dict[str, Any] = {"preference": dict(loss="simpo", beta=2.0)}
+PRECOMPUTED: dict[str, Any] = {"preference": dict(reference="precomputed")}
+
+# The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
+CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
+    "2 micro-batches": ("llama", {}, 4, {}),
+    "DDP": ("gpt", dict(replicate=2), 2, {}),
+    "FSDP": ("llama", dict(shard=2), 2, {}),
+    "HSDP": ("gpt", dict(replicate=2, shard=2), 1, {}),
+    "TP": ("llama", dict(tensor=2), 4, {}),
+    "TP, tied head": ("tied", dict(tensor=2), 4, {}),
+    "TP, soft-capped logits": ("soft-capped", dict(tensor=2), 4, {}),
+    "CP": ("llama", dict(context=2), 4, {}),
+    "CP x TP": ("gpt", dict(context=2, tensor=2), 4, {}),
+    "CP x FSDP": ("llama", dict(context=2, shard=2), 2, {}),
+    "TP x FSDP": ("tied", dict(tensor=2, shard=2), 2, {}),
+    "EP": ("experts", dict(shard=2, expert=2), 2, {}),
+    "EP x TP": ("experts", dict(shard=2, tensor=2, expert=2), 2, {}),
+    "EP x CP": ("experts", dict(context=2, expert=2), 4, {}),
+    "TP x FSDP, LoRA": ("llama", dict(tensor=2, shard=2), 2, LORA),
+    "CP x FSDP, LoRA, second model": (
+        "gpt",
+        dict(context=2, shard=2),
+        2,
+        LORA | {"preference": dict(reference="model")},
+    ),
+    "CP x TP, precomputed": ("llama", dict(context=2, tensor=2), 4, PRECOMPUTED),
+    "HSDP, LoRA, precomputed": ("llama", dict(replicate=2, shard=2), 1, LORA | PRECOMPUTED),
+    "CP x FSDP, IPO": ("llama", dict(context=2, shard=2), 2, IPO),
+    "TP x FSDP, SimPO": ("gpt", dict(tensor=2, shard=2), 2, SIMPO),
+    "TP x FSDP, compiled, selective": ("llama", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "FSDP, LoRA, compiled, full": ("llama", dict(shard=2), 2, LORA | COMPILED | FULL),
+    "CP, full checkpointing": ("gpt", dict(context=2), 4, FULL),
+}
+QUICK = ("FSDP", "HSDP", "CP x TP", "EP", "TP x FSDP, LoRA", "CP x TP, precomputed", "TP x FSDP, compiled, selective")
+SLOW = ("2 micro-batches", "TP, tied head", "CP x FSDP, IPO", "EP x CP", "HSDP, LoRA, precomputed", "TP x FSDP, SimPO")
+
+
+@pytest.fixture(scope="module")
+def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """Returns a function: the results of one process that takes the global batch as one micro-batch."""
+    folder, results = tmp_path_factory.mktemp("baseline"), dict[str, Result]()
+
+    def get(model: str, sections: dict[str, Any]) -> Result:
+        sections = {name: sections[name] for name in ("lora", "preference") if name in sections}
+        key = f"{model} {sections}"
+        if key not in results:
+            name = f"run{len(results)}"
+            recipe = preference_recipe(folder, name, model=MODELS[model], training=dict(local_batch_size=8), **sections)
+            results[key] = train(ranks(1), recipe)
+        return results[key]
+
+    return get
+
+
+@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
+def test_a_layout_matches_one_process(ranks: Ranks, baseline: Any, tmp_path: Path, case: str) -> None:
+    model, layout, local, sections = CASES[case]
+    recipe = preference_recipe(
+        tmp_path, "run", model=MODELS[model], parallelism=Parallelism(**layout), training=dict(local_batch_size=local), **sections
+    )  # fmt: skip
+    processes = 1
+    for name in ("replicate", "shard", "context", "tensor"):
+        processes *= layout.get(name, 1)
+    assert_same(train(ranks(processes), recipe), baseline(model, sections))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    # Of a second model, whose weights are in no checkpoint; of adapters, whose frozen weights are in it; and of a table.
+    train(ranks(1), preference_recipe(tmp_path, "base", training=dict(steps=2), optimizer=dict(lr=3e-3)))
+    initial = dict(initial=str(tmp_path / "base"))
+    losses = {}
+    for reference in ("model", "adapter_off", "precomputed"):
+        lora = LORA if reference == "adapter_off" else {}
+
+        def run(name: str, steps: int, lora: dict[str, Any] = lora, reference: str = reference) -> Any:
+            return preference_recipe(
+                tmp_path, f"{name}-{reference}", training=dict(steps=steps), preference=dict(reference=reference),
+                parallelism=Parallelism(shard=2), checkpoint=initial, schedule=dict(warmup_steps=0, decay="none"), **lora,
+            )  # fmt: skip
+
+        whole = train(ranks(2), run("whole", 5))
+        losses[reference] = whole.losses
+        train(ranks(2), run("parts", 3))
+        shutil.rmtree(tmp_path / "cache/preferences")  # the table is computed again, and not with the trained weights
+        parts = train(ranks(2), run("parts", 5))
+        assert_equal_state(parts.state, whole.state)
+        assert parts.losses == whole.losses and parts.losses[-1] != parts.losses[-2]
+        lines = (tmp_path / f"parts-{reference}/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["kl"] for line in lines if "kl" in line][-1] != 0.0
+    assert losses["model"] == losses["precomputed"]
+
+
+@pytest.mark.parametrize(("processes", "float8"), [(1, {}), (2, {}), (2, ALL_GATHER)])
+def test_the_second_model_computes_as_the_initial_one(
+    ranks: Ranks, tmp_path: Path, processes: int, float8: dict[str, Any]
+) -> None:
+    training = dict(steps=1, compute_dtype="bfloat16")
+    sections: dict[str, Any] = dict(training=training, validation=dict(interval=0), float8=float8)
+    for name in ("drawn", "loaded"):
+        initial = dict(initial=str(tmp_path / "drawn") if name == "loaded" else "")
+        train(ranks(processes), preference_recipe(tmp_path, name, checkpoint=initial, **sections))
+        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["kl"] == first["rewards/margins"] == 0.0 and first["logps/chosen"] < 0.0
+
+
+def test_the_reference_has_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    model = dataclasses.replace(GPT_, dropout=0.1)
+    found = [
+        train(ranks(1), preference_recipe(tmp_path, name, model=model, preference=dict(reference=name))).losses
+        for name in ("model", "precomputed")
+    ]
+    assert found[0] == found[1] and found[0][0] != pytest.approx(0.693147, abs=1e-4)
+
+
+def test_a_resume_with_another_reference_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    train(ranks(1), preference_recipe(tmp_path, "run"))
+    changed = preference_recipe(tmp_path, "run", training=dict(steps=4), checkpoint=dict(initial=str(tmp_path / "run")))
+    with pytest.raises(
+        AssertionError, match=r'checkpoint\.initial was "", now ".*/run"\. Restore these values to resume'
+    ):
+        ranks(1).run(train_on_rank, changed)
+    beta = preference_recipe(tmp_path, "run", training=dict(steps=4), preference=dict(beta=0.2))
+    with pytest.raises(AssertionError, match=r"preference\.beta was 0\.1, now 0\.2\. Restore these values to resume"):
+        ranks(1).run(train_on_rank, beta)
+
+
+def test_the_logits_of_all_tokens_never_exist(ranks: Ranks, tmp_path: Path) -> None:
+    """Neither in the forward passes of both models nor in the backward pass."""
+    recipe = preference_recipe(tmp_path, "run", training=dict(loss_chunk=128, local_batch_size=8, steps=1))
+    largest = ranks(1).run(largest_logits, recipe)[0]
+    assert largest == 128 * LLAMA.vocab_size  # of 8 x 96 tokens
+
+
+def largest_logits(recipe: Any) -> int:
+    """Returns the elements of the largest result of an operation whose last dimension is the vocabulary."""
+    found = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for each in tree_leaves(out):
+                if isinstance(each, torch.Tensor) and each.dim() > 1 and each.shape[-1] == LLAMA.vocab_size:
+                    found[0] = max(found[0], each.numel())
+            return out
+
+    with Watch():
+        train_on_rank(recipe)
+    return found[0]

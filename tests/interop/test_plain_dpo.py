@@ -1,0 +1,233 @@
+"""Preference optimization equals a plain loop with transformers: losses, rewards, weights and every gradient."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.interop.models import CONFIGS, export_model, model_of
+from tests.pool import Pool
+from tests.preferences import preference_recipe, write_pairs
+from tests.training import full_tensor, mesh_of, train
+from titanlike.config.dpo import DpoRecipe
+from titanlike.config.finetune import Lora
+from titanlike.config.sections import Parallelism, Tokenizer
+from titanlike.data.batches.dataloaders import build_dataloaders
+from titanlike.data.batches.pairs import open_sources
+from titanlike.data.tokens.chat_template import build_chat_template
+from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.interop.hf_parameters import stored_tensors
+from titanlike.interop.weights import load_initial
+from titanlike.models.init import initialize
+from titanlike.models.registry import build_model
+from titanlike.optim.clipping import gradient_norms
+from titanlike.parallelize import parallelize
+from titanlike.run import preferences
+
+Ranks = Callable[[int], Pool]
+Pair = tuple[list[tuple[list[int], list[int]]], int]
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
+
+SEQ_LEN, STEPS, LR, EPS = 256, 5, 1e-3, 1e-4
+
+
+@pytest.fixture(
+    scope="module",
+    params=["grouped-query", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Qwen3-MoE"))],
+)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model in a Hugging Face folder with a chat template, and a file of pairs beside it."""
+    folder = tmp_path_factory.mktemp("base")
+    config: Any = dataclasses.replace(CONFIGS[request.param], vocab_size=304)
+    if hasattr(config, "balance_loss"):
+        config = dataclasses.replace(config, balance_loss=0.0)
+    export_model(model_of(config), config, folder / "hf")
+    (folder / "hf/chat_template.jinja").write_text(build_chat_template("", build_tokenizer(Tokenizer())).source)
+    write_pairs(folder / "pairs.jsonl")
+    return config, folder
+
+
+def recipe_of(folder: Path, name: str, base: tuple[Any, Path], **sections: Any) -> DpoRecipe:
+    config, source = base
+    training = dict(steps=STEPS, seq_len=SEQ_LEN, global_batch_size=4, local_batch_size=2, max_norm=1e9)
+    return preference_recipe(
+        folder, name, model=config, data=dict(path=str(source / "pairs.jsonl"), holdout_every=0),
+        tokenizer=Tokenizer(encoding=str(source / "hf")), checkpoint=dict(initial=str(source / "hf")),
+        optimizer=dict(lr=LR, eps=EPS, weight_decay=0.0), schedule=dict(warmup_steps=0, decay="none"),
+        validation=dict(interval=0), training=training | sections.pop("training", {}), **sections,
+    )  # fmt: skip
+
+
+def conversations(folder: Path) -> list[list[tuple[list[int], list[int]]]]:
+    """Returns the tokens of both conversations of each pair, and which are those of the answer, as transformers has them."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "hf")
+    found = []
+    for line in (folder / "pairs.jsonl").read_text().splitlines():
+        record, pair = json.loads(line), []
+        for name in ("chosen", "rejected"):
+            messages = record[name]
+            if "prompt" in record:
+                messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": messages}]
+            ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+            prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)
+            pair.append((ids, [0] * len(prompt["input_ids"]) + [1] * (len(ids) - len(prompt["input_ids"]))))
+        found.append(pair)
+    return found
+
+
+def log_prob(model: Any, ids: list[int], mask: list[int]) -> Tensor:
+    """Returns the log-probability of the tokens of an answer, without padding or other documents."""
+    probs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    of_labels: Tensor = probs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return of_labels[torch.tensor(mask[1:], dtype=torch.bool)].sum()
+
+
+def plain_loop(folder: Path, section: DpoRecipe, steps: int = STEPS) -> dict[str, Any]:
+    """Trains with transformers as the paper has it, one conversation at a time. In float64, which its experts do not support."""
+    dtype = torch.float32 if section.model.num_experts else torch.float64
+    policy, reference = (AutoModelForCausalLM.from_pretrained(folder / "hf").to(dtype) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    pairs, beta = conversations(folder), section.preference.beta
+    source = open_sources(
+        section.data, build_tokenizer(section.tokenizer), seq_len=SEQ_LEN, global_batch_size=4, seed=0, validate=False
+    ).training
+    out: dict[str, Any] = {"loss": [], "rewards/chosen": [], "rewards/rejected": [], "rewards/margins": [], "norm": []}
+    for step in range(1, steps + 1):
+        batch = source.read(step, range(4))
+        assert batch.document_ids is not None
+        numbers = sorted({int(n) // 2 for n in batch.document_ids.flatten() if n < 2 * len(pairs)})
+        assert len(numbers) > 4, "several pairs in a sequence"
+        losses, rewards = [], []
+        for number in numbers:
+            with torch.no_grad():
+                expected = [log_prob(reference, *each) for each in pairs[number]]
+            ratios = [log_prob(policy, *each) - other for each, other in zip(pairs[number], expected, strict=True)]
+            losses.append(-F.logsigmoid(beta * (ratios[0] - ratios[1])))
+            rewards.append([beta * ratio.item() for ratio in ratios])
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = {name: each.grad.clone() for name, each in policy.named_parameters() if each.grad is not None}
+        out.setdefault("gradients", gradients)
+        optimizer.step()
+        chosen, rejected = torch.tensor(rewards).mean(0).tolist()
+        for name, value in zip(out, (loss.item(), chosen, rejected, chosen - rejected), strict=False):
+            out[name].append(value)
+        out["norm"].append(torch.stack([each.norm() for each in gradients.values()]).norm().item())
+    return out
+
+
+def records(recipe: DpoRecipe) -> list[dict[str, Any]]:
+    lines = Path(recipe.run.dir, recipe.run.name, "metrics.jsonl").read_text().splitlines()
+    return [each for each in map(json.loads, lines) if "loss" in each]
+
+
+def test_five_steps_equal_a_plain_loop(ranks: Ranks, tmp_path: Path, base: Any) -> None:
+    recipe = recipe_of(tmp_path, "run", base)
+    expected = plain_loop(base[1], recipe)
+    train(ranks(1), recipe)
+    found = records(recipe)
+    assert expected["loss"][-1] < expected["loss"][0] - 0.01
+    loss_error = 2e-4 if recipe.model.num_experts else 1e-6  # of transformers in float32
+    for step, record in enumerate(found):
+        assert abs(record["loss"] - expected["loss"][step]) <= loss_error
+        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
+            assert record[name] == pytest.approx(expected[name][step], rel=5 * loss_error, abs=5 * loss_error)
+        assert record["grad_norm"] == pytest.approx(expected["norm"][step], rel=100 * loss_error)
+
+
+def gradients_on_rank(recipe: DpoRecipe) -> dict[str, Tensor]:
+    """Returns the gradients of the first step."""
+    device, training = torch.device("cpu"), recipe.training
+    parallelism = recipe.parallelism.resolve(torch.distributed.get_world_size())
+    mesh = mesh_of("cpu", **parallelism.dimensions(), expert=parallelism.expert)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
+    data = build_dataloaders(
+        recipe.data, training, tokenizer, seed=0, validate=False, dropout=False, device=device, open_sources=open_sources,
+        **mesh.data_shard(training.seq_len),
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: nn.Module = build_model(recipe.model)
+    model = parallelize(
+        model, mesh, split=parallelism.split(recipe.model), training=training, parallelism=parallelism, float8=recipe.float8,
+        lora=recipe.lora, activation_checkpoint=recipe.activation_checkpoint, compile=recipe.compile, loss_reduction="none",
+    )  # fmt: skip
+    initialize(model, device, 0)
+    objective = preferences.build_objective(recipe, model, mesh, parallelism, device, data)
+    load_initial(model, recipe.checkpoint.initial, recipe.model)
+    batches = data.training.microbatches(1)
+    count = preferences.num_pairs(batches)
+    for group in mesh.loss_groups:
+        torch.distributed.all_reduce(count, group=group)
+    objective.forward_backward(model, batches, count)
+    gradient_norms(model, mesh.pipeline)
+    return {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Parallelism(), Parallelism(context=2, tensor=2), pytest.param(Parallelism(shard=2), marks=pytest.mark.slow)],
+)
+def test_every_gradient_is_that_of_transformers(ranks: Ranks, tmp_path: Path, base: Any, layout: Parallelism) -> None:
+    recipe = recipe_of(tmp_path, "run", base, parallelism=layout)
+    expected = plain_loop(base[1], recipe, 1)["gradients"]
+    world_size = layout.context * layout.tensor * max(layout.shard, 1)
+    found = ranks(world_size).run(gradients_on_rank, recipe)[0]
+    largest = max(each.abs().max().item() for each in expected.values())
+    compared = 0
+    for name, tensor in stored_tensors(recipe.model).items():
+        parts = []
+        for parameter, part in (tensor.parts[index] for index in sorted(tensor.parts)):
+            slices = zip(part.offset, part.shape, strict=True)
+            parts.append(found[parameter][tuple(slice(start, start + size) for start, size in slices)])
+        value = torch.cat([each.flatten(0, -3) if each.dim() == 3 else each for each in parts])
+        value = value.reshape(tensor.shape[::-1] if tensor.transposed else tensor.shape)
+        value = value.t() if tensor.transposed else value
+        if name in expected:  # experts are stacked in transformers
+            difference = (value.double() - expected[name]).abs().max().item()
+            assert difference <= 1e-6 * largest + 1e-5 * expected[name].abs().max().item(), name
+            compared += 1
+    assert compared == len(stored_tensors(recipe.model)) or recipe.model.num_experts
+
+
+def test_the_sources_of_the_reference_are_equal_to_the_bit(ranks: Ranks, tmp_path: Path, base: Any) -> None:
+    def metrics(name: str, **sections: Any) -> list[dict[str, Any]]:
+        recipe = recipe_of(tmp_path, name, base, **sections)
+        train(ranks(1), recipe)
+        times = (
+            "tokens_per_second",
+            "tflops_per_device",
+            "memory_gib",
+            "data_wait",
+            "step_seconds",
+            "elapsed_seconds",
+            "mfu",
+        )
+        return [{key: value for key, value in each.items() if key not in times} for each in records(recipe)]
+
+    expected = metrics("model")
+    assert metrics("precomputed", preference=dict(reference="precomputed")) == expected
+    (cached,) = (tmp_path / "cache/preferences").glob("reference-*")
+    before = cached.stat().st_mtime_ns
+    assert metrics("cached", preference=dict(reference="precomputed")) == expected
+    assert cached.stat().st_mtime_ns == before
+    lora = Lora(rank=4)
+    adapted = metrics("adapter_off", lora=lora)
+    assert adapted != expected
+    assert metrics("adapter_model", lora=lora, preference=dict(reference="model")) == adapted
+    assert metrics("adapter_cache", lora=lora, preference=dict(reference="precomputed")) == adapted
+    # Other weights have another reference.
+    other = tmp_path / "other"
+    export_model(model_of(base[0], seed=1), base[0], other)
+    recipe = recipe_of(
+        tmp_path, "other_weights", base, preference=dict(reference="precomputed"), training=dict(steps=1)
+    )
+    train(ranks(1), dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, initial=str(other))))
+    assert len(list((tmp_path / "cache/preferences").glob("reference-*"))) == 2

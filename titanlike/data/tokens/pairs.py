@@ -1,0 +1,51 @@
+"""Preference pairs as tokens, of which those of the two answers are labels. No torch."""
+
+from typing import Any
+
+import numpy as np
+
+from titanlike.config.dpo import PreferenceData
+from titanlike.data.documents.pairs import PreferencePair, preference_pair_of, synthetic_pairs
+from titanlike.data.documents.readers import BadRecord
+from titanlike.data.tokens.arrays import Flags
+from titanlike.data.tokens.chat_template import ChatTemplate
+from titanlike.data.tokens.chats import Encoded, TokenizedChats, concatenate, open_records
+from titanlike.data.tokens.tokenizer import TokenIDs
+
+
+def open_preferences(section: PreferenceData, path: str, template: ChatTemplate) -> TokenizedChats:
+    """Returns the tokens of the pairs at one of the paths of a section: the chosen conversation of each, followed by the rejected
+    one. They are tokenized unless the cache has them."""
+    if path == "synthetic_preference":
+        return concatenate(each for pair in synthetic_pairs() for each in encode_pair(pair, template))
+
+    def encode(record: dict[str, Any]) -> list[Encoded]:
+        return encode_pair(preference_pair_of(record), template)
+
+    return open_records(section, path, template, "preferences", encode)
+
+
+def encode_pair(pair: PreferencePair, template: ChatTemplate) -> list[Encoded]:
+    """Returns the tokens and labels of both conversations. Answers that they share, before the one in which they differ, are not
+    labels. Raises `BadRecord` if they do not differ in an answer."""
+    (chosen, labels), (rejected, other_labels) = (template.encode(each) for each in (pair.chosen, pair.rejected))
+    start = _start_of_difference(chosen, labels, rejected)
+    encoded = []
+    for name, tokens, flags in (("chosen", chosen, labels), ("rejected", rejected, other_labels)):
+        flags = flags & (np.arange(len(tokens)) >= start)
+        if not flags.any():
+            raise BadRecord(f"{name} has no answer where chosen and rejected differ")
+        encoded.append((tokens, flags))
+    return encoded
+
+
+def _start_of_difference(chosen: TokenIDs, labels: Flags, rejected: TokenIDs) -> int:
+    """Returns where the answer begins that contains the first token in which the conversations differ."""
+    shorter = min(len(chosen), len(rejected))
+    differs = chosen[:shorter] != rejected[:shorter]
+    if not differs.any() and len(chosen) == len(rejected):
+        raise BadRecord("chosen and rejected are the same")
+    start = int(differs.argmax()) if differs.any() else shorter
+    while start > 0 and labels[start - 1]:
+        start -= 1
+    return start

@@ -1,0 +1,181 @@
+"""The reference model of a preference loss: the trained model without its adapters, a second model, or what one has computed."""
+
+import zipfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlike.config import UserError
+from titanlike.config.dpo import DpoRecipe
+from titanlike.config.sections import Parallelism
+from titanlike.data.batches.dataloaders import DataLoaders
+from titanlike.data.batches.loader import Batch, BatchLoader
+from titanlike.data.batches.packed_dataset import SequenceBatch
+from titanlike.data.batches.pairs import PackedPairs
+from titanlike.data.documents.files import hash_of, local_file, versions_of
+from titanlike.distributed import collectives, process_group
+from titanlike.interop.weights import load_initial, open_weights
+from titanlike.models.lora import disabled_adapters
+from titanlike.parallelisms.mesh import Mesh
+from titanlike.run.answers import Places, Reference, answers_of, places_of
+from titanlike.run.second_model import build_frozen_model
+from titanlike.utils.files import atomic_writer
+from titanlike.utils.system import cache_folder
+
+FORMAT = 1
+
+
+def build_reference(
+    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, parallelism: Parallelism, device: torch.device, data: DataLoaders
+) -> Reference | None:
+    """Returns the reference of a recipe, or None if its loss has none. Call it before the weights of the model are restored: what
+    is not in the cache is computed with the model and its initial weights."""
+    if recipe.reference == "none":
+        return None
+    if recipe.reference == "precomputed":
+        table = _read_or_compute(recipe, model, mesh, data)
+        on_device = torch.from_numpy(table).to(device, collectives.sum_dtype(device))
+        return lambda batch, places: on_device[places.document_ids.clamp(max=len(table) - 1)]
+    adapted = recipe.reference == "adapter_off"
+    if not adapted:
+        process_group.announce("building the reference model")
+        model = build_frozen_model(
+            recipe.model, recipe.checkpoint.initial, recipe, mesh, parallelism, device, loss_reduction="none"
+        )
+
+    @torch.no_grad()
+    def reference(batch: Batch, places: Places) -> Tensor:
+        with disabled_adapters(model) if adapted else nullcontext():
+            return answers_of(model, _without_dropout(batch), places, mesh).log_probs
+
+    return reference
+
+
+def _without_dropout(batch: Batch) -> Batch:
+    return Batch({name: value for name, value in batch.inputs.items() if name != "dropout_bits"}, batch.labels)
+
+
+def _read_or_compute(recipe: DpoRecipe, model: nn.Module, mesh: Mesh, data: DataLoaders) -> np.ndarray[Any, Any]:
+    """Returns the log-probability of each document by its id, on all ranks."""
+    sources: list[Any] = [each.source for each in (data.training, data.validation) if each]
+    datasets: list[PackedPairs] = [dataset for source in sources for dataset in source.datasets]
+    file = _cache_file(recipe, datasets) if process_group.is_main() else None
+    table = process_group.broadcast_object(_load(file) if file else None)
+    if table is not None:
+        return table
+    num_sequences = sum(dataset.num_sequences for dataset in datasets)
+    process_group.announce(f"computing the reference's log-probabilities of {num_sequences:,} sequences")
+    if recipe.checkpoint.initial:
+        load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
+    table = _compute(recipe, model, mesh, data.training, datasets)
+
+    def save() -> None:
+        assert file is not None
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_writer(file) as stream:
+                np.savez(stream, log_probs=table)
+        except OSError as error:
+            raise UserError(
+                f"{file.parent} cannot store the reference's log-probabilities: {error.strerror}; set data.cache to a writable "
+                "folder"
+            ) from None
+
+    process_group.run_on_main(save)
+    return table
+
+
+@torch.no_grad()
+def _compute(
+    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, training: BatchLoader, datasets: Sequence[PackedPairs]
+) -> np.ndarray[Any, Any]:
+    """Returns the log-probability of each document under the model, in micro-batches of the shape of those in training."""
+    size = 2 * max(dataset.first_pair + dataset.num_pairs_in_all for dataset in datasets)
+    table = torch.zeros(size, device=training.device, dtype=collectives.sum_dtype(training.device))
+    batch_size = training.local_batch_size * mesh.num_data_ranks
+    for dataset in datasets:
+        loader = BatchLoader(
+            _InOrder(dataset, batch_size), global_batch_size=batch_size, local_batch_size=training.local_batch_size,
+            seed=recipe.run.seed, device=training.device, **mesh.data_shard(dataset.seq_len),
+        )  # fmt: skip
+        for step in range(1, -(-dataset.num_sequences // batch_size) + 1):
+            for batch in loader.microbatches(step):
+                places = places_of(batch, mesh)
+                answers = answers_of(model, batch, places, mesh)
+                found = answers.is_pair
+                table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # FSDP keeps some units gathered; the optimizer that is built next needs the shards
+    if mesh.context.get_local_rank() > 0:  # which has computed the same as the first one
+        table.zero_()
+    return collectives.all_reduce_sum(table, mesh.loss_groups).cpu().numpy()
+
+
+class _InOrder:
+    """The sequences of a dataset in order, each once, and then padding."""
+
+    fingerprint = ""
+
+    def __init__(self, dataset: PackedPairs, batch_size: int) -> None:
+        self.dataset, self.seq_len, self.batch_size = dataset, dataset.seq_len, batch_size
+
+    def describe(self, steps: int) -> str:
+        return self.dataset.contents
+
+    def load_position(self, position: object) -> None:
+        """Does nothing: the step number is the only state."""
+
+    def position(self) -> None:
+        return None
+
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        indices = (step - 1) * self.batch_size + np.array(rows)
+        return SequenceBatch(indices, *self.dataset.read(indices))
+
+
+def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
+    """Returns the file of the log-probabilities: its name depends on all that decides them."""
+    initial, data, training = recipe.checkpoint.initial, recipe.data, recipe.training
+    # The tokens depend on the data, the tokenizer and the template. Which pairs are held out is decided by the recipe.
+    tokens = [
+        [dataset.fingerprint, dataset.first_pair, dataset.held_out, dataset.holdout_every] for dataset in datasets
+    ]
+    precision = [training.compute_dtype, "" if initial else training.master_dtype, asdict(recipe.float8)]
+    key = hash_of(
+        [
+            FORMAT,
+            tokens,
+            training.seq_len,
+            data.long_chats,
+            asdict(cast(Any, recipe.model)),
+            precision,
+            _version(initial, recipe.run.seed),
+        ]
+    )
+    return cache_folder(data.cache) / "preferences" / f"reference-{key}.npz"
+
+
+def _version(initial: str, seed: int) -> list[Any]:
+    """Returns what differs after a change of the initial weights."""
+    if not initial:
+        return ["random", seed]
+    folder = Path(open_weights(Path(initial), verify_share=(1, 2**30)).path)
+    return versions_of([local_file(path) for path in sorted(folder.iterdir()) if path.is_file()])
+
+
+def _load(file: Path) -> np.ndarray[Any, Any] | None:
+    """Returns the content of a file, or None if it does not exist or is damaged."""
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            found: np.ndarray[Any, Any] = arrays["log_probs"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return found

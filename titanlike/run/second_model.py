@@ -1,0 +1,67 @@
+"""A second model that only computes forward passes, such as the reference of DPO: frozen, and sharded as the trained model."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from titanlike.config import PretrainRecipe
+from titanlike.config.sections import ActivationCheckpoint, Parallelism
+from titanlike.interop.weights import load_initial
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.init import initialize
+from titanlike.models.registry import build_model
+from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelize import parallelize
+
+
+def build_frozen_model(
+    config: TransformerConfig,
+    initial: str,
+    recipe: PretrainRecipe,
+    mesh: Mesh,
+    parallelism: Parallelism,
+    device: torch.device,
+    *,
+    loss_reduction: Literal["sum", "none"] = "sum",
+) -> nn.Module:
+    """Returns a model with frozen weights, in the layout of a recipe. Call it under `torch.no_grad()`.
+
+    Args:
+        config: that of the model.
+        initial: where its weights are, as `checkpoint.initial`. Empty: the random weights that the recipe's model starts with.
+        loss_reduction: that of `parallelize`.
+    """
+    model = parallelize_frozen(config, initial, recipe, mesh, parallelism, loss_reduction=loss_reduction)
+    initialize(model, device, recipe.run.seed, offload=parallelism.cpu_offload)
+    if initial:
+        load_initial(model, initial, config, recipe.checkpoint.allow_changed)
+    return model
+
+
+def parallelize_frozen(
+    config: TransformerConfig,
+    initial: str,
+    recipe: PretrainRecipe,
+    mesh: Mesh,
+    parallelism: Parallelism,
+    *,
+    loss_reduction: Literal["sum", "none"] = "sum",
+) -> nn.Module:
+    """Returns the model of `build_frozen_model` on the meta device. Its weights are kept in the dtype that computes, not in the
+    master dtype, where that gives the same."""
+    training = recipe.training
+    # Random weights are drawn in the dtype of those that are trained, and float8 all-gather casts from that dtype.
+    if initial and not recipe.float8.all_gather:
+        training = replace(training, master_dtype=training.compute_dtype)
+    if parallelism.reshard_after_forward == "auto":  # no backward pass follows, for which to keep the last unit
+        parallelism = replace(parallelism, reshard_after_forward="always")
+    with torch.device("meta"):
+        model = build_model(config)
+    model.requires_grad_(False)
+    return parallelize(
+        model, mesh, split=parallelism.split(config), training=training, parallelism=parallelism,
+        float8=recipe.float8, activation_checkpoint=ActivationCheckpoint(mode="none"),
+        compile=recipe.compile, loss_reduction=loss_reduction,
+    )  # fmt: skip
