@@ -89,6 +89,14 @@ def test_validation_and_checkpoint_in_the_status() -> None:
     assert console.status.startswith("step     10/100\n") and console.status.endswith("  saved step 10")
 
 
+def test_accuracies_of_preference_pairs() -> None:
+    console = Terminal(10)
+    console.log(1, training(0.69, 1.0) | {"rewards/accuracies": 0.5, "rewards/margins": -0.0123})
+    console.log(1, {"validation_loss": 0.6, "validation_accuracy": 0.625})
+    assert "  lr 1.0e-03  accuracy 50.0%  margin -0.0123  " in console.lines[0]
+    assert console.lines[1].endswith("  val 0.6000  accuracy 62.5%")
+
+
 def test_a_resumed_run_starts_at_its_step() -> None:
     console = Terminal(100, first_step=51)
     assert (console.status, console.completed) == ("step     51/100  warming up", 50)

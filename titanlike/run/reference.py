@@ -25,11 +25,13 @@ from titanlike.interop.weights import load_initial, open_weights
 from titanlike.models.lora import disabled_adapters
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.answers import Places, Reference, answers_of, places_of
+from titanlike.run.loop import loop_settings
 from titanlike.run.second_model import build_frozen_model
 from titanlike.utils.files import atomic_writer
 from titanlike.utils.system import cache_folder
 
 FORMAT = 1
+NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
 
 
 def build_reference(
@@ -66,18 +68,18 @@ def _read_or_compute(recipe: DpoRecipe, model: nn.Module, mesh: Mesh, data: Data
     """Returns the log-probability of each document by its id, on all ranks."""
     sources: list[Any] = [each.source for each in (data.training, data.validation) if each]
     datasets: list[PackedPairs] = [dataset for source in sources for dataset in source.datasets]
-    file = _cache_file(recipe, datasets) if process_group.is_main() else None
-    table = process_group.broadcast_object(_load(file) if file else None)
+    file = _cache_file(recipe, datasets)
+    table = process_group.broadcast_object(_load(file) if process_group.is_main() else None)
     if table is not None:
         return table
     num_sequences = sum(dataset.num_sequences for dataset in datasets)
     process_group.announce(f"computing the reference's log-probabilities of {num_sequences:,} sequences")
     if recipe.checkpoint.initial:
         load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
-    table = _compute(recipe, model, mesh, data.training, datasets)
+    with loop_settings(recipe.training):  # the kernels of training
+        table = _compute(recipe, model, mesh, data.training, datasets)
 
     def save() -> None:
-        assert file is not None
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_writer(file) as stream:
@@ -167,7 +169,7 @@ def _version(initial: str, seed: int) -> list[Any]:
     """Returns what differs after a change of the initial weights."""
     if not initial:
         return ["random", seed]
-    folder = Path(open_weights(Path(initial), verify_share=(1, 2**30)).path)
+    folder = Path(open_weights(Path(initial), verify_share=NO_SHARE).path)
     return versions_of([local_file(path) for path in sorted(folder.iterdir()) if path.is_file()])
 
 

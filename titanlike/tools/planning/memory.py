@@ -265,7 +265,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         is_last = i == num_blocks - 1
         previous = reduction
         if is_last:
-            previous = 0.0 if tied else head * sizes.reduced
+            previous = 0.0 if tied else head_gradients * sizes.reduced
         weights = kept_gathered + (0 if never else block + (ahead if i else 0))
         done = num_blocks - 1 - i + head_blocks + (0 if fsdp else 1)
         peak = temporary
