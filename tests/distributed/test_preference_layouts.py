@@ -18,7 +18,7 @@ from tests.pool import Pool
 from tests.preferences import preference_recipe
 from tests.training import GEMMA2, GPT_, LLAMA, QWEN3, QWEN3_MOE, assert_same, train, train_on_rank
 from titanlike.config.sections import Parallelism
-from titanlike.tools.verify import Result
+from titanlike.tools.verify.recipe import Result
 
 Ranks = Callable[[int], Pool]
 
