@@ -311,14 +311,14 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> N
     )
     state["output.weight"][-1, -1] += 1
     with pytest.raises(
-        UserError, match="output.weight of .* differs from tok_embeddings.weight; set model.tied_head = false"
+        UserError, match=r"output.weight of .* differs from tok_embeddings.weight; set model.tied_head = false"
     ):
         import_checkpoint(save(tmp_path / "other", state), tiny(tmp_path, "refused", model=QWEN3))
 
 
 def test_a_run_with_a_reference_model_starts_from_checkpoint_initial(tmp_path: Path) -> None:
     source = save(tmp_path / "step-3", torchtitan_state(LLAMA))
-    with pytest.raises(UserError, match="the reference model is that of checkpoint.initial"):
+    with pytest.raises(UserError, match=r"the reference model is that of checkpoint.initial"):
         import_checkpoint(source, DpoRecipe(model=LLAMA))
 
 
