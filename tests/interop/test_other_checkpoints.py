@@ -21,6 +21,7 @@ from tests.training import GPT_, QWEN3, QWEN3_MOE, changed, tiny
 from titanlike.checkpoint.loader import read_state, read_whole
 from titanlike.checkpoint.store import LocalStore
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.dpo import DpoRecipe
 from titanlike.config.optimizer import OptimizerGroup
 from titanlike.interop.weights import CheckpointWeights, open_weights
 from titanlike.models.base_config import TransformerConfig
@@ -300,6 +301,25 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "it lacks the optimizer state optimizer.state.norm.weight.exp_avg" in import_checkpoint(
         save(tmp_path / "part", state), partial
     )
+
+
+def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
+    state = torchtitan_state(QWEN3)
+    state["output.weight"] = state["tok_embeddings.weight"].clone()
+    assert "weights and optimizer" in import_checkpoint(
+        save(tmp_path / "same", state), tiny(tmp_path, "same", model=QWEN3)
+    )
+    state["output.weight"][-1, -1] += 1
+    with pytest.raises(
+        UserError, match=r"output.weight of .* differs from tok_embeddings.weight; set model.tied_head = false"
+    ):
+        import_checkpoint(save(tmp_path / "other", state), tiny(tmp_path, "refused", model=QWEN3))
+
+
+def test_a_run_with_a_reference_model_starts_from_checkpoint_initial(tmp_path: Path) -> None:
+    source = save(tmp_path / "step-3", torchtitan_state(LLAMA))
+    with pytest.raises(UserError, match=r"the reference model is that of checkpoint.initial"):
+        import_checkpoint(source, DpoRecipe(model=LLAMA))
 
 
 class Malicious:

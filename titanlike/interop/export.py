@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ class _Plan:
 
 
 def _write_tensors(folder: Path, plan: _Plan, shard_size: int) -> int:
-    shards = list(_shards(plan.specs, shard_size))
+    shards = list(files_of(plan.specs, shard_size))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -148,12 +148,12 @@ def _write_tensors(folder: Path, plan: _Plan, shard_size: int) -> int:
     return size
 
 
-def _shards(specs: dict[str, Tensor], shard_size: int) -> Iterator[list[str]]:
+def files_of(specs: Mapping[str, Tensor], size_of_file: int) -> Iterator[list[str]]:
     """Yields the names of the tensors of each file."""
     names: list[str] = []
     size = 0
     for name, spec in specs.items():
-        if names and size + spec.nbytes > shard_size:
+        if names and size + spec.nbytes > size_of_file:
             yield names
             names, size = [], 0
         names.append(name)

@@ -125,21 +125,10 @@ class PackedChats:
 
     @property
     def contents(self) -> str:
-        filled = 100 * self.num_tokens / (self.num_sequences * (self.seq_len + 1))
-        notes = [
-            (self.num_truncated, f"truncated to {self.seq_len + 1} tokens"),
-            (self.num_skipped, "skipped as too long"),
-            (self.chats.skipped, "skipped as bad"),
-        ]
-        chats, sequences = (
-            f"{count:,} {name}{'s' * (count != 1)}"
-            for count, name in ((self.num_chats, "conversation"), (self.num_sequences, "sequence"))
-        )
-        return (
-            f"{chats}, {self.num_tokens:,} tokens ({self.num_labels:,} of the assistant) in {sequences}, {filled:.0f}% full"
-            + "".join(f", {count:,} {note}" for count, note in notes if count)
-            + ","
-        )
+        return describe_packed(
+            self.num_chats, "conversation", "the assistant", self.num_tokens, self.num_labels, self.num_sequences, self.seq_len,
+            truncated=self.num_truncated, too_long=self.num_skipped, bad=self.chats.skipped,
+        )  # fmt: skip
 
     def read(self, indices: Numbers) -> Sequences:
         shape = len(indices), self.seq_len + 1
@@ -155,6 +144,27 @@ class PackedChats:
                 document_ids[row, target] = document
                 offset = target.stop
         return Sequences(tokens, loss_mask, document_ids)
+
+
+def describe_packed(
+    count: int, item: str, labels_of: str, num_tokens: int, num_labels: int, num_sequences: int, seq_len: int,
+    *, truncated: int, too_long: int, bad: int,
+) -> str:  # fmt: skip
+    """Returns what packed sequences contain, for the summary of a run."""
+    filled = 100 * num_tokens / (num_sequences * (seq_len + 1))
+    notes = [
+        (truncated, f"truncated to {seq_len + 1} tokens"),
+        (too_long, "skipped as too long"),
+        (bad, "skipped as bad"),
+    ]
+    items, sequences = (
+        f"{number:,} {name}{'s' * (number != 1)}" for number, name in ((count, item), (num_sequences, "sequence"))
+    )
+    return (
+        f"{items}, {num_tokens:,} tokens ({num_labels:,} of {labels_of}) in {sequences}, {filled:.0f}% full"
+        + "".join(f", {number:,} {note}" for number, note in notes if number)
+        + ","
+    )
 
 
 def pack(lengths: Numbers, capacity: int) -> list[list[int]]:

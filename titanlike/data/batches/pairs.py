@@ -9,7 +9,7 @@ import numpy as np
 from titanlike.config import UserError
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.layout import Ramp
-from titanlike.data.batches.chats import pack
+from titanlike.data.batches.chats import describe_packed, pack
 from titanlike.data.batches.packed_dataset import Sequences, ShuffledMixture
 from titanlike.data.batches.sources import Sources, paths_and_weights
 from titanlike.data.tokens.arrays import Numbers
@@ -115,21 +115,10 @@ class PackedPairs:
 
     @property
     def contents(self) -> str:
-        filled = 100 * self.num_tokens / (self.num_sequences * (self.seq_len + 1))
-        notes = [
-            (self.num_truncated, f"truncated to {self.seq_len + 1} tokens"),
-            (self.num_skipped, "skipped as too long"),
-            (self.pairs.skipped, "skipped as bad"),
-        ]
-        pairs, sequences = (
-            f"{count:,} {name}{'s' * (count != 1)}"
-            for count, name in ((self.num_pairs, "preference pair"), (self.num_sequences, "sequence"))
-        )
-        return (
-            f"{pairs}, {self.num_tokens:,} tokens ({self.num_labels:,} of answers) in {sequences}, {filled:.0f}% full"
-            + "".join(f", {count:,} {note}" for count, note in notes if count)
-            + ","
-        )
+        return describe_packed(
+            self.num_pairs, "preference pair", "answers", self.num_tokens, self.num_labels, self.num_sequences, self.seq_len,
+            truncated=self.num_truncated, too_long=self.num_skipped, bad=self.pairs.skipped,
+        )  # fmt: skip
 
     def read(self, indices: Numbers) -> Sequences:
         shape = len(indices), self.seq_len + 1

@@ -4,7 +4,7 @@ one."""
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from titanlike.checkpoint.format import write_tensors
 from titanlike.checkpoint.store import CheckpointMetadata, commit, file_of, name_of, open_store
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import shown, validate
+from titanlike.config.dpo import reference_of
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.optimizer import Optimizer
 from titanlike.config.sections import Schedule
-from titanlike.interop.export import whole_folder
+from titanlike.interop.export import SHARD_SIZE, files_of, whole_folder
 from titanlike.interop.hf_parameters import whole
 from titanlike.interop.weights import CheckpointWeights
 from titanlike.models.base_config import TransformerConfig
@@ -31,7 +32,6 @@ from titanlike.tools.migration.dcp import DCPFolder, write_dcp
 from titanlike.tools.migration.parameter_map import Part, megatron_parts, torchtitan_parts
 from titanlike.utils.rng import generator_states, seed_generators
 
-FILE_SIZE = 5 * 10**9  # bytes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -115,6 +115,11 @@ def import_checkpoint(source: Path, recipe: PretrainRecipe, name: str = "", *, w
         raise UserError(
             "lora.rank: a run with LoRA starts from checkpoint.initial; import without LoRA, export, and set that key"
         )
+    if reference_of(recipe):
+        raise UserError(
+            "recipe = 'dpo': the reference model is that of checkpoint.initial; import with a recipe of pretrain or finetune, and "
+            "set that key to its run"
+        )
     run = RunDirectory(recipe)
     if open_store(run.checkpoints).steps() or run.metrics.exists():
         raise UserError(f"{run.path} holds a run already; set run.name in the recipe to import into a new one")
@@ -170,7 +175,7 @@ def _write(
     seed_generators(run.recipe.run.seed)
     states = json.dumps(generator_states())  # those of a new run
     digests = {}
-    for number, names in enumerate(_files(specs)):
+    for number, names in enumerate(files_of(specs, SHARD_SIZE)):  # ranks verify them together
         ranges = {target: [list(specs[target].shape), [0] * specs[target].dim()] for target in names}
         notes = {"shards": json.dumps(ranges), "generators": states}
         with store.create(step, file_of(number)) as stream:
@@ -182,19 +187,6 @@ def _write(
 def _parameter_of(target: str) -> str:
     """Returns the parameter that a tensor of a checkpoint belongs to."""
     return re.sub(r"^model\.|^optimizer\.|\.(exp_avg|exp_avg_sq|step)$", "", target)
-
-
-def _files(specs: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yields the tensors of each file: ranks verify the files of a checkpoint together."""
-    names: list[str] = []
-    size = 0
-    for name, spec in specs.items():
-        if names and size + spec.nbytes > FILE_SIZE:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += spec.nbytes
-    yield names
 
 
 def _read(folder: DCPFolder, part: Part) -> Tensor:
@@ -211,8 +203,15 @@ def _check(folder: DCPFolder, program: Program, parts: Mapping[str, Part], confi
     """Raises `UserError` unless a checkpoint has exactly the weights of a model."""
     expected = {part.key: part.shape for part in parts.values()}
     found = {key for key in folder.tensors if program.is_weight(key)}
-    if config.tied_head and "output.weight" in found:  # saved twice
-        found.remove("output.weight")
+    head = "output.weight"
+    if config.tied_head and head in found:  # saved twice
+        embedding = parts["tok_embeddings.weight"]
+        is_equal = folder.shape(head) == folder.shape(embedding.key)
+        if not (is_equal and torch.equal(_read(folder, replace(embedding, key=head)), _read(folder, embedding))):
+            raise UserError(
+                f"model.tied_head = true, but {head} of {folder.path} differs from {embedding.key}; set model.tied_head = false"
+            )
+        found.remove(head)
     surplus, missing = sorted(found - expected.keys()), sorted(expected.keys() - found)
     for kind, keys in (("lacks", missing), ("also has", surplus)):
         if keys:

@@ -112,7 +112,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Target(LoadPlanner):
-    """Receives what a reader reads: the parts of a tensor, or a value."""
+    """Receives what a reader reads: the parts of a tensor, or a value. `read_data` calls none of the methods that plan."""
 
     def __init__(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
