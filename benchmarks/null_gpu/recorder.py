@@ -4,6 +4,7 @@
 """
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
@@ -99,8 +100,9 @@ def _clocks() -> tuple[float, float]:
     """Returns a time, and the CPU time of the threads that launch kernels: the main thread and those of autograd."""
     threads = [os.getpid()]
     for thread in Path("/proc/self/task").iterdir():
-        if (thread / "comm").read_text().startswith("pt_autograd"):
-            threads.append(int(thread.name))
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            if (thread / "comm").read_text().startswith("pt_autograd"):
+                threads.append(int(thread.name))
     # Linux has a clock for each thread, whose number is made of the thread's.
     return time.perf_counter(), sum(time.clock_gettime(~thread << 3 | 6) for thread in threads)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.null_gpu import library, recipes
+from benchmarks.null_gpu import library, recipes, recorder
 from benchmarks.null_gpu.collectives import Call, Log, mismatch
 from tests.null_gpu.recording import require_null_gpu, run, torchrun
 
@@ -107,6 +107,12 @@ def test_messages_are_compared_between_sender_and_receiver() -> None:
     send, receive = Call("send", 7, 1, 4), Call("receive", 7, 0, 4)
     assert mismatch([log(0, send, GATHER), log(1, GATHER, receive)]) is None
     assert "messages sent are not those received" in (mismatch([log(0, send), log(1, Call("receive", 7, 0, 5))]) or "")
+
+
+def test_a_thread_that_ends_while_clocks_are_read_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = Path("/proc/self/task/4194305")  # above the largest number of a thread
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([ended]))
+    assert all(clock > 0 for clock in recorder._clocks())
 
 
 def test_a_pytorch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
