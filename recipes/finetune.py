@@ -89,7 +89,7 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
         first_step=resume.first_step, num_steps=training.steps, num_tokens=training.num_tokens,
         flops_per_token=recipe.flops_per_token, section=recipe.metrics, recipe=metadata.recipe,
     )  # fmt: skip
-    guard = NonFiniteGuard(training.non_finite, training.skip_limit, skipped=resume.skipped, on_skip=monitor.skipped)
+    guard = NonFiniteGuard(training, resume.skipped, resume.loss_scale, on_skip=monitor.skipped)
     measurements = Measurements(recipe, model, mesh, data.validation, evaluator, monitor, watchdog)
 
     with (
@@ -112,14 +112,14 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
             # Forward, backward, update.
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             num_tokens = shutdown.all_reduce_sum(num_labels(microbatches), mesh.loss_groups, mesh.model_groups)
-            loss, local_loss = forward_backward(model, microbatches, num_tokens, mesh, parallelism.gradient_sync)
+            loss, local_loss = forward_backward(model, microbatches, num_tokens, mesh, parallelism, guard.loss_scale)
             norms = gradient_norms(model, mesh.pipeline)
             with monitor.parameter_statistics(step, model):
                 if guard.should_step(step, loss, local_loss, norms):
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()
-            monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
+            monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **guard.metrics)
 
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue
@@ -128,7 +128,7 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
             if recipe.checkpoint.enabled and (stop_signal or is_due(step, recipe.checkpoint.interval, training.steps)):
                 with monitor.exclude_from_throughput("saving"), watchdog.pause():
                     guard.flush()  # a non-finite step is never saved
-                    now = metadata.at(step, training.num_tokens(step), data.training.position(), guard.skipped)
+                    now = metadata.at(step, training.num_tokens(step), data.training.position(), *guard.state)
                     checkpoints.save(model, optimizer, now, wait=stop_signal > 0)
             monitor.record_saves(checkpoints.poll())
             if checkpoints.has_failed:  # perhaps not yet on the other ranks

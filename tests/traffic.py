@@ -120,11 +120,11 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
         with context:
             balance_experts(model)
             num_tokens = GracefulShutdown().all_reduce_sum(tokens.count_nonzero(), mesh.loss_groups, mesh.model_groups)
-            microbatches, sync = [batch] * job.num_microbatches, recipe.parallelism.gradient_sync
+            microbatches = [batch] * job.num_microbatches
             if objective:
                 objective.forward_backward(model, microbatches, num_tokens)
             else:
-                pretrain.forward_backward(model, microbatches, num_tokens, mesh, sync)
+                pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.pool import Pool
 from titanlike.config import UserError
+from titanlike.config.sections import Training
 from titanlike.distributed import collectives
 from titanlike.optim.clipping import gradient_norms
 from titanlike.optim.non_finite import NonFiniteGuard
@@ -21,7 +22,7 @@ Ranks = Callable[[int], Pool]
 
 def _error(loss: Tensor, local_loss: Tensor, model: nn.Module) -> str:
     try:
-        NonFiniteGuard().should_step(7, loss, local_loss, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(7, loss, local_loss, gradient_norms(model))
     except UserError as error:
         return str(error)
     return "no error"

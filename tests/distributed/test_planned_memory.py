@@ -99,7 +99,7 @@ def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
                 del marker
             num_tokens = torch.tensor(tokens.numel() * job.num_microbatches)
             microbatches = [batch] * job.num_microbatches
-            pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism.gradient_sync)
+            pretrain.forward_backward(model, microbatches, num_tokens, mesh, recipe.parallelism)
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -166,7 +166,7 @@ def gradients_on_rank(recipe: DpoRecipe) -> dict[str, Tensor]:
     count = preferences.num_pairs(batches)
     for group in mesh.loss_groups:
         torch.distributed.all_reduce(count, group=group)
-    objective.forward_backward(model, batches, count)
+    objective.forward_backward(model, batches, count, 1024.0)  # a loss scale, by which gradients are divided
     gradient_norms(model, mesh.pipeline)
     return {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.grad is not None}
 

@@ -16,7 +16,7 @@ def test_the_copy_block_of_the_readme_runs_the_changed_program(tmp_path: Path) -
         copied = python(tmp_path, "-m", "titanlike.tools.cli.main", *shlex.split(line)[1:])
         assert copied.returncode == 0 and copied.stdout.endswith(f"next  {running}\n"), copied.stderr
     program = tmp_path / "custom/train.py"
-    loss = "forward_backward(model, microbatches, num_tokens, mesh,"
+    loss = "model, microbatches, num_tokens, mesh,"
     program.write_text(edited(program.read_text(), (loss, loss.replace("num_tokens", "num_tokens / 2"))))
     *program_words, recipe = running.split()
     assert program_words == ["titanlike", "train"]

@@ -94,8 +94,8 @@ def test_a_recipe_with_lora_and_initial_weights_is_equal_under_a_layout(tmp_path
 def test_a_loss_averaged_twice_is_detected(tmp_path: Path) -> None:
     recipe = copied(
         tmp_path,
-        "forward_backward(model, microbatches, num_tokens, mesh,",
-        "forward_backward(model, microbatches, num_tokens * mesh.num_data_ranks, mesh,",
+        "model, microbatches, num_tokens, mesh,",
+        "model, microbatches, num_tokens * mesh.num_data_ranks, mesh,",
     )
     done = verify(tmp_path, recipe, "--layout", "shard=2")
     assert done.returncode == 1

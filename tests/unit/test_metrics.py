@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titanlike.config import UserError
-from titanlike.config.sections import Metrics
+from titanlike.config.sections import Metrics, Training
 from titanlike.metrics import Monitor
 from titanlike.metrics.hardware import peak_flops
 from titanlike.optim.clipping import Norms
@@ -46,7 +46,7 @@ def build_monitor(folder: Path | None, **overrides: Any) -> Monitor:
 
 
 def step(monitor: Monitor, number: int) -> None:
-    monitor.step(number, loss=torch.tensor(2.5), grad_norm=torch.tensor(0.5), learning_rate=0.1)
+    monitor.step(number, loss=torch.tensor(2.5), grad_norm=torch.tensor(0.5), lr=0.1)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def test_a_skipped_step_is_printed_and_recorded_in_valid_json(
     with build_monitor(tmp_path, section=TENSORBOARD) as monitor:
         clock.now += 1.0
         monitor.skipped(2, "the loss is nan on rank 1")
-        monitor.step(2, loss=torch.tensor(float("nan")), grad_norm=torch.tensor(float("inf")), learning_rate=0.1)
+        monitor.step(2, loss=torch.tensor(float("nan")), grad_norm=torch.tensor(float("inf")), lr=0.1)
         monitor.validation(2, float("nan"))
     skipped, taken, validation = (
         json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -193,7 +193,7 @@ def test_values_keep_their_order_across_dtypes() -> None:
 
 @pytest.mark.usefixtures("delayed", "alone")
 def test_a_non_finite_step_is_detected_at_the_next_step() -> None:
-    guard = NonFiniteGuard()
+    guard = NonFiniteGuard(Training())
     check_steps(guard, [1.0, 2.0, float("nan")])
     with pytest.raises(UserError, match=r"step 3: the loss is finite, but not the gradient of second"):
         guard.should_step(4, torch.tensor(1.0), torch.tensor(1.0), norms(1.0))
@@ -201,7 +201,7 @@ def test_a_non_finite_step_is_detected_at_the_next_step() -> None:
 
 @pytest.mark.usefixtures("delayed", "alone")
 def test_a_non_finite_last_step_is_detected_by_flush() -> None:
-    guard = NonFiniteGuard()
+    guard = NonFiniteGuard(Training())
     check_steps(guard, [1.0, float("inf")])
     with pytest.raises(UserError, match="step 2: "):
         guard.flush()
@@ -210,7 +210,7 @@ def test_a_non_finite_last_step_is_detected_by_flush() -> None:
 
 @pytest.mark.usefixtures("delayed")
 def test_flush_checks_the_pending_step() -> None:
-    guard = NonFiniteGuard()
+    guard = NonFiniteGuard(Training())
     check_steps(guard, [1.0, 2.0, 3.0])
     assert len(guard.pending) == 1
     guard.flush()
@@ -219,7 +219,7 @@ def test_flush_checks_the_pending_step() -> None:
 
 @pytest.mark.usefixtures("delayed", "alone")
 def test_skipping_checks_a_step_before_the_optimizer_update() -> None:
-    guard = NonFiniteGuard("skip")
+    guard = NonFiniteGuard(Training(non_finite="skip"))
     one = torch.tensor(1.0)
     assert [guard.should_step(step, one, one, norms(value)) for step, value in enumerate([1.0, float("nan"), 1.0])] == [
         True, False, True,
@@ -233,7 +233,7 @@ def test_a_skipped_step_is_recorded_in_order(tmp_path: Path) -> None:
         for step in range(1, 4):
             if step == 2:
                 monitor.skipped(2, "the loss is nan on rank 0")
-            monitor.step(step, loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), learning_rate=0.1)
+            monitor.step(step, loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=0.1)
     assert [(record["step"], "skipped" in record) for record in records(tmp_path)] == [
         (1, False),
         (2, True),
@@ -245,7 +245,7 @@ def test_a_skipped_step_is_recorded_in_order(tmp_path: Path) -> None:
 def test_a_step_is_recorded_at_the_next_step_and_none_is_lost(tmp_path: Path) -> None:
     with build_monitor(tmp_path, num_steps=6) as monitor:
         for step in range(1, 7):
-            monitor.step(step, loss=torch.tensor(float(step)), grad_norm=torch.tensor(1.0), learning_rate=0.1)
+            monitor.step(step, loss=torch.tensor(float(step)), grad_norm=torch.tensor(1.0), lr=0.1)
             if step == 4:
                 assert [record["step"] for record in records(tmp_path)] == [1, 2]
                 with monitor.exclude_from_throughput():

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
-from titanlike.config.sections import Optimizer, Schedule
+from titanlike.config.sections import Optimizer, Schedule, Training
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.loss import IGNORE, cross_entropy_sum, num_valid
 from titanlike.models.registry import build_model
 from titanlike.optim.clipping import Norms, clip_gradients, gradient_norms
-from titanlike.optim.non_finite import NonFiniteGuard
+from titanlike.optim.non_finite import LossScale, NonFiniteGuard
 from titanlike.optim.optimizer import AdamW, build_optimizer
 from titanlike.optim.schedule import learning_rate
 
@@ -107,15 +107,15 @@ def test_non_finite_step_raises_and_finite_step_passes() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
-    NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
+    NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model))
     with pytest.raises(UserError, match=r"step 3: the loss is nan on rank 0\. The step was not saved"):
-        NonFiniteGuard().should_step(3, bad, bad, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(3, bad, bad, gradient_norms(model))
     model[1].bias.grad = torch.tensor([float("inf")])
     with pytest.raises(UserError, match=r"finite, but not the gradient of 1\.bias, in the shard of rank 0"):
-        NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model))
     model[1].bias.grad = torch.tensor([3e38])
     with pytest.raises(UserError, match="the gradient norm overflows to inf"):
-        NonFiniteGuard().should_step(3, good, good, gradient_norms(model))
+        NonFiniteGuard(Training()).should_step(3, good, good, gradient_norms(model))
 
 
 FINITE_NORMS = Norms(torch.tensor(1.0), torch.tensor([1.0]), ["weight"])
@@ -129,7 +129,7 @@ def should_step(guard: NonFiniteGuard, step: int, *, finite: bool) -> bool:
 @pytest.mark.usefixtures("alone")
 def test_non_finite_step_is_skipped_and_reported() -> None:
     reported: list[tuple[int, str]] = []
-    guard = NonFiniteGuard("skip", on_skip=lambda step, cause: reported.append((step, cause)))
+    guard = NonFiniteGuard(Training(non_finite="skip"), on_skip=lambda step, cause: reported.append((step, cause)))
     assert [should_step(guard, step, finite=step != 2) for step in range(1, 5)] == [True, False, True, True]
     infinite = Norms(torch.tensor(float("inf")), torch.tensor([1.0, float("inf")]), ["first", "second"])
     assert not guard.should_step(5, torch.tensor(1.0), torch.tensor(1.0), infinite)
@@ -137,6 +137,52 @@ def test_non_finite_step_is_skipped_and_reported() -> None:
     assert guard.skipped == [2, 5]
     assert reported[0] == (2, "the loss is nan on rank 0")
     assert reported[1] == (5, "the loss is finite, but not the gradient of second, in the shard of rank 0")
+
+
+def test_the_loss_scale_is_that_of_torch() -> None:
+    ours, parameter = LossScale("float16"), torch.nn.Parameter(torch.zeros(1))
+    theirs = torch.amp.GradScaler("cpu", init_scale=LossScale.INITIAL, growth_interval=LossScale.GROWTH_INTERVAL)
+    optimizer = torch.optim.SGD([parameter])
+    for step in range(3 * LossScale.GROWTH_INTERVAL):
+        overflow = step in (0, 1, 7, LossScale.GROWTH_INTERVAL + 3)
+        assert ours.value == theirs.scale(torch.ones(1)).item()
+        parameter.grad = torch.tensor([float("inf") if overflow else 1.0])
+        theirs.unscale_(optimizer)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(overflow=overflow)
+        ours = LossScale("float16", ours.state)  # a checkpoint loses nothing
+    assert ours.value == theirs.get_scale() == LossScale.INITIAL / 8
+
+
+def test_the_loss_scale_is_bounded_and_for_float16_only() -> None:
+    scale = LossScale("float16", [LossScale.LARGEST, LossScale.GROWTH_INTERVAL - 1])
+    scale.update(overflow=False)
+    assert scale.state == [LossScale.LARGEST, 0]
+    scale = LossScale("bfloat16", [4.0, 1])  # of a checkpoint in float16
+    assert (scale.value, scale.state) == (1.0, [])
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_overflow_skips_the_step_and_a_non_finite_loss_does_not() -> None:
+    reported: list[tuple[int, str]] = []
+    overflow = Norms(torch.tensor(float("inf")), torch.tensor([float("inf")]), ["weight"])
+    one = torch.tensor(1.0)
+    half = Training(compute_dtype="float16")
+    guard = NonFiniteGuard(half, loss_scale=[4.0, 0], on_skip=lambda step, cause: reported.append((step, cause)))
+    norms = (overflow, FINITE_NORMS, overflow)
+    assert [guard.should_step(step, one, one, each) for step, each in enumerate(norms)] == [False, True, False]
+    cause = "the loss is finite, but not the gradient of weight, in the shard of rank 0; the loss scale is now"
+    assert reported == [(0, f"{cause} 2"), (2, f"{cause} 1")]
+    assert (guard.loss_scale, guard.skipped) == (1.0, [])
+    with pytest.raises(
+        UserError, match=r"step 3: .* of rank 0, in float16 without a loss scale; set training.compute_dtype"
+    ):
+        guard.should_step(3, one, one, overflow)
+    guard = NonFiniteGuard(half)
+    with pytest.raises(UserError, match=r"step 1: the loss is nan on rank 0\. The step was not saved"):
+        should_step(guard, 1, finite=False)
+    assert guard.loss_scale == LossScale.INITIAL
 
 
 @pytest.mark.usefixtures("alone")
@@ -152,7 +198,7 @@ def test_non_finite_step_is_skipped_and_reported() -> None:
     ],
 )
 def test_too_many_skips_within_a_window_stop_the_run(steps: list[int], stops: int | None) -> None:
-    guard = NonFiniteGuard("skip", limit=2, window=10)
+    guard = NonFiniteGuard(Training(non_finite="skip", skip_limit=2), window=10)
     stopped = None
     try:
         for step in range(1, 25):
@@ -170,14 +216,14 @@ def test_too_many_skips_within_a_window_stop_the_run(steps: list[int], stops: in
 
 @pytest.mark.usefixtures("alone")
 def test_skipped_steps_are_restored_on_resume() -> None:
-    before = NonFiniteGuard("skip", limit=2, window=10)
+    before = NonFiniteGuard(Training(non_finite="skip", skip_limit=2), window=10)
     for step in (4, 7):
         should_step(before, step, finite=False)
-    after = NonFiniteGuard("skip", limit=2, window=10, skipped=before.skipped)
+    after = NonFiniteGuard(Training(non_finite="skip", skip_limit=2), before.skipped, window=10)
     assert should_step(after, 8, finite=True)
     with pytest.raises(UserError, match=r"\(steps 4, 7, 9\)"):
         should_step(after, 9, finite=False)
-    later = NonFiniteGuard("skip", limit=2, window=10, skipped=before.skipped)
+    later = NonFiniteGuard(Training(non_finite="skip", skip_limit=2), before.skipped, window=10)
     assert not should_step(later, 14, finite=False)
     assert later.skipped == [7, 14]  # steps outside of every later window are dropped
     assert before.skipped == [4, 7]

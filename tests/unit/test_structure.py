@@ -36,7 +36,7 @@ LAYERS_OF_TOOLS = [
     {"data", "harness", "planning", "programs", "small_recipe", "trace"},
     {"adapter", "arguments", "batches", "inference", "schema"},
 ]
-MAX_MODULES, MAX_LINES = 85, 10_750
+MAX_MODULES, MAX_LINES = 85, 10_850
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 CORE_SOURCES = [path for path in SOURCES if TOOLS not in path.parents]
 
@@ -161,7 +161,7 @@ def test_a_run_imports_no_more_than_its_budget() -> None:
 def test_a_program_is_short(program: Path) -> None:
     tree = ast.parse(program.read_text())
     (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    assert main.name == "main" and (main.end_lineno or 0) - main.lineno < 110
+    assert main.name == "main" and (main.end_lineno or 0) - main.lineno <= 110
     assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)) <= 20
     assert "pipeline" not in program.read_text().replace("mesh.pipeline", "").lower()
 

@@ -48,13 +48,16 @@ class CheckpointMetadata:
     tokens: int = 0  # trained on so far
     position: list[Any] | None = None  # of a data stream; the position in all other data is a function of the step
     skipped: list[int] = field(default_factory=list)  # recent steps whose update was skipped
+    loss_scale: list[float] = field(default_factory=list)  # `LossScale.state`
     versions: dict[str, str] = field(default_factory=dict)  # of libraries
     imported: str = ""  # the program that wrote it, if it was converted: the data and the layout are not known
     optimizer: dict[str, Any] = field(default_factory=dict)  # Python values in its state, by parameter; set by the save
 
-    def at(self, step: int, tokens: int, position: list[Any] | None, skipped: list[int]) -> "CheckpointMetadata":
+    def at(
+        self, step: int, tokens: int, position: list[Any] | None, skipped: list[int], loss_scale: list[float]
+    ) -> "CheckpointMetadata":
         """Returns the metadata of the same run at another step."""
-        return replace(self, step=step, tokens=tokens, position=position, skipped=skipped)
+        return replace(self, step=step, tokens=tokens, position=position, skipped=skipped, loss_scale=loss_scale)
 
 
 def name_of(step: int) -> str:

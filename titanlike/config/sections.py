@@ -39,7 +39,8 @@ from titanlike.models.configs import ModelConfig
 from titanlike.models.llama_config import LlamaConfig
 
 DType = Literal["float32", "bfloat16"]
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of an element
+ComputeDType = Literal[DType, "float16"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of an element
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -189,8 +190,9 @@ class Training:
     """Coefficient of the z-loss, which keeps the logits from growing: the square of their log-sum-exp, averaged over the tokens
     with a loss, is added to the training loss and to its logged value. PaLM uses 1e-4. Validation and evaluation exclude it. 0
     disables it."""
-    compute_dtype: DType = "bfloat16"
-    """Precision of the forward and backward pass."""
+    compute_dtype: ComputeDType = "bfloat16"
+    """Precision of the forward and backward pass. `float16` is for GPUs without bfloat16 (V100, T4): the loss is scaled, by a power
+    of two that adapts, so that small gradients are not zero. A step whose gradients overflow is skipped and halves the scale."""
     master_dtype: DType = "float32"
     """Precision of the weights that the optimizer keeps and updates."""
     reduce_dtype: DType = "float32"

@@ -100,7 +100,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if self._console:
             self._console.refresh()
 
-    def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float, **others: Tensor) -> None:
+    def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, lr: float, **others: Tensor) -> None:
         """Counts a step. On a GPU, it is recorded once the next step is enqueued, so that the host does not wait for it. `others`
         are metrics of the program by name."""
         self._flush(deferred=True)
@@ -108,7 +108,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         if step % self.section.interval == 0 or step in (1, self.num_steps):
             of_ranks = [self._ranks.gather(self._data_wait)] if self._ranks else []
             values = AsyncD2H(loss, grad_norm, *others.values(), *of_ranks)
-            self._pending = step, values, learning_rate, list(others)
+            self._pending = step, values, lr, list(others)
             if values.is_on_host or step == self.num_steps:
                 self._flush()
 
@@ -116,7 +116,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Records the pending step. `deferred`: the next step has been enqueued."""
         if self._pending is None:
             return
-        (step, values, learning_rate, names), self._pending = self._pending, None
+        (step, values, lr, names), self._pending = self._pending, None
         loss, grad_norm, *rest = values.read(deferred=deferred)
         others, of_ranks = dict(zip(names, rest, strict=False)), rest[len(names) :]
         now = time.perf_counter()  # after the read: the device has completed the steps
@@ -135,7 +135,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             {
                 "loss": loss,
                 "grad_norm": grad_norm,
-                "learning_rate": learning_rate,
+                "learning_rate": lr,
                 "tokens": tokens,
                 "tokens_per_second": tokens_per_second,
                 "tflops_per_device": flops / 1e12,

@@ -40,7 +40,17 @@ def gradient_norms(model: nn.Module, pipeline: DeviceMesh | None = None) -> Norm
 
 
 @torch.no_grad()
+def unscale_gradients(model: nn.Module, loss_scale: float) -> None:
+    """Divides gradients in place by the factor of the loss, a power of two: nothing is rounded."""
+    if loss_scale != 1.0:
+        foreach_mul_(_local_gradients(model), 1.0 / loss_scale)
+
+
+@torch.no_grad()
 def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
     """Scales gradients in place, whose global norm is `norm`, to a norm of at most `max_norm`."""
-    gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
-    foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    foreach_mul_(_local_gradients(model), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    return [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]

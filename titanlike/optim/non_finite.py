@@ -2,15 +2,48 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titanlike.config import UserError
+from titanlike.config.sections import Training
 from titanlike.distributed import collectives, process_group
 from titanlike.optim.clipping import Norms
 from titanlike.utils.async_d2h import AsyncD2H
+
+
+class LossScale:
+    """The factor of the loss in float16, in which the gradients of a mean over many tokens would be zero. In other dtypes it is 1.
+
+    A step whose gradients overflow is not applied and halves the factor; `GROWTH_INTERVAL` steps without one double it.
+    """
+
+    INITIAL = 2.0**16
+    LARGEST = 2.0**24
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, dtype: str = "float32", state: Sequence[float] = ()) -> None:
+        """`dtype` is that of the backward pass, `state` that of a checkpoint."""
+        self.adapts = dtype == "float16"
+        self.value, self.num_steps = (1.0, 0)
+        if self.adapts:
+            self.value, num_steps = state or (self.INITIAL, 0)
+            self.num_steps = int(num_steps)  # since it changed
+
+    @property
+    def state(self) -> list[float]:
+        """What a checkpoint contains."""
+        return [self.value, self.num_steps] if self.adapts else []
+
+    def update(self, *, overflow: bool) -> None:
+        """Adapts the factor after a step."""
+        self.num_steps += 1
+        if overflow:
+            self.value, self.num_steps = self.value / 2, 0
+        elif self.num_steps == self.GROWTH_INTERVAL:
+            self.value, self.num_steps = min(self.value * 2, self.LARGEST), 0
 
 
 class NonFiniteGuard:
@@ -18,32 +51,47 @@ class NonFiniteGuard:
 
     `stop` raises an error. On a GPU it checks a step while the next one runs, so that host and device do not wait for each other;
     call `flush` before a checkpoint. `skip` checks a step before the optimizer update, and skips the update unless that happens
-    too often.
+    too often. With a loss scale that adapts, a step with a finite loss is skipped if its gradients overflow, however often.
     """
 
     def __init__(
         self,
-        non_finite: Literal["stop", "skip"] = "stop",
-        limit: int = 3,
-        window: int = 100,
-        *,
+        training: Training,
         skipped: Sequence[int] = (),
+        loss_scale: Sequence[float] = (),
+        *,
+        window: int = 100,
         on_skip: Callable[[int, str], None] = lambda step, cause: None,
     ) -> None:
-        """Skips at most `limit` of any `window` consecutive steps. `skipped` lists the steps skipped before a resume. Each skip
-        calls `on_skip(step, cause)`."""
-        self.non_finite = non_finite
-        self.limit = limit
+        """Skips at most `training.skip_limit` of any `window` consecutive steps. `skipped` lists the steps skipped before a resume,
+        `loss_scale` is the state of `LossScale` then. Each skip calls `on_skip(step, cause)`."""
+        self.non_finite = training.non_finite
+        self.limit = training.skip_limit
         self.window = window
-        self.skipped = list(
-            skipped
-        )  # checkpointed: otherwise a run that is killed and resumed could skip without limit
+        # Checkpointed: otherwise a run that is killed and resumed could skip without limit.
+        self.skipped = list(skipped)
+        self.scaling = LossScale(training.compute_dtype, loss_scale)
         self.on_skip = on_skip
         self.pending: list[tuple[int, AsyncD2H, list[str]]] = []
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next backward pass."""
+        return self.scaling.value
+
+    @property
+    def state(self) -> tuple[list[int], list[float]]:
+        """What a checkpoint contains: the skipped steps, and the state of the loss scale."""
+        return self.skipped, self.scaling.state
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """What to record of each step: the loss scale of the next one, if it adapts."""
+        return {"loss_scale": torch.tensor(self.scaling.value)} if self.scaling.adapts else {}
+
     def should_step(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms) -> bool:
         """Whether to apply the optimizer update. The result, or the error, is the same on all ranks."""
-        if self.non_finite == "skip":
+        if self.non_finite == "skip" or self.scaling.adapts:
             return self._check_before_update(step, loss, local_loss, norms)
         # `loss` and `norms.total` are the same on all ranks.
         values = AsyncD2H(loss, local_loss, norms.total, norms.parts)
@@ -62,10 +110,25 @@ class NonFiniteGuard:
     def _check_before_update(self, step: int, loss: Tensor, local_loss: Tensor, norms: Norms) -> bool:
         # A fault of a single rank must not make its decision differ from that of its replicas: all ranks check the same sum.
         assert dist.group.WORLD is not None
-        total = collectives.all_reduce_sum(loss + norms.total.to(loss.device), [dist.group.WORLD])
-        cause = _cause(*AsyncD2H(total, local_loss, norms.total, norms.parts).read(), names=norms.names)
+        totals = torch.stack((loss, loss + norms.total.to(loss.device)))
+        collectives.all_reduce_sum(totals, [dist.group.WORLD])
+        total_loss, *values = AsyncD2H(totals, local_loss, norms.total, norms.parts).read()
+        cause = _cause(*values, names=norms.names)
+        overflow = bool(cause) and math.isfinite(total_loss)
+        if self.scaling.adapts and (overflow or not cause):
+            self.scaling.update(overflow=overflow)
+            if self.scaling.value < 1.0:
+                raise UserError(
+                    f"step {step}: {cause}, in float16 without a loss scale; set training.compute_dtype = 'bfloat16' or "
+                    "'float32', or lower optimizer.lr"
+                )
+            if overflow:
+                self.on_skip(step, f"{cause}; the loss scale is now {self.scaling.value:g}")
+            return not overflow
         if not cause:
             return True
+        if self.non_finite == "stop":
+            raise _error(step, cause)
         self.skipped = [*(old for old in self.skipped if old > step - self.window), step]
         if len(self.skipped) > self.limit:
             raise _error(

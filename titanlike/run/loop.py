@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.sections import Profiling, Training
+from titanlike.config.sections import Parallelism, Profiling, Training
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
 from titanlike.distributed.watchdog import Watchdog
@@ -19,6 +19,7 @@ from titanlike.inference.evaluator import Evaluator
 from titanlike.metrics import Monitor
 from titanlike.models.layers import attention_backend
 from titanlike.models.loss import num_valid
+from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.run_dir import RunDirectory
 
@@ -82,26 +83,34 @@ def num_labels(microbatches: Sequence[Batch]) -> Tensor:
 
 
 def forward_backward(
-    model: nn.Module, microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, sync: str
+    model: nn.Module,
+    microbatches: Sequence[Batch],
+    num_tokens: Tensor,
+    mesh: Mesh,
+    parallelism: Parallelism,
+    loss_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of the mean loss over the `num_tokens` of the global batch. Returns that loss, and this rank's share
     of it.
 
-    All tokens have the same weight, whatever their rank and micro-batch: each sum of losses is divided by the global count.
+    All tokens have the same weight, whatever their rank and micro-batch: each sum of losses is divided by the global count. The
+    backward pass is that of the loss times `loss_scale`; gradients are divided by it.
     """
     if mesh.pipeline.size() > 1:
-        local_loss = cast(Any, model).forward_backward(microbatches, lambda loss: loss / num_tokens)
+        local_loss = cast(Any, model).forward_backward(microbatches, lambda loss: loss / num_tokens * loss_scale)
+        local_loss /= loss_scale
     else:
         local_loss = torch.zeros((), device=num_tokens.device)
         batches: Iterable[Batch] = microbatches
         if isinstance(model, FSDPModule):
             from titanlike.parallelisms.fsdp import accumulate_gradients
 
-            batches = accumulate_gradients(model, microbatches, sync)
+            batches = accumulate_gradients(model, microbatches, parallelism.gradient_sync)
         for batch in batches:
             loss = model(**batch.inputs, labels=batch.labels) / num_tokens
-            loss.backward()
+            (loss * loss_scale).backward()
             local_loss += loss.detach()
+    unscale_gradients(model, loss_scale)
     return collectives.all_reduce_sum(local_loss.clone(), [*mesh.loss_groups, mesh.pipeline.get_group()]), local_loss
 
 

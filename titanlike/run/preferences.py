@@ -13,6 +13,7 @@ from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.distributed import collectives
 from titanlike.models.preference_loss import preference_loss
+from titanlike.optim.clipping import unscale_gradients
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.answers import Reference, answers_of, places_of
 from titanlike.run.reference import build_reference
@@ -43,7 +44,7 @@ class Objective:
     gradient_sync: str
 
     def forward_backward(
-        self, model: nn.Module, microbatches: Sequence[Batch], num_pairs: Tensor
+        self, model: nn.Module, microbatches: Sequence[Batch], num_pairs: Tensor, loss_scale: float = 1.0
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Computes the gradients of the mean loss over the `num_pairs` of the global batch. Returns that loss, this rank's share of
         it, and the means of the metrics."""
@@ -55,10 +56,11 @@ class Objective:
         totals: dict[str, Tensor] = {}
         for batch in batches:
             loss, metrics = self._loss(model, batch)
-            (loss / num_pairs).backward()
+            (loss / num_pairs * loss_scale).backward()
             for name, value in ({"loss": loss.detach()} | metrics).items():
                 # Context-parallel ranks compute the same.
                 totals[name] = totals.get(name, 0.0) + value / num_pairs / self.mesh.context.size()
+        unscale_gradients(model, loss_scale)
         local_loss = totals["loss"].float()
         sums = collectives.all_reduce_sum(torch.stack([*totals.values()]), self.mesh.loss_groups)
         means = dict(zip(totals, sums.float(), strict=True))

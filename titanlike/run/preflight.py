@@ -319,6 +319,11 @@ def _float8(recipe: PretrainRecipe) -> Iterator[str]:
             "float8.all_gather = true does not support parallelism.cpu_offload = true: it computes scales on the GPU; "
             "set one of them false"
         )
+    if recipe.training.compute_dtype == "float16":
+        yield (
+            f"float8.scaling = '{float8.scaling}' does not support training.compute_dtype = 'float16': torch's float8 matmuls "
+            "return bfloat16 or float32; set one of these, or float8.scaling = 'none'"
+        )
     if float8.head and model.tied_head:
         yield "float8.head = true, but the head of this model is tied to the embedding, which is not converted; set it false"
     from titanlike.float8.selection import selection_problems

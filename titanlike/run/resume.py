@@ -30,6 +30,11 @@ class ResumePoint:
         """Steps whose update earlier starts of the run skipped."""
         return self.checkpoint.skipped if self.checkpoint else ()
 
+    @property
+    def loss_scale(self) -> Sequence[float]:
+        """The state of the loss scale at the end of an earlier start of the run."""
+        return self.checkpoint.loss_scale if self.checkpoint else ()
+
 
 def restore(
     resume: ResumePoint,

@@ -1,7 +1,7 @@
 """A second model that only computes forward passes, such as the reference of DPO: frozen, and sharded as the trained model."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ def parallelize_frozen(
     training = recipe.training
     # Random weights are drawn in the dtype of those that are trained, and float8 all-gather casts from that dtype.
     if initial and not recipe.float8.all_gather:
-        training = replace(training, master_dtype=training.compute_dtype)
+        training = replace(training, master_dtype=cast(Any, training.compute_dtype))
     if parallelism.reshard_after_forward == "auto":  # no backward pass follows, for which to keep the last unit
         parallelism = replace(parallelism, reshard_after_forward="always")
     with torch.device("meta"):

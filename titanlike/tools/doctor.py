@@ -227,7 +227,7 @@ def gpus() -> Iterable[Finding]:
     size = torch.cuda.get_device_properties(0).total_memory / GIB
     return [
         Finding("ok", "gpu", f"{number} x {name}, {size:.1f} GiB each, driver {driver}, CUDA {torch.version.cuda}"),
-        _precision("bfloat16", capability >= (8, 0), "8.0", 'set training.compute_dtype = "float32"', capability),
+        _precision("bfloat16", capability >= (8, 0), "8.0", 'set training.compute_dtype = "float16"', capability),
         _precision(
             "float8",
             not Float8(scaling="tensorwise").hardware_problem(name, capability),

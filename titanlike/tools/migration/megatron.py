@@ -371,12 +371,10 @@ def _optimizer(job: Conversion) -> None:
 
 def _precision(job: Conversion) -> None:
     """Precision, float8 and what is recomputed."""
-    half = job["--bf16"] or job["--fp16"]
-    job.set("training.compute_dtype", "bfloat16" if half else "float32", "--bf16", "--fp16")
+    half = "float16" if job["--fp16"] else "bfloat16"
+    job.set("training.compute_dtype", half if job["--bf16"] or job["--fp16"] else "float32", "--bf16", "--fp16")
     job.set("training.reduce_dtype", "bfloat16" if job["--grad-reduce-in-bf16"] else "float32", "--grad-reduce-in-bf16",
             "--accumulate-allreduce-grads-in-fp32")  # fmt: skip
-    if job["--fp16"]:
-        job.leave("--fp16", "there is no float16; bfloat16 needs no loss scaling, and rounds more")
     job.use("--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp8-param")
     if job["--fp8-format"]:
         recipe = job["--fp8-recipe"]

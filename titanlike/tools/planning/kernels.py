@@ -65,7 +65,7 @@ class Kernels:
             if kernel == "fused"
             else (hardware.flash_forward, hardware.flash_backward)
         )
-        peak = hardware.bf16_tflops if training.compute_dtype == "bfloat16" else hardware.float32_tflops
+        peak = hardware.float32_tflops if training.compute_dtype == "float32" else hardware.bf16_tflops
         factor *= training.seq_len / (training.seq_len + hardware.attention_half_length)
         # Small heads have as many exponentials, which are slow, for fewer matmul FLOPs.
         head_dim = min(recipe.model.head_dim, 128)

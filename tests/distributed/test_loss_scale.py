@@ -1,0 +1,104 @@
+"""float16 with a loss scale: it changes no gradient, and all layouts skip the same steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.checkpoints import assert_identical, drop_last
+from tests.launching import records
+from tests.pool import Pool
+from tests.training import LLAMA, QWEN3_MOE, build, result, tiny, train, train_on_rank, world_size
+from titanlike.config import PretrainRecipe
+from titanlike.data.batches.loader import Batch
+from titanlike.optim.non_finite import LossScale
+from titanlike.run.loop import forward_backward
+from titanlike.utils.dtensor import local_tensor
+
+Ranks = Callable[[int], Pool]
+
+FOUR = replace(LLAMA, num_layers=4)
+
+
+def _scaled_gradients_differ(recipe: PretrainRecipe) -> list[str]:
+    """Returns the parameters of this rank whose gradient depends on the loss scale; and `loss` if the loss does."""
+    model, mesh = build(recipe)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(recipe.model.vocab_size, (8, 32), generator=generator)
+    batches = [
+        Batch({"tokens": each, "position_ids": torch.arange(32).expand(1, -1)}, each) for each in tokens.split(1)
+    ]
+    found = []
+    for scale in (1.0, 2.0**20):
+        model.zero_grad(set_to_none=True)
+        loss = forward_backward(model, batches, torch.tensor(tokens.numel()), mesh, recipe.parallelism, scale)
+        gradients = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.append(gradients | {"loss": torch.stack(loss)})
+    first, second = found
+    assert first.keys() == second.keys() and len(first) > 5
+    return [name for name, value in first.items() if not torch.equal(value, second[name])]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param(dict(parallelism=dict(shard=2)), id="FSDP"),
+        pytest.param(dict(parallelism=dict(shard=1, pipeline=2, pipeline_schedule="zbv"), model=FOUR), id="PP zbv"),
+        pytest.param(dict(parallelism=dict(shard=2, expert=2), model=QWEN3_MOE), id="EP, balance loss"),
+    ],
+)
+def test_gradients_do_not_depend_on_the_loss_scale(ranks: Ranks, tmp_path: Path, sections: dict[str, Any]) -> None:
+    training = dict(z_loss=1e-2, loss_chunk=20)
+    recipe = tiny(tmp_path, "run", training=training, **sections)
+    assert ranks(world_size(recipe)).run(_scaled_gradients_differ, recipe) == [[]] * world_size(recipe)
+
+
+def _train_from(initial: float, recipe: PretrainRecipe) -> None:
+    with patch.object(LossScale, "INITIAL", initial), patch.object(LossScale, "GROWTH_INTERVAL", 2):
+        train_on_rank(recipe)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(dict(shard=2), id="FSDP"),
+        pytest.param(dict(shard=1, tensor=2), id="TP"),
+        pytest.param(dict(shard=1, pipeline=2), id="PP", marks=pytest.mark.slow),
+        pytest.param(dict(shard=1, replicate=2), id="HSDP", marks=pytest.mark.slow),
+    ],
+)
+def test_all_layouts_skip_the_same_steps_and_a_resumed_run_too(
+    ranks: Ranks, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    sections: dict[str, Any] = dict(
+        training=dict(compute_dtype="float16"), checkpoint=dict(interval=2), parallelism=dict(shard=1)
+    )
+    one, several, exact = (tiny(tmp_path, name, **sections) for name in ("one", "several", "float32"))
+    several = replace(several, parallelism=replace(several.parallelism, **layout))
+    exact = replace(exact, training=replace(exact.training, compute_dtype="float32"))
+    for recipe in (one, several):
+        ranks(world_size(recipe)).run(_train_from, 2.0**21, recipe)
+    found, expected = result(several), result(one)
+    skipped, scales = (
+        [[record[key] for record in records(tmp_path / name) if key in record] for name in ("several", "one")]
+        for key in ("skipped", "loss_scale")
+    )
+    assert scales[0] == scales[1]
+    assert len(skipped[0]) == len(skipped[1]) > 0 and any(a < b for a, b in pairwise(scales[0]))
+    assert found.losses == pytest.approx(expected.losses, rel=2e-3)
+
+    # A run that is killed before its last save, which follows a change of the scale.
+    drop_last(tmp_path / "several")
+    ranks(2).run(_train_from, 2.0**21, several)
+    assert_identical(result(several), found)
+
+    # Without overflows, the losses are those of float32.
+    plain = train(ranks(1), exact)
+    usual = replace(one, run=replace(one.run, name="usual"))
+    ranks(1).run(_train_from, 2.0**10, usual)
+    assert result(usual).losses == pytest.approx(plain.losses, rel=2e-3)
