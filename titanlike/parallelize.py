@@ -149,6 +149,10 @@ def parallelize(
     # After activation checkpointing, so that the compiler sees what is recomputed and plans for it.
     if compile_last:
         compile_blocks()
+    if activation_checkpoint.offload:
+        from titanlike.parallelisms.activation_offload import apply_activation_offload
+
+        apply_activation_offload(layers)
     reshard = parallelism.reshard_after_forward
     if reshard == "auto" and len(split) > 1:
         reshard = "never"  # every micro-batch would all-gather a stage's weights again

@@ -393,6 +393,10 @@ class ActivationCheckpoint:
     memory_budget: Fraction = 0.5
     """For `memory_budget`: fraction of a block's activations to keep. 0 is like `full`; 1 keeps everything that the compiler
     would."""
+    offload: bool = False
+    """Copy what `mode` keeps to host memory, and back ahead of the backward pass, while the GPU computes. The activations of two
+    blocks are on the GPU at a time. PCIe limits the speed: worthwhile for long sequences with `mode = "full"`, which keeps
+    little."""
 
 
 @section

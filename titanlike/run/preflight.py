@@ -153,6 +153,11 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
 
 def _compiler(recipe: PretrainRecipe) -> Iterator[str]:
     if recipe.compile.mode == "none":
+        if recipe.activation_checkpoint.mode == "selective" and recipe.activation_checkpoint.offload:
+            yield (
+                "activation_checkpoint.offload = true has no effect on what mode = 'selective' keeps where compile.mode = 'none'; "
+                "set compile.mode = 'block', or use mode = 'full'"
+            )
         if recipe.activation_checkpoint.mode == "memory_budget":
             yield (
                 "activation_checkpoint.mode = 'memory_budget' is implemented by the compiler, but compile.mode = 'none'; "
@@ -265,11 +270,12 @@ def _tensor(recipe: PretrainRecipe) -> Iterator[str]:
             yield refused("the compiler does the overlapping, but compile.mode = 'none'")
         if not recipe.run.allows_cuda:
             yield refused(f"it requires GPUs with peer-to-peer access, but run.device = '{recipe.run.device}'")
-    if parallelism.cpu_offload and not recipe.run.allows_cuda:
-        yield (
-            f"parallelism.cpu_offload = true moves weights from a GPU to the host, but run.device = '{recipe.run.device}'; set it "
-            "to false"
-        )
+    for key, moves, what in (
+        ("parallelism.cpu_offload", parallelism.cpu_offload, "weights"),
+        ("activation_checkpoint.offload", recipe.activation_checkpoint.offload, "activations"),
+    ):
+        if moves and not recipe.run.allows_cuda:
+            yield f"{key} = true moves {what} from a GPU to the host, but run.device = '{recipe.run.device}'; set it to false"
 
 
 def _pipeline(recipe: PretrainRecipe) -> Iterator[str]:

@@ -86,6 +86,7 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         "schedule.warmup_steps": min(values["schedule"].get("warmup_steps", 0), 2, steps),
         "schedule.decay_ratio": 0.0,
         "parallelism.cpu_offload": False,
+        "activation_checkpoint.offload": False,
         "parallelism.async_tensor_parallel": False,
         "run.device": "cpu",
         "checkpoint.initial": "",  # the small model has other shapes

@@ -1,0 +1,99 @@
+"""Activations that are copied to the host and back: no value changes, and what is copied is what a block keeps."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoints import assert_identical
+from tests.pool import Pool
+from tests.training import GPT_, LLAMA, QWEN3_MOE, result, tiny, train_on_rank, world_size
+from titanlike.config import PretrainRecipe
+from titanlike.parallelisms import activation_offload
+from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from titanlike.parallelisms.activation_offload import _Host, apply_activation_offload
+
+Ranks = Callable[[int], Pool]
+
+
+@contextmanager
+def offloaded() -> Iterator[list[_Host]]:
+    """Yields what is offloaded, which is tensors of any size."""
+    made: list[_Host] = []
+    initialize = _Host.__init__
+
+    def record(host: _Host, *arguments: Any) -> None:
+        made.append(host)
+        initialize(host, *arguments)
+
+    with patch.object(activation_offload, "MIN_BYTES", 1), patch.object(_Host, "__init__", record):
+        yield made
+
+
+def _train(recipe: PretrainRecipe) -> int:
+    """Trains, and offloads tensors of any size. Returns the number of copies to the host."""
+    with offloaded() as made:
+        train_on_rank(recipe)
+    return len(made)
+
+
+COMPILED = dict(compile=dict(mode="block", backend="aot_eager"))
+FULL, SELECTIVE = ({"activation_checkpoint": dict(mode=mode)} for mode in ("full", "selective"))
+CASES: dict[str, dict[str, Any]] = {
+    "one process": dict(parallelism=dict(shard=1)),
+    "one process, full, bfloat16": dict(parallelism=dict(shard=1), training=dict(compute_dtype="bfloat16")) | FULL,
+    "FSDP, compiled": dict(parallelism=dict(shard=2)) | COMPILED,
+    "*FSDP, selective": dict(parallelism=dict(shard=2)) | SELECTIVE | COMPILED,
+    "TP, GPT": dict(parallelism=dict(shard=1, tensor=2), model=GPT_),
+    "*PP zbv": dict(parallelism=dict(shard=1, pipeline=2, pipeline_schedule="zbv"), model=replace(LLAMA, num_layers=4)),
+    "*EP, full": dict(parallelism=dict(shard=2, expert=2), model=QWEN3_MOE) | FULL,
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case.startswith("*") else []) for case in CASES]
+)
+def test_a_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    plain = tiny(tmp_path, "plain", **CASES[case])
+    section = replace(plain.activation_checkpoint, offload=True)
+    offloading = replace(plain, activation_checkpoint=section, run=replace(plain.run, name="offloading"))
+    pool = ranks(world_size(plain))
+    assert set(pool.run(_train, plain)) == {0}
+    assert min(pool.run(_train, offloading)) >= 5
+    assert_identical(result(offloading), result(plain))
+
+
+class Block(nn.Module):
+    """Keeps its input, `hidden` and the activation of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return x + self.down(torch.nn.functional.silu(hidden))
+
+
+@pytest.mark.parametrize(("mode", "copies"), [("none", 3), ("full", 1)])
+def test_what_a_block_keeps_is_copied_once_and_freed(mode: Any, copies: int) -> None:
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    x = torch.randn(16, 32)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    apply_activation_checkpoint(list(model), mode=mode)
+    apply_activation_offload(list(model))
+    with offloaded() as made:
+        loss = model(x).square().sum()
+    # Neither the weights nor what the last block keeps.
+    assert [tuple(host.copy.shape) for host in made].count((16, 32)) == 3
+    assert len(made) == 3 * copies
+    assert all(host.source is None for host in made)  # the device memory is free before the backward pass
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, gradients, expected))
+    assert all(host.fetched is None for host in made)
