@@ -52,6 +52,40 @@ def test_compiled_blocks_train_without_synchronization(tmp_path: Path) -> None:
     assert process["steps"][-1]["synchronizations"] == 0  # the device is never behind: nothing is waited for
 
 
+OFFLOAD = """
+forward a
+side 0: to cpu, pinned
+forward b
+side 0: to cpu, pinned
+wait for side 0
+forward c
+side 0: to cpu, pinned
+wait for side 0
+forward d
+wait for side 0
+2 MiB
+backward d
+side 1: to cuda, pinned
+backward c
+side 1: to cuda, pinned
+wait for side 1
+backward b
+side 1: to cuda, pinned
+wait for side 1
+backward a
+wait for side 1
+"""
+
+
+@pytest.mark.slow
+def test_offloaded_activations_are_copied_while_the_neighbouring_blocks_compute(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        code, _ = run([str(HERE / "offload_order.py")], stdout=file)
+    assert code == 0
+    assert OFFLOAD in output.read_text().partition("offload")[2]
+
+
 @pytest.mark.slow
 def test_collectives_in_another_order_are_found_with_both_sequences() -> None:
     code, found = run(torchrun(2, "tests/null_gpu/collectives_out_of_order.py"))

@@ -48,7 +48,8 @@ def changes_rounding(changes: Changes) -> bool:
 
 def single_changes(job: Job, hardware: Hardware) -> Iterator[Changes]:
     """Yields changes of one setting that may make a job faster or smaller, whether valid or not."""
-    for group in (checkpointing(job), microbatch_sizes(job), tensor_degrees(job, hardware), layouts(job)):
+    both: Changes = {"activation_checkpoint.mode": "full", "activation_checkpoint.offload": True}
+    for group in (checkpointing(job), [both], microbatch_sizes(job), tensor_degrees(job, hardware), layouts(job)):
         yield from group
     recipe, layout = job.recipe, job.layout
     if recipe.compile.mode == "none" and recipe.run.allows_cuda:
@@ -86,10 +87,12 @@ def smaller_states(job: Job) -> Iterator[Changes]:
 
 
 def checkpointing(job: Job) -> Iterator[Changes]:
-    """Yields other modes of activation checkpointing."""
+    """Yields other modes of activation checkpointing, then offload."""
+    section = job.recipe.activation_checkpoint
     for mode in CHECKPOINTING_MODES:
-        if mode != job.recipe.activation_checkpoint.mode:
+        if mode != section.mode:
             yield {"activation_checkpoint.mode": mode}
+    yield {"activation_checkpoint.offload": not section.offload}
 
 
 def microbatch_sizes(job: Job) -> Iterator[Changes]:
@@ -167,8 +170,11 @@ def combinations(job: Job, hardware: Hardware) -> Iterator[list[dict[str, Any]]]
     state = {} if getattr(recipe.optimizer, "state_dtype", "8bit") == "8bit" else {"optimizer.state_dtype": "8bit"}
     if state:
         yield [changes | state for changes in group]
-    if not job.layout.cpu_offload:
-        yield [changes | state | {"parallelism.cpu_offload": True} for changes in group]
+    host: dict[str, Any] = {}
+    for name in ("activation_checkpoint.offload", "parallelism.cpu_offload"):
+        if not value_of(recipe, name):
+            host |= {name: True}
+            yield [changes | state | host for changes in group]
 
 
 def _differing(recipe: PretrainRecipe, changes: Changes) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Hardware:
     launch_us: RateOrZero = 5.0
     """Microseconds of the host for each kernel that eager code launches. The GPU waits for the host if it is faster."""
     host_gb_per_second: Rate = 25.0
-    """Bandwidth between a GPU and host memory, for `parallelism.cpu_offload`."""
+    """Bandwidth between a GPU and host memory, for `parallelism.cpu_offload` and `activation_checkpoint.offload`."""
     efficiency: Efficiency = 1.0
     """Measured over predicted speed of training in bfloat16 or float32, from `benchmarks/planner_validation.py`."""
     float8_efficiency: Efficiency = 1.0

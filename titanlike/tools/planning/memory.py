@@ -17,6 +17,7 @@ from titanlike.tools.planning.muon import matrices as matrices_of_muon
 FRAGMENTATION, LOW_FRAGMENTATION = 1.055, 1.02
 WORKSPACES = 2 * 32 * 2**20  # of cuBLAS on a Hopper GPU, in the threads of the forward and of the backward pass
 STATE_BYTES = {"bfloat16": 4.0, "8bit": 2.0 + 2 * 4 / 64}  # of Adam's moments; quantized blocks of 64 share a scale
+RESIDENT_BLOCKS = 2  # whose activations are on the GPU with offload: that which computes, and that which is copied
 LOGIT_BYTES = {"eager": 4, "compiled": 0}  # for each logit, beside those in the compute dtype
 
 
@@ -54,6 +55,7 @@ class Memory:
 
     moments: tuple[Moment, ...]
     fragmentation: float  # reserved over allocated bytes
+    scattered: float = 0.0  # bytes that are reserved beside
 
     @property
     def peak(self) -> Moment:
@@ -74,7 +76,7 @@ class Memory:
         Gradients that replace what has accumulated before the reduction find its space.
         """
         gradients = max(moment.usage.gradients for moment in self.moments) - self.peak.usage.gradients
-        return round((self.allocated + gradients) * self.fragmentation)
+        return round((self.allocated + gradients) * self.fragmentation + self.scattered)
 
 
 def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
@@ -82,10 +84,19 @@ def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
     two blocks, between which usage is linear: the peak is the same, and is found as fast for any number of blocks."""
     sizes = _Sizes.of(job, rank)
     if job.layout.pipeline > 1:
-        return Memory(tuple(_pipeline_moments(job, rank, sizes)), fragmentation(job))
+        return Memory(tuple(_pipeline_moments(job, rank, sizes)), fragmentation(job), scattered(job))
     blocks = range(job.split[0])
     ends = blocks if every_block else sorted({*blocks[:2], *blocks[-2:]})
-    return Memory(tuple(_moments(job, sizes, ends)), fragmentation(job))
+    return Memory(tuple(_moments(job, sizes, ends)), fragmentation(job), scattered(job))
+
+
+def scattered(job: Job) -> float:
+    """Returns the bytes that offloaded activations leave free in pieces, into which the logits do not fit: those of 2.5 to 4 blocks
+    on null GPUs, with 8 to 32 compiled blocks. With full checkpointing, a block has one piece."""
+    checkpointing = job.recipe.activation_checkpoint
+    if not checkpointing.offload or checkpointing.mode == "full":
+        return 0.0
+    return 3.0 * block_activations(job).kept * job.tokens
 
 
 def fragmentation(job: Job) -> float:
@@ -216,6 +227,8 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         share = max(first_gradients, done / (num_blocks + (sizes.head + sizes.embedding) / max(sizes.whole_block, 1)))
         share = min(1.0, share)
         gradients = round(sizes.states.gradients * share + unreduced * (1.0 - share))
+        if checkpointing.offload:
+            saved = min(saved, 1 if loss else RESIDENT_BLOCKS)  # the last block is not offloaded
         usage = replace(
             sizes.states,
             gradients=gradients,
@@ -299,6 +312,10 @@ def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
     if last in stages:
         stack[last] += sizes.loss_kept + hidden
     saved = 0.0
+    if job.recipe.activation_checkpoint.offload:  # of all blocks but the last one of the rank
+        saved = RESIDENT_BLOCKS * act.saved * n
+        for stage in stages:
+            stack[stage] -= (blocks[stage] - (stage == max(stages))) * act.saved * n
     moments = []
     usages: dict[tuple[str, int, float], Usage] = {}  # a full pipeline repeats the same few
     for action in actions(job)[rank]:

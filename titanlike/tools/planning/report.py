@@ -106,7 +106,8 @@ def summary_lines(plan: Plan) -> list[str]:
         f"layout    {', '.join(dimensions) or 'one process'}",
         f"batch     {recipe.training.global_batch_size:,} sequences x {recipe.training.seq_len:,} tokens; per rank "
         f"{job.num_microbatches} x {job.sequences}",
-        f"compute   {precision}, compile {recipe.compile.mode}, checkpointing {recipe.activation_checkpoint.mode}",
+        f"compute   {precision}, compile {recipe.compile.mode}, checkpointing {recipe.activation_checkpoint.mode}"
+        + (", activations offloaded" if recipe.activation_checkpoint.offload else ""),
     ]
 
 
@@ -250,6 +251,7 @@ def as_json(
         | ({"expert": layout.expert} if is_mixture else {})
         | {"pipeline_schedule": layout.pipeline_schedule},
         "activation_checkpoint": job.recipe.activation_checkpoint.mode,
+        "activation_offload": job.recipe.activation_checkpoint.offload,
         "num_microbatches": job.num_microbatches,
         "microbatch_sequences": job.sequences,
         "fits": plan.fits,

@@ -31,7 +31,9 @@ from titanlike.tools.planning.memory import (
     fragmentation,
     head_gradient,
     loss_logits,
+    memory,
     receive_buffers,
+    scattered,
 )
 from titanlike.tools.planning.schedules import order, peak_in_flight
 from titanlike.tools.planning.storage_tracker import Allocation, StorageTracker
@@ -72,6 +74,10 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
         on_host = {"parameters": 0, "gradients": 0, "optimizer": 0}
         moments = tuple(replace(m, usage=replace(m.usage, **on_host)) for m in found.moments)
         return replace(found, moments=moments)
+    checkpointing = job.recipe.activation_checkpoint
+    if checkpointing.offload:
+        without = replace(checkpointing, offload=False)
+        return _as_offloaded(replace(job, recipe=replace(job.recipe, activation_checkpoint=without)), job, rank, device)
     if job.layout.pipeline > 1:
         shorter = _with_microbatches(job, rank)
         simulated = _of_full_depth(shorter, rank, device, DEPTH_OF_STAGES)
@@ -103,6 +109,20 @@ def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
         return Moment(moment.label, usage)
 
     return replace(simulated, moments=tuple(map(changed, simulated.moments)))
+
+
+def _as_offloaded(job: Job, offloading: Job, rank: int, device: Literal["cuda", "cpu"]) -> Memory:
+    """Returns the memory of a job that offloads activations, by what the formulas of the two differ."""
+    saved = [{m.label: m.usage.activations for m in memory(each, rank).moments} for each in (job, offloading)]
+    highest = max(saved[0].values()) - max(saved[1].values())
+
+    def changed(moment: Moment) -> Moment:
+        less = saved[0][moment.label] - saved[1][moment.label] if moment.label in saved[0] else highest
+        usage = moment.usage
+        return replace(moment, usage=replace(usage, activations=max(0, usage.activations - less)))
+
+    found = simulate(job, rank, device)
+    return replace(found, moments=tuple(map(changed, found.moments)), scattered=scattered(offloading))
 
 
 def _of_full_depth(job: Job, rank: int, device: str, depth: int) -> Memory:

@@ -12,6 +12,7 @@ from functools import cached_property
 from titanlike.config.layout import blocks_of
 from titanlike.config.optimizer import MUON_STEPS
 from titanlike.config.sections import DTYPE_BYTES
+from titanlike.tools.planning.activations import block_activations
 from titanlike.tools.planning.collectives import Collective, Links
 from titanlike.tools.planning.hardware import Hardware
 from titanlike.tools.planning.job import Job
@@ -248,6 +249,13 @@ class Rank:
                 _add(hidden, {each.axis: hides})
                 _add(exposed, {f"exposed {each.axis}": rest - hides})
             _add(exposed, {f"exposed {each.axis}": ends})
+        if job.recipe.activation_checkpoint.offload:
+            # To the host beside the forward pass, and back beside the backward pass, on a link of its own.
+            moved = block_activations(job).saved * job.tokens * (num_blocks - 1)
+            seconds = moved / (self.hardware.host_gb_per_second * 1e9) * job.num_microbatches
+            computes = [duration * job.num_microbatches for duration in (forward, backward)]
+            _add(exposed, {"exposed offload": sum(max(0.0, seconds - compute) for compute in computes)})
+            _add(hidden, {"offload": sum(min(seconds, compute) for compute in computes)})
         return exposed, hidden
 
     @cached_property
