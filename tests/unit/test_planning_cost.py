@@ -335,6 +335,13 @@ def test_settings_that_change_the_time() -> None:
     low = predict(job(8, optimizer=Optimizer(state_dtype="8bit"))).parts["optimizer"]
     assert low / base.parts["optimizer"] == pytest.approx(28 / 40)
     assert predict(job(8, layout=dict(cpu_offload=True))).parts["optimizer"] > 20 * base.parts["optimizer"]
+    # Both ways, for the inputs of 31 blocks in four micro-batches.
+    link = 2 * 4 * 31 * 8192 * 4096 * 2 / (H100.host_gb_per_second * 1e9)
+    full, none = (
+        predict(job(8, activation_checkpoint=ActivationCheckpoint(mode, offload=True))) for mode in ("full", "none")
+    )
+    assert (full.hidden["offload"], full.parts.get("exposed offload")) == (pytest.approx(link), None)
+    assert none.parts["exposed offload"] > 10 * link
     asynchronous = predict(job(8, layout=dict(tensor=8, async_tensor_parallel=True)))
     tensor = predict(job(8, layout=dict(tensor=8)))
     assert asynchronous.seconds + asynchronous.hidden["tensor"] == pytest.approx(tensor.seconds)

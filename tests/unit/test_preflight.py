@@ -136,6 +136,14 @@ def test_the_defaults_are_valid() -> None:
             "'cudnn' is not used with parallelism.context = 2; set training.attention = 'auto'",
         ),
         (dict(parallelism=dict(cpu_offload=True), run=dict(device="cpu")), 1, "but run.device = 'cpu'; set it to false"),
+        (
+            dict(activation_checkpoint=dict(offload=True), run=dict(device="cpu")), 1,
+            "offload = true moves activations from a GPU to the host, but run.device = 'cpu'; set it to false",
+        ),
+        (
+            dict(activation_checkpoint=dict(offload=True, mode="selective"), compile=dict(mode="none")), 1,
+            "has no effect on what mode = 'selective' keeps where compile.mode = 'none'; set compile.mode = 'block'",
+        ),
         # Layouts.
         (dict(parallelism=dict(tensor=4)), 4, "tensor = 4 does not divide model.num_kv_heads = 2; use 1 or 2"),
         (
