@@ -91,18 +91,18 @@ def memory(job: Job, rank: int = 0, *, every_block: bool = True) -> Memory:
 
 
 def scattered(job: Job) -> float:
-    """Returns the bytes that offloaded activations leave free in pieces, into which the logits do not fit: those of 2.5 to 4 blocks
-    on null GPUs, with 8 to 32 compiled blocks. With full checkpointing, a block has one piece."""
+    """Returns the bytes that offloaded activations leave free in pieces, into which the logits do not fit: those of two blocks.
+    With full checkpointing, a block has one piece."""
     checkpointing = job.recipe.activation_checkpoint
     if not checkpointing.offload or checkpointing.mode == "full":
         return 0.0
-    return 3.0 * block_activations(job).kept * job.tokens
+    return 2.0 * block_activations(job).kept * job.tokens
 
 
 def fragmentation(job: Job) -> float:
     """Returns reserved over allocated bytes of a job."""
     recomputes = job.recipe.activation_checkpoint.mode != "none"
-    return FRAGMENTATION if recomputes and job.uses_fsdp() else LOW_FRAGMENTATION
+    return FRAGMENTATION if recomputes and job.uses_fsdp() and not scattered(job) else LOW_FRAGMENTATION
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,12 @@ def step_time(job: Job, hardware: Hardware, traffic: Sequence[Sequence[Collectiv
         bubble = times.idle[rank.index]
     exposed, hidden = rank.overlap
     parts: Parts = {}
-    for found in (rank.computation, {"pipeline bubble": bubble}, exposed, rank.once):
+    waits, hidden_copies = rank.offload
+    for found in (rank.computation, {"pipeline bubble": bubble}, exposed, rank.once, {"exposed offload": waits}):
         _add(parts, found)
     parts["overlap slowdown"] = OVERLAP_SLOWDOWN * sum(hidden.values())
     parts = {name: seconds for name, seconds in parts.items() if seconds > 0.0}
-    hidden = {"tensor": rank.hidden_tensor} | hidden
+    hidden = {"tensor": rank.hidden_tensor} | hidden | {"offload": hidden_copies}
     return StepTime(sum(parts.values()), parts, {axis: seconds for axis, seconds in hidden.items() if seconds > 0.0})
 
 
@@ -249,14 +250,22 @@ class Rank:
                 _add(hidden, {each.axis: hides})
                 _add(exposed, {f"exposed {each.axis}": rest - hides})
             _add(exposed, {f"exposed {each.axis}": ends})
-        if job.recipe.activation_checkpoint.offload:
-            # To the host beside the forward pass, and back beside the backward pass, on a link of its own.
-            moved = block_activations(job).saved * job.tokens * (num_blocks - 1)
-            seconds = moved / (self.hardware.host_gb_per_second * 1e9) * job.num_microbatches
-            computes = [duration * job.num_microbatches for duration in (forward, backward)]
-            _add(exposed, {"exposed offload": sum(max(0.0, seconds - compute) for compute in computes)})
-            _add(hidden, {"offload": sum(min(seconds, compute) for compute in computes)})
         return exposed, hidden
+
+    @cached_property
+    def offload(self) -> tuple[float, float]:
+        """Seconds of a step that computation waits for the copies of activations, and seconds of them that it hides: those to the
+        host are beside the forward pass, and those back beside the backward pass. Copies occupy no multiprocessors."""
+        job = self.job
+        if not job.recipe.activation_checkpoint.offload:
+            return 0.0, 0.0
+        num_blocks = sum(job.split[stage] for stage in self.modules)
+        moved = block_activations(job).saved * job.tokens * (num_blocks - 1)
+        seconds = moved / (self.hardware.host_gb_per_second * 1e9)
+        hidden = 0.0
+        for phase in ("forward", "backward"):
+            hidden += min(seconds, sum(time for (_, kind), time in self.durations.items() if kind == phase))
+        return (2 * seconds - hidden) * job.num_microbatches, hidden * job.num_microbatches
 
     @cached_property
     def once(self) -> Parts:
