@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils.dtensor import local_tensor
 
 MIN_BYTES = 1 << 18  # of a tensor: a smaller one is not worth two copies
+PLAIN = (Tensor, nn.Parameter)  # not weights in float8, nor other subclasses that consist of several tensors
 
 
 def apply_activation_offload(blocks: Blocks) -> None:
@@ -72,7 +72,7 @@ class _Pass:
         weights = [local_tensor(parameter) for parameter in block.parameters()]
         # Also those of the weights' copies in another dtype, which the block may make itself.
         self._shapes = {shape for weight in weights for shape in (weight.shape, weight.shape[::-1])}
-        self._storages = {_storage(weight) for weight in weights if not is_traceable_wrapper_subclass(weight)}
+        self._storages = {_storage(weight) for weight in weights if type(weight) in PLAIN}
         self.index, self._order, self._offloads = index, order, offloads
         # Of the block before, unless a pipeline ran another stage or micro-batch in between.
         self._previous = order.last if order.last is not None and order.last.index == index - 1 else None
@@ -161,7 +161,7 @@ class _Pass:
 
     def _is_activation(self, tensor: Tensor) -> bool:
         return (
-            not is_traceable_wrapper_subclass(tensor)
+            type(tensor) in PLAIN
             and tensor.nbytes >= MIN_BYTES
             and tensor.is_floating_point()
             and tensor.permute(*sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
