@@ -17,7 +17,7 @@ from tests.training import GPT_, LLAMA, QWEN3_MOE, result, tiny, train_on_rank, 
 from titanlike.config import PretrainRecipe
 from titanlike.parallelisms import activation_offload
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from titanlike.parallelisms.activation_offload import _Host, apply_activation_offload
+from titanlike.parallelisms.activation_offload import _Host, _Order, _Pass, apply_activation_offload
 
 Ranks = Callable[[int], Pool]
 
@@ -70,18 +70,18 @@ def test_a_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, case: str) -
 
 
 class Block(nn.Module):
-    """Keeps its input, `hidden` and the activation of it."""
+    """Keeps its input, both halves of `hidden`, which are views of it, and the activation of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
-        return x + self.down(torch.nn.functional.silu(hidden))
+        first, second = self.up(x).chunk(2)
+        return x + self.down(torch.cat([first.sigmoid() * first, second.sigmoid() * second]))
 
 
-@pytest.mark.parametrize(("mode", "copies"), [("none", 3), ("full", 1)])
+@pytest.mark.parametrize(("mode", "copies"), [("none", 6), ("full", 1)])
 def test_what_a_block_keeps_is_copied_once_and_freed(mode: Any, copies: int) -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     x = torch.randn(16, 32)
@@ -97,3 +97,17 @@ def test_what_a_block_keeps_is_copied_once_and_freed(mode: Any, copies: int) -> 
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     assert all(map(torch.equal, gradients, expected))
     assert all(host.fetched is None for host in made)
+
+
+def test_weights_and_what_is_no_activation_stay() -> None:
+    block = Block()
+    weight, activation = block.up.weight, torch.randn(8, 4, 32)
+    current = _Pass(block, 0, _Order(), offloads=True)
+    with patch.object(activation_offload, "MIN_BYTES", 1):
+        for tensor in (
+            weight, weight.t(), weight.view(-1), weight.to(torch.bfloat16), weight.t().to(torch.bfloat16),
+            activation > 0, torch.ones(1, 4, 1).expand(8, 4, 32), activation[:, :2],
+        ):  # fmt: skip
+            assert current.pack(tensor) is tensor
+        assert all(isinstance(current.pack(tensor), _Host) for tensor in (activation, activation.transpose(1, 2)))
+    assert current.pack(activation) is activation  # too small

@@ -12,16 +12,16 @@ MIB = 2**20
 
 
 class Block(nn.Module):
-    """A matrix, whose input the backward pass reads."""
+    """Two matrices, whose input the backward pass reads."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.linear = nn.Linear(512, 512, bias=False)
+        self.first, self.second = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         print(f"forward {self.name}")
-        out = self.linear(x)
+        out = self.first(x) + self.second(x)
         out.register_hook(lambda gradient: print(f"backward {self.name}"))
         return out
 
@@ -47,6 +47,8 @@ class Copies(TorchDispatchMode):
             host = args[0] if args[0].device.type == "cpu" else args[1]
             memory = "pinned" if host.is_pinned() else "pageable"
             print(f"{name(torch.cuda.current_stream())}: to {args[0].device.type}, {memory}")
+        if func is torch.ops.aten._to_copy.default:
+            print("another copy")
         return out
 
 

@@ -69,10 +69,13 @@ side 1: to cuda, pinned
 backward c
 side 1: to cuda, pinned
 wait for side 1
+wait for side 1
 backward b
 side 1: to cuda, pinned
 wait for side 1
+wait for side 1
 backward a
+wait for side 1
 wait for side 1
 """
 
