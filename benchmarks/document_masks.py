@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.models.document_mask import block_mask_attention, document_block_mask, document_causal_mask
+from titanlike.models.document_mask import block_mask_attention, document_block_mask, document_dense_mask
 from titanlike.models.layers import attention_backend
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama 3 8B
@@ -39,7 +39,7 @@ def measure(device: torch.device, length: int) -> dict[str, Any]:
 
     kinds: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
         "causal": (lambda *_: None, dense),
-        "dense mask": (document_causal_mask, dense),
+        "dense mask": (document_dense_mask, dense),
         "block mask": (document_block_mask, lambda mask: block_mask_attention(q, k, v, mask)),
     }
     results: dict[str, Any] = {"dtype": str(dtype), "heads": heads, "backward": backward}

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.null_gpu.values import compare_values
 from titanlike.distributed.autograd_collectives import all_gather_no_grad, reduce_scatter_no_grad
 from titanlike.metrics.hardware import device_name, peak_flops
-from titanlike.models.document_mask import block_mask_attention, document_block_mask, document_causal_mask
+from titanlike.models.document_mask import block_mask_attention, document_block_mask, document_dense_mask
 from titanlike.models.layers import ATTENTION_BACKENDS, attention_backend
 
 NOT_ON_CPU = ("cudnn", "efficient")  # attention kernels
@@ -125,7 +125,7 @@ def check_flex_attention(device: torch.device) -> dict[str, Any]:
     (q, k, v), _ = attention_inputs(device)
     ids = (torch.arange(256, device=device) // 100).expand(2, -1)
     positions = torch.arange(256, device=device)
-    mask, dense = (make(positions, positions, ids, ids) for make in (document_block_mask, document_causal_mask))
+    mask, dense = (make(positions, positions, ids, ids) for make in (document_block_mask, document_dense_mask))
     with attention_backend("math"):
         exact = [x.detach().double() for x in (q, k, v)]
         expected = F.scaled_dot_product_attention(*exact, attn_mask=dense, enable_gqa=True)

@@ -21,6 +21,7 @@ from titanlike.models.loss import HeadLoss, TokenLoss
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
+from titanlike.utils.modules import without_owner
 
 if TYPE_CHECKING:
     from titanlike.config.finetune import Lora
@@ -191,7 +192,7 @@ def fsdp_units(part: nn.Module) -> list[nn.Module | list[nn.Module]]:
     children = dict(part.named_children())
     layers = list(blocks(part).values())
     output = children.get("output")
-    if output is not None and not list(output.parameters()):  # a tied head
+    if output is not None and isinstance(without_owner(output), TiedLMHead):
         return [*layers]
     first, last = (
         [children[name] for name in names if name in children]

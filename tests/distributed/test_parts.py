@@ -15,7 +15,7 @@ from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import Parallelism
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import CausalAttention, Dropout
+from titanlike.models.layers import DotProductAttention, Dropout
 from titanlike.models.loss import chunked_linear_cross_entropy, cross_entropy_sum
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
@@ -38,7 +38,7 @@ def _attention(ranks: int, kv_heads: int, with_documents: bool) -> tuple[float, 
     position_ids = context_position_ids(48, mesh)
 
     plain = [x.clone().requires_grad_() for x in full]
-    expected = CausalAttention()(*plain, DocumentMask()(documents))
+    expected = DotProductAttention()(*plain, DocumentMask()(documents))
     expected.square().sum().backward()
 
     local = [x[:, :, position_ids].clone().requires_grad_() for x in full]

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.null_gpu.values import compare_values
 from tests.documents import documents, zigzag
 from tests.launching import SMALL, losses, run
-from titanlike.models.document_mask import DocumentMask, block_mask_attention, document_block_mask, document_causal_mask
+from titanlike.models.document_mask import DocumentMask, block_mask_attention, document_block_mask, document_dense_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
@@ -37,7 +37,7 @@ def test_flex_attention_equals_dense_attention(
     inputs = qkv(dtype, kv_heads, head_dim, len(local), length)
     found = block_mask_attention(*inputs, document_block_mask(*arguments))
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    mask = document_causal_mask(*arguments)
+    mask = document_dense_mask(*arguments)
     expected = F.scaled_dot_product_attention(*exact, attn_mask=mask, enable_gqa=kv_heads != 8)
     upstream = torch.randn_like(expected)
     gradients = torch.autograd.grad(found, inputs, upstream.to(dtype))

@@ -18,7 +18,7 @@ from titanlike.inference.logits import recomputed_logits
 from titanlike.inference.sampling import Sampler, Sampling, next_token_probs
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import CausalAttention
+from titanlike.models.layers import DotProductAttention
 from titanlike.models.registry import blocks
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts
@@ -52,7 +52,7 @@ def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) 
     assert together == alone_each
     assert len({tuple(sequence[-count:]) for sequence in together}) == len(prompts)  # the prompts matter
     # The model is as before.
-    assert all(type(block.attention.attend) is CausalAttention for block in blocks(model).values())
+    assert all(type(block.attention.attend) is DotProductAttention for block in blocks(model).values())
     assert (
         tokens_of(recomputed_logits(model, mesh, 60, CPU), prompts[:1], 5, config.vocab_size)[0]
         == together[0][: len(prompts[0]) + 5]

@@ -12,9 +12,11 @@ from titanlike.config.sections import Tokenizer
 from titanlike.interop.export import export
 from titanlike.interop.weights import Weights
 from titanlike.models.base_config import TransformerConfig
+from titanlike.models.bert_config import BertConfig
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.modernbert_config import ModernBertConfig
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
@@ -42,6 +44,17 @@ CONFIGS: dict[str, TransformerConfig] = {
     "Mixtral": MixtralConfig(**GROUPED | dict(ffn_dim=40, num_experts=5)),
     "GPT-2": GPTConfig(**SIZES, num_heads=4),
 }
+
+ENCODERS: dict[str, TransformerConfig] = {
+    "BERT": BertConfig(**SIZES, num_heads=4, ffn_dim=112, num_token_types=3),
+    # The window is shorter than the sequences; the pattern ends within a period.
+    "ModernBERT": ModernBertConfig(**SIZES | dict(num_layers=5), num_heads=4, ffn_dim=112, sliding_window=40),
+    "ModernBERT, pattern": ModernBertConfig(
+        **SIZES, num_heads=8, ffn_dim=112, sliding_window=14, global_attention_every=2, rope_theta=5000.0,
+        rope_local_theta=300.0,
+    ),
+    "ModernBERT, no window": ModernBertConfig(**SIZES, num_heads=4, ffn_dim=112, sliding_window=0),
+}  # fmt: skip
 
 
 class MemoryWeights(Weights):

@@ -59,7 +59,7 @@ from torch import nn
 from parallel_config import ParallelConfig
 from titanlike.models.registry import register_model
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import CausalAttention, LMHead
+from titanlike.models.layers import DotProductAttention, LMHead
 
 
 @register_model(ParallelConfig)
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
-        self.attend = CausalAttention()
+        self.attend = DotProductAttention()
 
     def forward(self, x, mask):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))

@@ -23,11 +23,11 @@ from titanlike.models.document_mask import (
     DocumentMask,
     block_mask_attention,
     document_block_mask,
-    document_causal_mask,
+    document_dense_mask,
 )
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.init import initialize
-from titanlike.models.layers import CausalAttention
+from titanlike.models.layers import DotProductAttention
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.registry import blocks, build_model
 from titanlike.parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -68,7 +68,7 @@ def test_a_block_mask_equals_the_dense_mask(length: int, mean: int) -> None:
     ids, positions = documents(length, mean), torch.arange(length)
     arguments = positions, positions, ids, ids
     found, partial, full = to_dense(document_block_mask(*arguments), len(ids))
-    expected = document_causal_mask(*arguments)
+    expected = document_dense_mask(*arguments)
     assert torch.equal(found, expected)
     # No block is computed in vain, and the mask is evaluated in those only that need it.
     size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
@@ -100,11 +100,35 @@ def test_a_block_mask_of_a_sliding_window_equals_the_dense_mask(
             expected = expected & (local_ids[:, :, None] == ids[:, None, :])
         expected = expected.reshape(-1, 1, len(local), length)
         assert torch.equal(found, expected)
-        assert torch.equal(document_causal_mask(local, positions, local_ids, ids, window), expected)
+        assert torch.equal(document_dense_mask(local, positions, local_ids, ids, window), expected)
         if ranks == 1:  # no block is computed in vain
             size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
             blocks = F.pad(expected, (0, size - length, 0, size - length)).unflatten(3, (-1, BLOCK_SIZE))
             assert partial + full == blocks.unflatten(2, (-1, BLOCK_SIZE)).any(5).any(3).sum()
+
+
+@pytest.mark.parametrize("mean", [0, 100])
+@pytest.mark.parametrize(("length", "window"), [(640, 0), (640, 2), (640, 256), (1000, 300), (640, 1278), (32, 6)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masks_of_bidirectional_attention(length: int, window: int, mean: int, ranks: int) -> None:
+    ids, positions = documents(length, mean) if mean else None, torch.arange(length)
+    for rank in range(ranks):
+        local = zigzag(length, ranks, rank) if ranks > 1 else positions
+        local_ids = None if ids is None else ids[:, local]
+        arguments = local, positions, local_ids, ids, window, False
+        found, partial, full = to_dense(document_block_mask(*arguments), 2 if mean else 1)
+        expected = (local[:, None] - positions).abs() <= (window // 2 or length)
+        if ids is not None and local_ids is not None:
+            expected = expected & (local_ids[:, :, None] == ids[:, None, :])
+        expected = expected.reshape(-1, 1, len(local), length)
+        assert torch.equal(found, expected)
+        assert torch.equal(document_dense_mask(*arguments).expand_as(expected), expected)
+        size = -(-length // BLOCK_SIZE) * BLOCK_SIZE
+        if ranks == 1:  # no block is computed in vain
+            blocks = F.pad(expected, (0, size - length, 0, size - length)).unflatten(3, (-1, BLOCK_SIZE))
+            assert partial + full == blocks.unflatten(2, (-1, BLOCK_SIZE)).any(5).any(3).sum()
+    made = DocumentMask(window=window, causal=False)(None, positions[None])
+    assert (made is None) == (window == 0 or window // 2 >= length - 1)
 
 
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -122,11 +146,11 @@ def test_soft_capped_attention_with_a_window_equals_the_formula(
     ids, positions = documents(320, 60), torch.arange(320)
     q, k, v = (3 * torch.randn(2, heads, 320, 16) for heads in (4, kv_heads, kv_heads))
     arguments = positions, positions, ids, ids, 25
-    dense = document_causal_mask(*arguments)
+    dense = document_dense_mask(*arguments)
     expected = capped_attention(q, k, v, dense, 2.0).float()
     mask = document_block_mask(*arguments) if flex else dense
-    torch.testing.assert_close(CausalAttention(soft_cap=2.0)(q, k, v, mask), expected)
-    assert not torch.allclose(CausalAttention()(q, k, v, mask), expected, atol=0.1)
+    torch.testing.assert_close(DotProductAttention(soft_cap=2.0)(q, k, v, mask), expected)
+    assert not torch.allclose(DotProductAttention()(q, k, v, mask), expected, atol=0.1)
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(1024, 2), (1536, 4), (48, 2)])
@@ -135,7 +159,7 @@ def test_a_block_mask_equals_the_dense_mask_under_context_parallelism(length: in
     for rank in range(ranks):
         local = zigzag(length, ranks, rank)
         arguments = local, torch.arange(length), ids[:, local], ids
-        assert torch.equal(to_dense(document_block_mask(*arguments), len(ids))[0], document_causal_mask(*arguments))
+        assert torch.equal(to_dense(document_block_mask(*arguments), len(ids))[0], document_dense_mask(*arguments))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -148,7 +172,7 @@ def test_flex_attention_equals_dense_attention(flex_on_cpu: pytest.MonkeyPatch, 
         local = zigzag(length, ranks, rank) if ranks > 1 else torch.arange(length)
         arguments = local, torch.arange(length), ids[:, local], ids
         found = block_mask_attention(q[:, :, local], k, v, document_block_mask(*arguments))
-        dense = document_causal_mask(*arguments)
+        dense = document_dense_mask(*arguments)
         expected = F.scaled_dot_product_attention(q[:, :, local], k, v, attn_mask=dense, enable_gqa=True)
         torch.testing.assert_close(found, expected)
 

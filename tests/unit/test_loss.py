@@ -49,6 +49,30 @@ def test_chunked_loss_and_gradients_match_torch(chunk: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight)), expected)
 
 
+@pytest.mark.parametrize("token_loss", [False, True])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_a_bias_of_the_logits(chunk: int, token_loss: bool) -> None:
+    def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+    x, weight, labels = inputs()
+    bias = torch.linspace(-3.0, 2.0, VOCAB).requires_grad_()
+    logits = (x.double() @ weight.double().t() + bias.double()).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    gradients = torch.autograd.grad(expected / 19, (x, weight, bias))
+    loss = chunked_linear_cross_entropy(
+        x, weight, labels, chunk=chunk, bias=bias, token_loss=own_loss if token_loss else None
+    )
+    torch.testing.assert_close(loss.double(), expected)
+    torch.testing.assert_close(torch.autograd.grad(loss / 19, (x, weight, bias)), gradients)
+    head = LMHead(DIM, VOCAB, bias=True)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+        torch.testing.assert_close(head(x).double().flatten(0, 1), logits)
+        torch.testing.assert_close(head(x, labels).double(), expected)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns when it traces an autograd.Function
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_the_loss_can_be_a_part_of_a_compiled_model(chunk: int) -> None:

@@ -15,12 +15,14 @@ from torch.nn.attention import SDPBackend
 from titanlike.config import UserError
 from titanlike.models import layers
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
+from titanlike.models.bert_config import BERT_SIZES, BertConfig
 from titanlike.models.gemma_config import GEMMA2_SIZES, GEMMA3_SIZES, Gemma2Config, Gemma3Config, GemmaConfig
 from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
 from titanlike.models.llama import rotary_angles, scale_rope_frequencies
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
+from titanlike.models.modernbert_config import MODERNBERT_SIZES, ModernBertConfig
 from titanlike.models.moe_config import MIXTRAL_SIZES, QWEN3_MOE_SIZES, MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import QWEN2_SIZES, Qwen2Config
 from titanlike.models.qwen3_config import QWEN3_SIZES, Qwen3Config
@@ -48,7 +50,13 @@ TINY_QWEN3_MOE = Qwen3MoeConfig(
 TINY_MIXTRAL = MixtralConfig(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, vocab_size=37, rope_theta=100.0, num_experts=4
 )
-CONFIGS = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_QWEN3_MOE, TINY_MIXTRAL, TINY_GEMMA2, TINY_GEMMA3, TINY_GPT]
+TINY_BERT = BertConfig(dim=32, num_layers=2, num_heads=4, ffn_dim=48, vocab_size=37, max_seq_len=64)
+TINY_MODERNBERT = ModernBertConfig(
+    dim=32, num_layers=4, num_heads=4, ffn_dim=48, vocab_size=37, rope_theta=100.0, sliding_window=6
+)
+CAUSAL = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_QWEN3_MOE, TINY_MIXTRAL, TINY_GEMMA2, TINY_GEMMA3, TINY_GPT]
+ENCODERS: list[TransformerConfig] = [TINY_BERT, TINY_MODERNBERT]
+CONFIGS: list[TransformerConfig] = [*CAUSAL, *ENCODERS]
 
 
 def build(config: TransformerConfig, seed: int = 0) -> nn.Module:
@@ -100,7 +108,34 @@ def test_position_ids(config: TransformerConfig) -> None:
     assert not torch.allclose(model(tokens, positions * 3), model(tokens))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", ENCODERS, ids=lambda config: config.name)
+def test_attention_of_encoders_is_bidirectional_and_stays_in_a_document(config: TransformerConfig) -> None:
+    model = with_large_weights(build(config))
+    tokens = torch.arange(12).remainder(37)[None]
+    changed = tokens.clone()
+    changed[0, 7] = 36
+    before, after = model(tokens), model(changed)
+    assert not (before == after).all(-1).any(), "every token depends on every other one"
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    before, after = (model(each, positions, documents) for each in (tokens, changed))
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not (before[:, 5:] == after[:, 5:]).all(-1).any()
+    torch.testing.assert_close(before[:, 5:], model(tokens[:, 5:]))
+
+
+def test_a_window_of_an_encoder_is_on_both_sides() -> None:
+    config = dataclasses.replace(TINY_MODERNBERT, num_layers=2)  # the second block has the window
+    model = with_large_weights(build(config))
+    wide = with_large_weights(build(dataclasses.replace(config, sliding_window=30)))
+    x, positions = torch.arange(12).remainder(37)[None], torch.arange(12)[None]
+    mask = model.local_mask(None, positions)[0, 0]  # type: ignore[operator]
+    assert torch.equal(mask, (positions.t() - positions).abs() <= 3)
+    assert wide.local_mask(None, positions) is None  # type: ignore[operator]
+    assert not torch.allclose(model(x), wide(x))
+
+
+@pytest.mark.parametrize("config", CAUSAL, ids=lambda config: config.name)
 def test_attention_is_causal(config: TransformerConfig) -> None:
     model = with_large_weights(build(config))
     tokens = torch.arange(12).remainder(37)[None]
@@ -167,7 +202,9 @@ def test_rope_scaling_of_1_is_off() -> None:
     + [(Qwen3MoeConfig, "debug", dict(num_shared_experts=2, balance_bias_rate=0.001))]
     + [(Gemma2Config, size, fields) for size, fields in GEMMA2_SIZES.items()]
     + [(Gemma3Config, size, fields) for size, fields in GEMMA3_SIZES.items()]
-    + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()],
+    + [(GPTConfig, size, f) for size, f in GPT_SIZES.items()]
+    + [(BertConfig, size, f) for size, f in BERT_SIZES.items()]
+    + [(ModernBertConfig, size, f) for size, f in MODERNBERT_SIZES.items()],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
 def test_parameter_counts_of_the_config_match_the_module(
@@ -279,7 +316,7 @@ def test_initialization_has_the_documented_standard_deviation(config: Transforme
         elif "norm" in name:
             assert torch.equal(value, torch.full_like(value, 0.0 if isinstance(config, GemmaConfig) else 1.0))
         else:
-            residual = name.endswith((".wo.weight", ".w2.weight", ".w2"))
+            residual = name.endswith((".wo.weight", ".w2.weight", ".w2")) and config.name != "bert"  # post-norm
             expected = 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
             assert value.std().item() == pytest.approx(expected, rel=0.1), name
 

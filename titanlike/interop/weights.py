@@ -117,7 +117,8 @@ class HFWeights(Weights):
         self.tokenizer = Tokenizer(encoding=str(path), special="both" if _adds_bos(path) else "eos")
         self._found: dict[str, tuple[File, Entry]] = {}
         for header in (read_header(LocalFile(file), whole=True) for file in tensor_files(path)):
-            for name, entry in header.entries.items():
+            for stored, entry in header.entries.items():
+                name = self.config.hf_name_of(stored)
                 if name in self._found:
                     raise UserError(
                         f"{shown(name)} is in {self._found[name][0]} and in {header.file}; remove one of them"
@@ -128,8 +129,10 @@ class HFWeights(Weights):
                 f"{path}: {CONFIG} describes {self.config.num_layers:,} layers, but the folder has {len(self._found):,} tensors"
             )
         self._plan = hf_parameters(self.config)
+        # Where a head that is tied, which need not be stored, would be.
+        self._head = self.config.last_parameters()["output.weight"].hf_name or LM_HEAD
         self._check()
-        if self.config.tied_head and LM_HEAD in self._found:
+        if self.config.tied_head and self._head in self._found:
             self._check_tied_head(*verify_share)
 
     def _check(self) -> None:
@@ -137,9 +140,9 @@ class HFWeights(Weights):
         # Folders of a base model lack the prefix of the model with a head.
         prefix = next((spec.hf_name.partition(".")[0] + "." for spec in self._plan.values()), "")
         if not any(name.startswith(prefix) for name in self._found):
-            self._found = {name if name == LM_HEAD else prefix + name: place for name, place in self._found.items()}
+            self._found = {name if name == self._head else prefix + name: place for name, place in self._found.items()}
         expected = {name: tensor.shape for name, tensor in stored_tensors(self.config).items()}
-        ignored = (*COMPUTED, LM_HEAD) if self.config.tied_head else COMPUTED
+        ignored = (*COMPUTED, *self.config.hf_ignored, *[self._head] * self.config.tied_head)
         surplus = [
             name
             for name in self._found
@@ -160,7 +163,7 @@ class HFWeights(Weights):
     def _check_tied_head(self, rank: int, num_ranks: int) -> None:
         """Raises `UserError` unless a rank's share of the LM head equals the embedding, which the model uses instead."""
         embedding = self._plan["tok_embeddings.weight"].hf_name
-        (file, head), (other_file, other) = self._found[LM_HEAD], self._found[embedding]
+        (file, head), (other_file, other) = self._found[self._head], self._found[embedding]
         is_equal = head.shape == other.shape and head.dtype in FLOATS
         rows, columns = other.shape
         size = -(-CHUNK_SIZE // columns)
@@ -169,7 +172,7 @@ class HFWeights(Weights):
             is_equal &= bool((read_part(file, head, part) == read_part(other_file, other, part)).all())
         if not is_equal:
             raise UserError(
-                f"{self.path}: {CONFIG} ties the LM head to the embedding, but {LM_HEAD} differs from {embedding}; set "
+                f"{self.path}: {CONFIG} ties the LM head to the embedding, but {self._head} differs from {embedding}; set "
                 f"tie_word_embeddings = false in {CONFIG}, or remove the tensor that is wrong"
             )
 

@@ -72,8 +72,14 @@ class TransformerConfig:
     sliding_window: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    causal: ClassVar[bool] = True
+    """Whether a token attends to earlier tokens only, and the next token is predicted. Otherwise masked tokens are."""
+    absent_parameters: ClassVar[tuple[str, ...]] = ()
+    """Parameters that the table of a block has, and this one block has not."""
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
+    hf_ignored: ClassVar[tuple[str, ...]] = ()
+    """Patterns of tensors in checkpoints of transformers that the model does not have."""
 
     def __init_subclass__(cls) -> None:
         # A variant of an architecture computes something else, unless it says otherwise.
@@ -138,6 +144,8 @@ class TransformerConfig:
         parameters = self.first_parameters() | blocks | self.last_parameters()
         if self.tied_head:
             del parameters["output.weight"]
+        for name in self.absent_parameters:
+            del parameters[name]
         return parameters
 
     def tensor_plan(self) -> dict[str, str]:
@@ -176,7 +184,8 @@ class TransformerConfig:
         """Returns the number of parameters; an embedding tied to the LM head counts once."""
         block, ends = self.block_parameters(), self.first_parameters() | self.last_parameters()
         tied = self.vocab_size * self.dim if self.tied_head else 0
-        return self.num_layers * num_elements(block) + num_elements(ends) - tied
+        absent = {name: block[name.split(".", 2)[2]] for name in self.absent_parameters}
+        return self.num_layers * num_elements(block) + num_elements(ends) - tied - num_elements(absent)
 
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that compute a token, including the embedding."""
@@ -191,11 +200,15 @@ class TransformerConfig:
     def num_matmul_parameters(self) -> int:
         """Returns the number of parameters that multiply every token: all but lookup tables, norms and biases."""
         block = {name: spec for name, spec in self.block_parameters().items() if len(spec.shape) == 2}
-        return self.num_layers * num_elements(block) + self.vocab_size * self.dim
+        return self.num_layers * num_elements(block) + self.num_head_parameters()
+
+    def num_head_parameters(self) -> int:
+        """Returns the number of these after the blocks: those of the LM head, and of what transforms its input."""
+        return num_elements({name: spec for name, spec in self.last_parameters().items() if len(spec.shape) == 2})
 
     def lm_head_cost(self) -> float:
         """Returns the cost of the LM head relative to that of one block."""
-        head = self.vocab_size * self.dim
+        head = self.num_head_parameters()
         return head * self.num_layers / (self.num_matmul_parameters() - head)
 
     def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
@@ -228,6 +241,11 @@ class TransformerConfig:
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that a `config.json` describes. Raises `ValueError` for what this architecture does not have."""
         raise ValueError(f"model.name = {cls.name!r} has no equivalent in transformers")
+
+    @classmethod
+    def hf_name_of(cls, stored: str) -> str:
+        """Returns the name in the table of parameters of a tensor in a Hugging Face checkpoint."""
+        return stored
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, Any]) -> Self:

@@ -32,6 +32,8 @@ FAMILIES = {
     "gemma2": Family("gemma_config", "Gemma2Config", "llama", "Llama"),
     "gemma3": Family("gemma_config", "Gemma3Config", "llama", "Llama"),
     "gpt": Family("gpt_config", "GPTConfig", "gpt", "GPT"),
+    "bert": Family("bert_config", "BertConfig", "bert", "Bert"),
+    "modernbert": Family("modernbert_config", "ModernBertConfig", "modernbert", "ModernBert"),
 }
 
 

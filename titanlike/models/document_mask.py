@@ -16,21 +16,24 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Mask: TypeAlias = Tensor | BlockMask
 
+ANY = 2**30  # more than any distance of two tokens
 BLOCK_SIZE = 128  # tokens; FlexAttention's default, and a multiple of all its tiles
 
 
 class DocumentMask(nn.Module):
-    """Makes the mask of causal attention within documents. A module, so that context parallelism can replace it.
+    """Makes the mask of attention within documents. A module, so that context parallelism can replace it.
 
     Args:
-        window: number of tokens, the current one included, that a token attends to; 0: all.
-        always: makes a mask even where plain causal attention would do.
+        window: number of tokens, the current one included, that a token attends to; 0: all. Bidirectional attention has half of
+            them before the token, and as many after it.
+        always: makes a mask even where attention without one would do.
+        causal: whether a token attends to itself and earlier tokens only.
         flex: whether to make block masks. Default: on CUDA.
     """
 
-    def __init__(self, *, window: int = 0, always: bool = False, flex: bool | None = None) -> None:
+    def __init__(self, *, window: int = 0, always: bool = False, causal: bool = True, flex: bool | None = None) -> None:
         super().__init__()
-        self.window, self.always, self.flex = window, always, flex
+        self.window, self.always, self.causal, self.flex = window, always, causal, flex
 
     def use_dense_masks(self) -> None:
         """Makes dense masks on every device, for attention kernels other than FlexAttention."""
@@ -38,7 +41,7 @@ class DocumentMask(nn.Module):
 
     def forward(self, document_ids: Tensor | None, position_ids: Tensor | None = None) -> Mask | None:
         """Returns the mask for document ids (B, T). Without them, `position_ids` (B, T) have the number of tokens and the device;
-        it is None if attention is plain causal attention."""
+        it is None if attention needs no mask."""
         like = position_ids if document_ids is None else document_ids
         if like is None or not self.is_needed(document_ids, like.shape[1]):
             return None
@@ -46,8 +49,9 @@ class DocumentMask(nn.Module):
         return self.make(positions, positions, document_ids, document_ids)
 
     def is_needed(self, document_ids: Tensor | None, num_keys: int) -> bool:
-        """Whether attention to this number of keys is not plain causal attention."""
-        return document_ids is not None or self.always or 0 < self.window < num_keys
+        """Whether attention to this number of keys needs a mask."""
+        is_local = 0 < self.window < num_keys if self.causal else 0 < self.window // 2 < num_keys - 1
+        return document_ids is not None or self.always or is_local
 
     def make(
         self,
@@ -58,22 +62,24 @@ class DocumentMask(nn.Module):
     ) -> Mask:
         """Returns the mask for positions (T,) and (S,), and document ids (B, T) and (B, S), of queries and keys."""
         flex = query_positions.is_cuda if self.flex is None else self.flex
-        make = document_block_mask if flex else document_causal_mask
-        return make(query_positions, key_positions, query_document_ids, key_document_ids, self.window)
+        make = document_block_mask if flex else document_dense_mask
+        return make(query_positions, key_positions, query_document_ids, key_document_ids, self.window, self.causal)
 
 
-def document_causal_mask(
+def document_dense_mask(
     query_positions: Tensor,
     key_positions: Tensor,
     query_document_ids: Tensor | None,
     key_document_ids: Tensor | None,
     window: int = 0,
+    causal: bool = True,
 ) -> Tensor:
-    """Returns a mask (B, 1, T, S) that is True where a query (T,) may attend to a key (S,): not later, in the same document, and
-    among the last `window` tokens. B is 1 without document ids."""
-    mask = query_positions[:, None] >= key_positions[None, :]
-    if window:
-        mask = mask & (query_positions[:, None] - key_positions[None, :] < window)
+    """Returns a mask (B, 1, T, S) that is True where a query (T,) may attend to a key (S,): in the same document, and, if `causal`,
+    not later and among the last `window` tokens, else at most half a window away. B is 1 without document ids."""
+    lowest, highest = _distances(window, causal)
+    mask = query_positions[:, None] >= key_positions + lowest
+    if highest < ANY:
+        mask = mask & (query_positions[:, None] <= key_positions + highest)
     if query_document_ids is None or key_document_ids is None:
         return mask[None, None]
     return (query_document_ids[:, None, :, None] == key_document_ids[:, None, None, :]) & mask
@@ -85,8 +91,9 @@ def document_block_mask(
     query_document_ids: Tensor | None,
     key_document_ids: Tensor | None,
     window: int = 0,
+    causal: bool = True,
 ) -> BlockMask:
-    """Returns `document_causal_mask` as a block mask.
+    """Returns `document_dense_mask` as a block mask.
 
     Which blocks are computed follows from the smallest and largest position and document id in each block. Unlike
     `create_block_mask`, this needs no compilation to avoid the dense mask.
@@ -96,22 +103,24 @@ def document_block_mask(
             torch.zeros_like(positions)[None] for positions in (query_positions, key_positions)
         )
 
+    lowest, highest = _distances(window, causal)
+
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_ids[batch, query] == key_document_ids[batch, key]
-        return same_document & (query_positions[query] >= key_positions[key])
+        return same_document & (query_positions[query] >= key_positions[key] + lowest)
 
     def attends_locally(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return attends(batch, head, query, key) & (query_positions[query] - key_positions[key] < window)
+        return attends(batch, head, query, key) & (query_positions[query] <= key_positions[key] + highest)
 
     first_query, last_query = _block_bounds(query_positions[:, None], 0)  # (Q, 1)
     first_key, last_key = _block_bounds(key_positions, 0)  # (R,)
     low_query, high_query = _block_bounds(query_document_ids[..., None], 1)  # (B, Q, 1)
     low_key, high_key = (bound[:, None] for bound in _block_bounds(key_document_ids, 1))  # (B, 1, R)
-    some = (first_key <= last_query) & (low_key <= high_query) & (low_query <= high_key)  # (B, Q, R)
-    # In full blocks, every query attends to every key: no key is later, and all are of one document.
-    full = (last_key <= first_query) & (low_query == high_key) & (high_query == low_key)
+    some = (first_key <= last_query - lowest) & (low_key <= high_query) & (low_query <= high_key)  # (B, Q, R)
+    # In full blocks, every query attends to every key: no key is too late, and all are of one document.
+    full = (last_key <= first_query - lowest) & (low_query == high_key) & (high_query == low_key)
     if window:
-        some, full = some & (first_query - last_key < window), full & (last_query - first_key < window)
+        some, full = some & (first_query - last_key <= highest), full & (last_query - first_key <= highest)
     return BlockMask.from_kv_blocks(
         *_block_indices(some & ~full),
         *_block_indices(full),
@@ -152,6 +161,13 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: fl
 def compiled_flex_attention() -> Any:
     """Returns compiled FlexAttention. Not with dynamic shapes: a run has few shapes, and their kernels are slower."""
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def _distances(window: int, causal: bool) -> tuple[int, int]:
+    """Returns the smallest and the largest distance of a query from the keys before it that it attends to."""
+    if causal:
+        return 0, window - 1 if window else ANY
+    return (-(window // 2), window // 2) if window else (-ANY, ANY)
 
 
 def _block_bounds(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

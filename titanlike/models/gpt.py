@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.layers import CausalAttention, Dropout, TiedLMHead
+from titanlike.models.layers import DotProductAttention, Dropout, TiedLMHead
 
 
 class GPT(nn.Module):
@@ -91,16 +92,16 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head causal attention. Separate Q, K and V projections, unlike GPT-2's fused one: each can be split by heads."""
+    """Multi-head attention. Separate Q, K and V projections, unlike GPT-2's fused one: each can be split by heads."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.dim)
         self.wk = nn.Linear(config.dim, config.dim)
         self.wv = nn.Linear(config.dim, config.dim)
         self.wo = nn.Linear(config.dim, config.dim)
-        self.attend = CausalAttention()
+        self.attend = DotProductAttention(causal=config.causal)
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.

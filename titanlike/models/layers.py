@@ -26,27 +26,25 @@ ATTENTION_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
-# Versions of FlashAttention: the name that torch gives them, their package, and the GPUs by major compute capability.
-FLASH_ATTENTION = {"flash3": ("FA3", "flash-attn-3", (9,)), "flash4": ("FA4", "flash-attn-4", (9, 10))}
 
-
-class CausalAttention(nn.Module):
-    """Causal scaled-dot-product attention, or attention with the mask of a `DocumentMask`.
+class DotProductAttention(nn.Module):
+    """Scaled-dot-product attention, causal or bidirectional, or attention with the mask of a `DocumentMask`.
 
     Args:
         soft_cap: bounds the scores; 0: no bound. Requires a mask.
         window: what the mask limits attention to. It is not applied here; the KV cache makes a mask of its own.
+        causal: without a mask, whether a token attends to itself and earlier tokens only.
     """
 
-    def __init__(self, *, soft_cap: float = 0.0, window: int = 0) -> None:
+    def __init__(self, *, soft_cap: float = 0.0, window: int = 0, causal: bool = True) -> None:
         super().__init__()
-        self.soft_cap, self.window = soft_cap, window
+        self.soft_cap, self.window, self.causal = soft_cap, window, causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
         if mask is None:
             assert not self.soft_cap
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
         attention: Any = masked_attention if isinstance(mask, Tensor) else block_mask_attention
         return cast(Tensor, attention(q, k, v, mask, self.soft_cap))
 
@@ -64,7 +62,7 @@ class UnitOffsetRMSNorm(nn.RMSNorm):
 @contextmanager
 def attention_backend(name: str) -> Iterator[None]:
     """Selects the attention backend in this context: one by name or, with `auto`, the first that supports the inputs."""
-    is_version = name in FLASH_ATTENTION
+    is_version = name in ("flash3", "flash4")
     names = ["flash"] if is_version else [name]
     if name == "auto":
         # cuDNN is faster than FlashAttention 2 from Hopper on, and slower on earlier GPUs.
@@ -72,44 +70,11 @@ def attention_backend(name: str) -> Iterator[None]:
         names = [*(("cudnn", "flash") if is_hopper else ("flash", "cudnn")), "efficient", "math"]
     with ExitStack() as contexts:
         if is_version:
-            contexts.enter_context(_flash_attention(name))
+            from titanlike.models.flash_attention import flash_attention
+
+            contexts.enter_context(flash_attention(name))
         contexts.enter_context(sdpa_kernel([ATTENTION_BACKENDS[each] for each in names], set_priority=True))
         yield
-
-
-@contextmanager
-def _flash_attention(name: str) -> Iterator[None]:
-    """Replaces torch's FlashAttention by another version in this context. Raises `UserError` if it is not available."""
-    problem = flash_attention_problem(name)
-    if problem:
-        raise UserError(f"training.attention = '{name}': {problem}; set training.attention = 'auto'")
-    try:
-        yield
-    finally:
-        restore_flash_attention()
-
-
-def restore_flash_attention() -> None:
-    """Activates torch's own FlashAttention, in versions of torch that can."""
-    getattr(torch.nn.attention, "restore_flash_attention_impl", lambda: None)()
-
-
-def flash_attention_problem(name: str) -> str:
-    """Activates a version of FlashAttention for this process. Returns why that is not possible, or an empty string."""
-    implementation, package, capabilities = FLASH_ATTENTION[name]
-    if implementation not in getattr(torch.nn.attention, "list_flash_attention_impls", list)():
-        return f"torch {torch.__version__} cannot select FlashAttention {name[-1]}"
-    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if found[0] not in capabilities:
-        needed = " or ".join(f"{major}.x" for major in capabilities)
-        return f"FlashAttention {name[-1]} requires a GPU of compute capability {needed}, not {found[0]}.{found[1]}"
-    try:
-        cast(Any, torch.nn.attention).activate_flash_attention_impl(implementation)
-    except (ImportError, RuntimeError) as error:
-        return (
-            f"{package}, which FlashAttention {name[-1]} requires, cannot be used: {str(error).partition(chr(10))[0]}"
-        )
-    return ""
 
 
 class LMHead(nn.Linear):
@@ -134,17 +99,20 @@ class LMHead(nn.Linear):
 
 
 class TiedLMHead(nn.Module):
-    """An output projection that uses the weight of the token embedding.
+    """An output projection that uses the weight of the token embedding. It casts its bias by itself.
 
     Args:
+        bias: whether a bias, which is not shared with the embedding, is added to the logits.
         soft_cap: bounds the logits; 0: no bound.
     """
 
+    casts_parameters = True
     loss = HeadLoss()
 
-    def __init__(self, embedding: nn.Embedding, *, soft_cap: float = 0.0) -> None:
+    def __init__(self, embedding: nn.Embedding, *, bias: bool = False, soft_cap: float = 0.0) -> None:
         super().__init__()
         self.embedding = (embedding,)  # in a tuple, so that the weight is registered once
+        self.bias = nn.Parameter(torch.empty(embedding.num_embeddings)) if bias else None
         self.soft_cap = soft_cap
 
     @property
@@ -168,9 +136,11 @@ def set_loss(model: nn.Module, loss: HeadLoss) -> None:
 
 def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:
     """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V)."""
+    bias = head.bias
     if labels is not None:
-        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap))
+        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap, bias))
     logits = x if weight is None else F.linear(x, weight.to(x.dtype))
+    logits = logits if bias is None else logits + bias.to(logits.dtype)
     return soft_capped(logits, head.soft_cap) if head.soft_cap else logits
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.document_mask import DocumentMask, Mask
-from titanlike.models.layers import CausalAttention, LMHead, TiedLMHead, UnitOffsetRMSNorm
+from titanlike.models.layers import DotProductAttention, LMHead, TiedLMHead, UnitOffsetRMSNorm
 from titanlike.models.llama_config import LlamaFamilyConfig
 
 
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with rotary position embeddings and, if the config has them, biases and QK-norm."""
+    """Grouped-query attention with rotary position embeddings and, if the config has them, biases and QK-norm."""
 
     def __init__(self, config: LlamaFamilyConfig, window: int = 0) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.q_norm, self.k_norm = (rms_norm(config, config.head_dim) if config.qk_norm else None for _ in range(2))
-        self.attend = CausalAttention(soft_cap=config.attention_soft_cap, window=window)
+        self.attend = DotProductAttention(soft_cap=config.attention_soft_cap, window=window, causal=config.causal)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.

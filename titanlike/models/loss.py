@@ -61,8 +61,9 @@ def chunked_linear_cross_entropy(
     soft_cap: float = 0.0,
     token_loss: TokenLoss | None = None,
     reduction: Literal["sum", "none"] = "sum",
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns the summed cross-entropy of the logits `x @ weight.T`, computed for `chunk` tokens at a time.
+    """Returns the summed cross-entropy of the logits `x @ weight.T + bias`, computed for `chunk` tokens at a time.
 
     Args:
         x: hidden states (B, T, D), or the logits (B, T, V) if `weight` is None.
@@ -78,13 +79,14 @@ def chunked_linear_cross_entropy(
         token_loss: replaces the cross-entropy where gradients are enabled. It takes the bounded logits of a chunk, with the full
             vocabulary. Where `torch.compile` traces this function, there are no chunks.
         reduction: `none` returns the cross-entropy of each token (B, T), 0 without a label. Its backward pass computes the logits
-            again, because only then is the weight of each token known; it allows neither a z-loss nor a `token_loss`.
+            again, because only then is the weight of each token known; it allows neither a z-loss nor a `token_loss` nor a `bias`.
+        bias: added to the logits (V,), in their dtype. Default: none.
     """
     assert not (token_loss and z_loss)
     if reduction == "none":
         from titanlike.models.token_losses import token_cross_entropies
 
-        assert token_loss is None and not z_loss
+        assert token_loss is None and not z_loss and bias is None
         return token_cross_entropies(x, weight, labels, chunk, vocab_group, backend, soft_cap)
     # None disables it. Compiled code would treat a float that changes between calls as an input.
     coefficient = z_loss if z_loss and torch.is_grad_enabled() else None
@@ -93,13 +95,16 @@ def chunked_linear_cross_entropy(
         from titanlike.models.token_loss import full_vocab_loss
 
         logits = x if weight is None else F.linear(x, weight.to(x.dtype))
+        logits = logits if bias is None else logits + bias.to(x.dtype)
         return full_vocab_loss(token_loss, logits.flatten(0, -2), labels.flatten(), vocab_group, soft_cap)
     if weight is None:
+        x = x if bias is None else x + bias.to(x.dtype)
         return cross_entropy_sum(x, labels, vocab_group, z_loss=coefficient, soft_cap=soft_cap)
     x, labels = x.flatten(0, -2), labels.flatten()
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _ChunkedLinearCrossEntropy.apply(
-        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap, token_loss
+        x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap, token_loss,
+        bias,
     )  # fmt: skip
 
 
@@ -115,7 +120,9 @@ class HeadLoss:
     z_loss: float = 0.0
     reduction: Literal["sum", "none"] = "sum"
 
-    def __call__(self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float, bias: Tensor | None = None
+    ) -> Tensor:
         return chunked_linear_cross_entropy(
             x,
             weight,
@@ -128,6 +135,7 @@ class HeadLoss:
             soft_cap=soft_cap,
             token_loss=self.token_loss,
             reduction=self.reduction,
+            bias=bias,
         )
 
 
@@ -274,6 +282,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         z_loss: float | None,
         soft_cap: float,
         token_loss: TokenLoss | None,
+        bias: Tensor | None,
     ) -> Tensor:
         ctx.dtype = weight.dtype
         # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
@@ -285,9 +294,12 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             x_grad = torch.zeros_like(x)
             several = x.shape[0] > chunk
             weight_grad = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
+            bias_grad = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = x[rows] @ compute_weight.t()
+            if bias is not None:
+                logits += bias.to(x.dtype)
             if token_loss is not None:
                 from titanlike.models.token_loss import loss_and_gradient
 
@@ -299,14 +311,18 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
                 add_product(weight_grad, logits.t(), x[rows])
+                if bias_grad is not None:
+                    bias_grad += logits.sum(0, dtype=torch.float32)
             del logits  # before those of the next chunk are allocated
         if needs_grad:
-            ctx.save_for_backward(x_grad, weight_grad)
+            ctx.bias_dtype = None if bias is None else bias.dtype
+            ctx.save_for_backward(x_grad, weight_grad, bias_grad)
         return total
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad, weight_grad = ctx.saved_tensors
+        x_grad, weight_grad, bias_grad = ctx.saved_tensors
         x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
         weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
-        return x_grad, weight_grad, *[None] * 9
+        bias_grad = None if bias_grad is None else scaled(bias_grad, scale, ctx.bias_dtype)
+        return x_grad, weight_grad, *[None] * 9, bias_grad

@@ -24,8 +24,8 @@ class LanguageModel(Protocol):
     """What the library requires of a registered module, besides `nn.Module`.
 
     The token embedding is named `tok_embeddings`, the output projection `output`, and each block has its attention at
-    `attention.attend`, which is a `CausalAttention`. A pipeline stage sets the modules of other stages to None and deletes their
-    blocks, so `forward` skips a module that is None. A `DocumentMask` makes the mask of packed documents.
+    `attention.attend`, which is a `DotProductAttention`. A pipeline stage sets the modules of other stages to None and deletes
+    their blocks, so `forward` skips a module that is None. A `DocumentMask` makes the mask of packed documents.
     """
 
     tensor_plan: Mapping[str, str]

@@ -6,6 +6,8 @@ twice as many chunks as there are ranks, and rank i holds chunks i and -1 - i (z
 Shape legend: B batch, T local tokens, S key positions, H query heads, K key/value heads, E head dimension.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlike.config import UserError
 from titanlike.distributed.autograd_collectives import all_gather
 from titanlike.models.document_mask import DocumentMask, Mask, block_mask_attention, masked_attention
-from titanlike.models.layers import CausalAttention
+from titanlike.models.layers import DotProductAttention
 from titanlike.parallelisms.blocks import Blocks, list_blocks
 from titanlike.utils import compat
 from titanlike.utils.modules import replace_modules
@@ -49,12 +51,12 @@ def apply_context(
     attention: str = "attention.attend",
     model: nn.Module | None = None,
 ) -> None:
-    """Replaces the causal attention of each block by attention over the gathered keys and values.
+    """Replaces the attention of each block by attention over the gathered keys and values.
 
     Args:
         attention: name, in each block, of the submodule that is called with queries (B, H, T, E), keys and values (B, K, T, E) and,
-            optionally, a mask, as `models.layers.CausalAttention` is. Each rank passes the tokens at `context_position_ids` to the
-            model.
+            optionally, a mask, as `models.layers.DotProductAttention` is. Each rank passes the tokens at `context_position_ids` to
+            the model.
         model: what has the blocks. Its `DocumentMask`s, which make that mask, are replaced by `ContextParallelMask`s, and its
             `balance_loss` sums over a sequence.
     """
@@ -70,11 +72,14 @@ def apply_context(
                 "name as attention=, or the blocks that have it"
             ) from None
         options = {option: getattr(attend, option, 0) for option in ("soft_cap", "window")}
+        options["causal"] = getattr(attend, "causal", True)
         setattr(block.get_submodule(parent), name, ContextParallelAttention(mesh, **options))  # <- replaces attention
     masks: dict[nn.Module, nn.Module] = {}
     for module in () if model is None else model.modules():
         if isinstance(module, DocumentMask):
-            masks[module] = ContextParallelMask(mesh, window=module.window, always=module.always, flex=module.flex)
+            masks[module] = ContextParallelMask(
+                mesh, window=module.window, always=module.always, causal=module.causal, flex=module.flex
+            )
     if model is not None:
         replace_modules(model, masks)
     balance_loss = getattr(model, "balance_loss", None)
@@ -82,23 +87,23 @@ def apply_context(
         balance_loss.set_sequence_group(mesh.get_group())
 
 
-class ContextParallelAttention(CausalAttention):
-    """Causal attention of local queries over the keys and values of all ranks."""
+class ContextParallelAttention(DotProductAttention):
+    """Attention of local queries over the keys and values of all ranks."""
 
-    def __init__(self, mesh: DeviceMesh, *, soft_cap: float = 0.0, window: int = 0) -> None:
-        super().__init__(soft_cap=soft_cap, window=window)
+    def __init__(self, mesh: DeviceMesh, *, soft_cap: float = 0.0, window: int = 0, causal: bool = True) -> None:
+        super().__init__(soft_cap=soft_cap, window=window, causal=causal)
         self.mesh = mesh
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
-        return context_parallel_attention(q, k, v, mask, mesh=self.mesh, soft_cap=self.soft_cap)
+        return context_parallel_attention(q, k, v, mask, mesh=self.mesh, soft_cap=self.soft_cap, causal=self.causal)
 
 
 class ContextParallelMask(DocumentMask):
     """Makes the mask of local queries over the keys of all ranks."""
 
-    def __init__(self, mesh: DeviceMesh, *, window: int = 0, always: bool = False, flex: bool | None = None) -> None:
-        super().__init__(window=window, always=always, flex=flex)
+    def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
+        super().__init__(**options)
         self.mesh = mesh
 
     def forward(self, document_ids: Tensor | None, position_ids: Tensor | None = None) -> Mask | None:
@@ -113,10 +118,17 @@ class ContextParallelMask(DocumentMask):
 
 
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, mesh: DeviceMesh, soft_cap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    mesh: DeviceMesh,
+    soft_cap: float = 0.0,
+    causal: bool = True,
 ) -> Tensor:
-    """Computes causal attention of local queries (B, H, T, E) over the keys and values (B, K, T, E) of all ranks, with
-    soft-capped scores if `soft_cap` is not 0, which requires a mask.
+    """Computes attention of local queries (B, H, T, E) over the keys and values (B, K, T, E) of all ranks, with soft-capped scores
+    if `soft_cap` is not 0, which requires a mask. Without a mask it is causal, or bidirectional.
 
     Keys and values are gathered before they are repeated for grouped query heads, which minimizes the bytes sent.
     """
@@ -128,6 +140,8 @@ def context_parallel_attention(
         )
     if mask is not None and not isinstance(mask, Tensor):
         return block_mask_attention(q, keys, values, mask, soft_cap)
+    if not causal:
+        return DotProductAttention(soft_cap=soft_cap, causal=False)(q, keys, values, mask)
     length, rank = q.shape[2] // 2, mesh.get_local_rank()
     outputs = []
     for half, chunk in enumerate((rank, 2 * mesh.size() - 1 - rank)):

@@ -310,8 +310,11 @@ def _stage_module(model: nn.Module, stage: int, split: Sequence[int]) -> nn.Modu
         embedding = model.get_parameter(EMBEDDING)
         vocab_size, dim = embedding.shape
         options: Any = dict(device=embedding.device, dtype=embedding.dtype)
-        part.output = LMHead(dim, vocab_size, soft_cap=part.output.soft_cap, **options)
+        bias = part.output.bias
+        part.output = LMHead(dim, vocab_size, bias=bias is not None, soft_cap=part.output.soft_cap, **options)
         with torch.no_grad():
             part.output.weight.copy_(embedding)
+            if bias is not None:
+                part.output.bias.copy_(bias)
         part.output.requires_grad_(embedding.requires_grad)
     return part

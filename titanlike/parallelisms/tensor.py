@@ -67,7 +67,7 @@ class Style:
         True  # of replicated parameters: a rank computes a part of the tokens, heads or hidden dimension
     )
     by_field: tuple[tuple[str, Placement], ...] = ()  # placements of parameters with other names
-    module_class: type[nn.Module] = nn.Module
+    module_class: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module
 
     def placement(self, field: str) -> Placement:
         """Returns that of a parameter. One of LoRA's matrices is sharded like the weight, and the other is replicated."""
@@ -152,7 +152,8 @@ class ColwiseTiedHead(ColwiseLinear):
         computing.embedding = (self.local,)
 
     def read_local_shards(self) -> None:
-        """Reads the weight of the embedding."""
+        """Reads the bias and the weight of the embedding."""
+        super().read_local_shards()
         self.local.weight = self.local_shards({"weight": self.embedding[0].weight})["weight"]
 
 
@@ -221,7 +222,7 @@ STYLES = {
         VocabParallelEmbedding, Shard(0), REPLICATED, reduce_output="reduce_scatter", module_class=nn.Embedding
     ),
     "position_embedding": Style(PositionEmbedding, input_layout="local_shard", module_class=nn.Embedding),
-    "lm_head": Style(ColwiseLinear, Shard(0), Shard(0), "all_gather", module_class=nn.Linear),
+    "lm_head": Style(ColwiseLinear, Shard(0), Shard(0), "all_gather", module_class=(nn.Linear, TiedLMHead)),
     "colwise_gather_output": Style(
         ColwiseLinear, Shard(0), Shard(0), "all_gather", gather_output=True, module_class=nn.Linear
     ),

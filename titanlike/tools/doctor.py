@@ -250,7 +250,7 @@ def _precision(name: str, supported: bool, needed: str, remedy: str, capability:
 
 def _flash_attention() -> list[Finding]:
     """Which versions of FlashAttention `training.attention` can select besides torch's own."""
-    from titanlike.models.layers import FLASH_ATTENTION, flash_attention_problem, restore_flash_attention
+    from titanlike.models.flash_attention import FLASH_ATTENTION, flash_attention_problem, restore_flash_attention
 
     findings = []
     for name in FLASH_ATTENTION:
