@@ -588,7 +588,9 @@ class PretrainRecipe:
             "finetune",
         ),
         **dict.fromkeys(("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"),
+        "mlm": "mlm",
     }
+    causal: ClassVar[bool] = True  # trains models that predict the next token
 
     @property
     def trains_all_weights(self) -> bool:

@@ -129,14 +129,14 @@ class Pipeline(nn.Module):
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Returns the sum of the micro-batches' losses on the last stage's rank, 0 elsewhere."""
-        loss = torch.zeros((), device=microbatches[0].labels.device)
+        losses = [torch.zeros((), device=microbatches[0].labels.device)]
         # One micro-batch per rank keeps all ranks busy; more would only take memory for their activations.
         for start in range(0, len(microbatches), self.mesh.size()):
             inputs = [
                 batch.inputs | {"labels": batch.labels} for batch in microbatches[start : start + self.mesh.size()]
             ]
-            self._forward_only(inputs, lambda out: loss.add_(out))
-        return loss
+            self._forward_only(inputs, losses.append)
+        return sum(losses[1:], losses[0])
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Returns logits on every rank, for generation."""

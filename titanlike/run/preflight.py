@@ -33,7 +33,7 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     for field in fields(recipe):
         section = getattr(recipe, field.name)
         problems += section.problems() if hasattr(section, "problems") else []
-    for check in (_lengths, _data, _attention, _compiler, _optimizer, _checkpoint, _tensor, _pipeline, _float8):
+    for check in (_objective, _lengths, _data, _attention, _compiler, _optimizer, _checkpoint, _tensor, _pipeline, _float8):
         problems += check(recipe)
     if recipe.run.device == "mps":
         problems += _mps(recipe, world_size)
@@ -70,6 +70,13 @@ def _errors(prefix: str, function: Callable[..., object], *arguments: object) ->
 
 
 # Checks for any machine.
+
+
+def _objective(recipe: PretrainRecipe) -> Iterator[str]:
+    if recipe.model.causal and not recipe.causal:
+        yield f"model.name = '{recipe.model.name}' predicts the next token; use 'bert' or 'modernbert', or recipe = 'pretrain'"
+    elif recipe.causal and not recipe.model.causal:
+        yield f"model.name = '{recipe.model.name}' is an encoder, which predicts masked tokens; set recipe = 'mlm'"
 
 
 def _lengths(recipe: PretrainRecipe) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.mlm import MlmRecipe
 from titanlike.config.shipped import PROGRAMS, REPOSITORY
 from titanlike.distributed import launch_config
 from titanlike.run.start import program_of
@@ -21,6 +22,7 @@ SHIPPED: dict[Path, type[PretrainRecipe]] = {
     PROGRAMS / "pretrain.py": PretrainRecipe,
     PROGRAMS / "finetune.py": FinetuneRecipe,
     PROGRAMS / "dpo.py": DpoRecipe,
+    PROGRAMS / "mlm.py": MlmRecipe,
 }
 
 
@@ -55,6 +57,8 @@ def known_sections(resolved: str) -> PretrainRecipe:
     recipe_type: type[PretrainRecipe] = PretrainRecipe
     if "lora" in values:
         recipe_type = DpoRecipe if "preference" in values else FinetuneRecipe
+    elif "mlm" in values:
+        recipe_type = MlmRecipe
     known = {field.name for field in fields(recipe_type)}
     values = {key: value for key, value in values.items() if key in known}
     return TypeAdapter(recipe_type).validate_json(json.dumps(values))

@@ -24,7 +24,7 @@ from titanlike.data.batches.packed_dataset import (
 from titanlike.data.tokens.tokenizer import Separator
 from titanlike.distributed import process_group
 from titanlike.models.loss import IGNORE
-from titanlike.utils.counter_rng import derive_seed
+from titanlike.utils.counter_rng import token_bits
 
 _Item = tuple[int, dict[str, Tensor], Position | None]  # step, tensors, position of the source after the step
 
@@ -136,7 +136,7 @@ class BatchLoader:
                 self.default_position_ids = self.position_ids.repeat(num_rows, 1)
             tensors["position_ids"] = self.default_position_ids
         if self.dropout_bits:
-            bits = _dropout_bits(self.seed, batch.sequence_ids, self.position_ids.numpy())
+            bits = token_bits(self.seed, "dropout", batch.sequence_ids, self.position_ids.numpy())
             tensors["dropout_bits"] = torch.from_numpy(bits)
         if self.device.type == "cuda":
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
@@ -158,15 +158,15 @@ class BatchLoader:
     def _arrays(self, batch: SequenceBatch) -> dict[str, npt.NDArray[np.int64]]:
         """Returns the model inputs and labels for full sequences (N, T)."""
         tokens, loss_mask, document_ids = batch.tokens, batch.loss_mask, batch.document_ids
-        arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:] if batch.labels is None else batch.labels}
         if document_ids is None and self.document_separator:
             document_ids = separate_documents(tokens, self.document_separator)
         if document_ids is not None:
-            # The first token of a document has no context to be predicted from.
-            same = document_ids[:, 1:] == document_ids[:, :-1]
             positions = positions_in_documents(document_ids)
             arrays |= {"position_ids": positions[:, :-1], "document_ids": document_ids[:, :-1]}
-            arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
+            if batch.labels is None:  # the first token of a document has no context to be predicted from
+                same = document_ids[:, 1:] == document_ids[:, :-1]
+                arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
         if loss_mask is not None:
             arrays["labels"] = np.where(loss_mask[:, 1:], arrays["labels"], IGNORE)
         return arrays
@@ -196,14 +196,3 @@ class _Batches(BaseNode[_Item | BaseException]):
 
     def get_state(self) -> dict[str, Any]:
         return {}
-
-
-def _dropout_bits(
-    seed: int, sequence_ids: npt.NDArray[np.int64], position_ids: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Returns 32 random bits for each position of each sequence."""
-    start = np.uint64(derive_seed(seed, "dropout"))
-    bits = start + (sequence_ids.astype(np.uint64)[:, None] << np.uint64(32)) + position_ids.astype(np.uint64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-    return (bits >> np.uint64(32)).astype(np.int64)

@@ -28,6 +28,7 @@ class SequenceBatch:
     document_ids: Numbers | None = (
         None  # (N, T + 1) masks attention between documents; None: as `data.document_masks` says
     )
+    labels: Numbers | None = None  # (N, T), without a `loss_mask`; None: the next token
 
 
 class BatchSource(Protocol):

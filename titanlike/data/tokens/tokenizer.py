@@ -27,8 +27,8 @@ SPLIT_PATTERN = (
 
 # Common names of the special tokens, for tokenizers that do not name theirs.
 COMMON_NAMES = {
-    "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofprompt|>"),
-    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>"),
+    "eos": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|endofprompt|>", "[SEP]"),
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>", "[CLS]"),
 }
 
 TokenIDs = npt.NDArray[np.uint32]

@@ -1,0 +1,30 @@
+"""Validation with masked tokens."""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.distributed import collectives
+from titanlike.models.loss import num_valid
+from titanlike.models.masked_loss import loss_and_accuracy
+from titanlike.parallelisms.mesh import Mesh
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> dict[str, float]:
+    """Returns the mean loss of the masked tokens of the same held-out batches each time, and the fraction of them that the model
+    predicts. They are equal on all ranks."""
+    dtype = collectives.sum_dtype(batches.device)
+    totals, num_tokens = torch.zeros(2, device=batches.device, dtype=dtype), torch.zeros((), device=batches.device)
+    with loss_and_accuracy(model):
+        for microbatches in batches.first_batches(num_batches):
+            if mesh.pipeline.size() > 1:
+                totals += cast(Any, model).evaluate(microbatches)
+            else:
+                totals += sum(model(**batch.inputs, labels=batch.labels) for batch in microbatches)
+            num_tokens += sum(num_valid(batch.labels) for batch in microbatches)
+    collectives.all_reduce_sum(totals, [*mesh.loss_groups, mesh.pipeline.get_group()])
+    loss, correct = (totals / collectives.all_reduce_sum(num_tokens.to(dtype), mesh.loss_groups)).tolist()
+    return {"loss": loss, "accuracy": correct}
