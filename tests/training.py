@@ -15,17 +15,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes import dpo, finetune, pretrain
+from recipes import dpo, finetune, mlm, pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
 from titanlike.config.dpo import DpoRecipe, PreferenceData
 from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
+from titanlike.config.mlm import MlmRecipe
 from titanlike.distributed.watchdog import Watchdog
+from titanlike.models.bert_config import BertConfig
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.init import initialize
 from titanlike.models.llama_config import LlamaConfig
+from titanlike.models.modernbert_config import ModernBertConfig
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
@@ -53,6 +56,8 @@ GEMMA3 = Gemma3Config(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, query_scalar=24.0, ffn_dim=96, vocab_size=320,
     sliding_window=11, sliding_window_pattern=3, max_seq_len=128,
 )  # fmt: skip
+BERT = BertConfig(dim=64, num_layers=4, num_heads=4, ffn_dim=96, vocab_size=320, num_token_types=3)
+MODERNBERT = ModernBertConfig(dim=64, num_layers=4, num_heads=4, ffn_dim=96, vocab_size=320, sliding_window=10)
 # Sequences are unbalanced, so that both ways of balancing have an effect.
 QWEN3_MOE = Qwen3MoeConfig(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
@@ -95,6 +100,8 @@ def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
     base = PretrainRecipe()
     if isinstance(merged["data"], PreferenceData):
         base = DpoRecipe()
+    elif not merged["model"].causal:
+        base = MlmRecipe()
     elif "lora" in merged or isinstance(merged["data"], ChatData):
         base = FinetuneRecipe()
     return changed(base, **merged)
@@ -128,11 +135,14 @@ def world_size(recipe: PretrainRecipe) -> int:
 def train_on_rank(recipe: PretrainRecipe) -> None:
     """Runs the recipe on this rank of a pool."""
     # A process runs many tests: process groups are reused for each layout, and the compiler is reset.
-    pretrain.build_mesh = finetune.build_mesh = dpo.build_mesh = mesh_of  # type: ignore[assignment]
+    for program in (pretrain, finetune, dpo, mlm):
+        program.build_mesh = mesh_of  # type: ignore[attr-defined]
     torch._dynamo.reset()
     with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
         if isinstance(recipe, DpoRecipe):
             dpo.main(recipe, torch.device("cpu"), watchdog)
+        elif isinstance(recipe, MlmRecipe):
+            mlm.main(recipe, torch.device("cpu"), watchdog)
         elif isinstance(recipe, FinetuneRecipe):
             finetune.main(recipe, torch.device("cpu"), watchdog)
         else:

@@ -1,7 +1,8 @@
 """Families with parts of their own under every kind of layout: parity with one process.
 
 Qwen2 has biases of queries, keys and values. Qwen3 has norms of queries and keys, which are replicated over tensor-parallel ranks.
-Gemma has post-norms, soft caps of scores and logits, and sliding windows, which are shorter than the sequences here.
+Gemma has post-norms, soft caps of scores and logits, and sliding windows, which are shorter than the sequences here. The encoders
+have bidirectional attention, a head with a transform and a bias, and masked tokens; ModernBERT has windows on both sides.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,19 @@ import pytest
 
 from tests.parity import COMPILED, FULL, LORA, MUON, SELECTIVE, tiers
 from tests.pool import Pool
-from tests.training import GEMMA2, GEMMA3, QWEN2, QWEN3, assert_same, baselines, tiny, train, world_size
+from tests.training import (
+    BERT,
+    GEMMA2,
+    GEMMA3,
+    MODERNBERT,
+    QWEN2,
+    QWEN3,
+    assert_same,
+    baselines,
+    tiny,
+    train,
+    world_size,
+)
 from titanlike.config.sections import Parallelism
 from titanlike.tools.verify.recipe import Result
 
@@ -25,12 +38,15 @@ OPTIONS: dict[str, Any] = {
     name: replace(PLAIN, **{name: value})
     for name, value in {"logit_soft_cap": 0.1, "attention_soft_cap": 0.02, "sliding_window": 11}.items()
 }
-MODELS = {"Qwen2": QWEN2, "Qwen3": QWEN3, "Gemma 2": GEMMA2, "Gemma 3": GEMMA3, **OPTIONS}
-# The parameters of each block that only these families have. They are constants before the first step.
+ENCODERS: dict[str, Any] = {"BERT": BERT, "ModernBERT": MODERNBERT}
+MODELS = {"Qwen2": QWEN2, "Qwen3": QWEN3, "Gemma 2": GEMMA2, "Gemma 3": GEMMA3, **ENCODERS, **OPTIONS}
+# The parameters of each block, or of an encoder's head, that only these families have. They are constants before the first step.
 OWN = {
     "qwen2": ("wq.bias", "wk.bias", "wv.bias"),
     "qwen3": ("q_norm.weight", "k_norm.weight"),
     "gemma": ("post_attention_norm.weight", "post_ffn_norm.weight"),
+    "bert": ("embedding_norm.bias", "transform.norm.bias", "transform.dense.bias", "output.bias"),
+    "modernbert": ("embedding_norm.weight", "transform.norm.weight", "output.bias"),
 }
 
 # The layout, the number of sequences in a micro-batch, and other sections of a recipe.
@@ -51,13 +67,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "TP x FSDP, Muon": (dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
     "TP x FSDP, LoRA": (dict(tensor=2, shard=2), 2, LORA),
 }
-QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP")
+QUICK = ("Qwen2, TP", "Qwen3, TP", "Gemma 2, CP", "BERT, TP", "ModernBERT, FSDP", "ModernBERT, CP, documents")
 SLOW = (
     "Qwen2, TP x FSDP, compiled, selective", "Qwen3, PP zbv x TP", "Qwen3, TP x FSDP, Muon", "Gemma 2, CP, documents",
     "Gemma 2, CP x TP", "Gemma 2, PP 1f1b x TP x FSDP", "Gemma 2, TP x FSDP, compiled, selective", "Gemma 3, PP zbv x TP",
-    "Gemma 3, TP",
+    "Gemma 3, TP", "BERT, CP", "BERT, PP zbv x TP", "BERT, TP x FSDP, documents, full checkpointing", "ModernBERT, CP x TP",
+    "ModernBERT, PP 1f1b x TP x FSDP", "ModernBERT, TP x FSDP, compiled, selective", "ModernBERT, TP x FSDP, Muon",
 )  # fmt: skip
 CASES = [f"{model}, {layout}" for model in MODELS if model not in OPTIONS for layout in LAYOUTS]
+CASES = [case for case in CASES if not case.endswith("BERT, TP x FSDP, LoRA")]  # a key of another program
 CASES += [f"{option}, {layout}" for option in OPTIONS for layout in ("CP x TP", "PP 1f1b x FSDP")]
 
 
@@ -80,7 +98,7 @@ def test_layout_matches_one_process(
     assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
     names = next(names for prefix, names in OWN.items() if model.name.startswith(prefix))
     own = [value for name, value in found.state["model"].items() if name.endswith(names)]
-    assert len(own) == len(names) * model.num_layers
+    assert len(own) == len(names) * (model.num_layers if model.causal else 1)
     assert {bool(value.std() > 0) for value in own} == {"lora" not in sections}
 
 

@@ -21,8 +21,8 @@ class MaskedTokens:
     """Probability that a token is predicted: 0.15 for BERT, 0.3 for ModernBERT. Of these tokens, 80% are replaced by the mask token
     and 10% by a random token; 10% are kept. BOS and EOS are not predicted."""
     mask_token: str = ""
-    """Special token of the tokenizer that replaces tokens. Default: `[MASK]`, `<mask>` or `<|mask|>` or, if the tokenizer has none of
-    these, the first row of the embedding after its tokens, which `model.vocab_size` has to include."""
+    """Special token of the tokenizer that replaces tokens. Default: `[MASK]`, `<mask>` or `<|mask|>` or, if the tokenizer has none
+    of these, the first row of the embedding after its tokens, which `model.vocab_size` has to include."""
 
 
 @section
@@ -51,6 +51,6 @@ class MlmRecipe(PretrainRecipe):
             yield f"sample.tokens = {self.sample.tokens}: an encoder does not generate text; set it to 0"
         if self.evaluation.interval:
             yield (
-                f"evaluation.interval = {self.evaluation.interval}: tasks and perplexity need a model that predicts the next token; "
-                "set it to 0, and validation.interval for the loss and accuracy of masked tokens"
+                f"evaluation.interval = {self.evaluation.interval}: tasks and perplexity need a model that predicts the next token; set "
+                "it to 0, and validation.interval for the loss and accuracy of masked tokens"
             )

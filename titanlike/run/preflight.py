@@ -33,7 +33,18 @@ def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     for field in fields(recipe):
         section = getattr(recipe, field.name)
         problems += section.problems() if hasattr(section, "problems") else []
-    for check in (_objective, _lengths, _data, _attention, _compiler, _optimizer, _checkpoint, _tensor, _pipeline, _float8):
+    for check in (
+        _objective,
+        _lengths,
+        _data,
+        _attention,
+        _compiler,
+        _optimizer,
+        _checkpoint,
+        _tensor,
+        _pipeline,
+        _float8,
+    ):
         problems += check(recipe)
     if recipe.run.device == "mps":
         problems += _mps(recipe, world_size)

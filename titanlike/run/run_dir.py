@@ -205,11 +205,12 @@ class RunDirectory:
         weights = f"weights {self.checkpoints}" + (f", {self.exported}" if self.exported.exists() else "")
         if environment.sagemaker_job():  # the reader of its log is on another machine
             return [weights]
+        asks = "--chat" if getattr(self.recipe.data, "has_chats", False) else "--prompt TEXT"
+        commands = [f"generate {path} {asks}"] if self.recipe.causal else []
+        commands += [f"export {path} FOLDER", f"compare {path} OTHER_RUN"]
         return [
             weights,
-            f"next    titanlike generate {path} {'--chat' if getattr(self.recipe.data, 'has_chats', False) else '--prompt TEXT'}",
-            f"        titanlike export {path} FOLDER",
-            f"        titanlike compare {path} OTHER_RUN",
+            *(f"{' ' * 4 if index else 'next'}    titanlike {text}" for index, text in enumerate(commands)),
         ]
 
 

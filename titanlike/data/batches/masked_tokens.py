@@ -62,8 +62,8 @@ def mask_token(tokenizer: Tokenizer, masking: MaskedTokens, model_vocab_size: in
     token = next((special[name] for name in names if name in special), tokenizer.vocab_size)
     if token >= model_vocab_size:
         raise UserError(
-            f"tokenizer.encoding = {encoding!r} has no mask token, and model.vocab_size = {model_vocab_size} has no row for one; set "
-            f"model.vocab_size = {-(-(tokenizer.vocab_size + 1) // 64) * 64}, or mlm.mask_token to one of its special tokens"
+            f"tokenizer.encoding = {encoding!r} has no mask token, and model.vocab_size = {model_vocab_size} has no row for one; "
+            f"set model.vocab_size = {-(-(tokenizer.vocab_size + 1) // 64) * 64}, or mlm.mask_token to one of its special tokens"
         )
     return token
 

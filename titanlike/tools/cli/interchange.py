@@ -154,7 +154,7 @@ def import_recipe(source: Path, recipe: Path) -> None:
     config, folder = weights.config, str(source.absolute())
     is_published = bool(config.sizes.get(config.size))
     model = {"name": config.name, "size": config.size} if is_published else asdict(cast(Any, config))
-    tables = {
+    tables: dict[str, Any] = {
         "recipe": "finetune",
         "model": model,
         "tokenizer": {"encoding": folder, "special": weights.tokenizer.special},
@@ -164,6 +164,8 @@ def import_recipe(source: Path, recipe: Path) -> None:
         "schedule": {"warmup_steps": 50, "decay": "cosine", "min_ratio": 0.1},
         "checkpoint": {"initial": folder},
     }
+    if not config.causal:
+        tables |= {"recipe": "mlm", "data": {"source": "text", "path": ""}}
     lines = [f"# Starts from the weights in {shown(folder)}. Set [data], and the rest of [training]."]
     for line in dump(tables).splitlines():
         lines.append(f"{line.ljust(30)} # {COMMENTS[line]}" if line in COMMENTS else line)

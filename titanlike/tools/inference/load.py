@@ -25,7 +25,7 @@ def default_dtype(device: torch.device) -> DType:
 def load_for_generation(weights: Weights, mesh: Mesh, device: torch.device, dtype: DType) -> nn.Module:
     """Returns a model that takes one token at a time: under tensor parallelism activations are replicated, not sharded along the
     sequence."""
-    _check_tensor(weights.config, mesh.tensor.size())
+    _check_config(weights.config, mesh.tensor.size())
     with torch.device("meta"):
         model = build_model(weights.config).to(getattr(torch, dtype))
     if mesh.tensor.size() > 1:
@@ -38,7 +38,7 @@ def load_for_evaluation(
     weights: Weights, mesh: Mesh, parallelism: Parallelism, device: torch.device, dtype: DType
 ) -> nn.Module:
     """Returns a model under the layout that `mesh` has, for full sequences."""
-    _check_tensor(weights.config, mesh.tensor.size())
+    _check_config(weights.config, mesh.tensor.size())
     with torch.device("meta"):
         model = build_model(weights.config)
     model = parallelize(
@@ -65,8 +65,14 @@ def _fill(model: nn.Module, weights: Weights, device: torch.device) -> nn.Module
     return model.eval().requires_grad_(False)
 
 
-def _check_tensor(config: TransformerConfig, tensor: int) -> None:
-    """Raises `UserError` if a number of tensor-parallel ranks does not divide the sizes of a model."""
+def _check_config(config: TransformerConfig, tensor: int) -> None:
+    """Raises `UserError` if a model does not predict the next token, or if a number of tensor-parallel ranks does not divide its
+    sizes."""
+    if not config.causal:
+        raise UserError(
+            f"model.name = {config.name!r} is an encoder: it predicts masked tokens, and neither generates text nor scores it; its "
+            "run records the loss and accuracy of held-out text, and `titanlike export` writes it for transformers"
+        )
     sizes = config.tensor_parallel_sizes()
     wrong = {name: size for name, size in sizes.items() if size % tensor}
     if wrong:
