@@ -12,7 +12,7 @@ from tests.parity import CASES
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
 from tests.traffic import count, planned
-from tests.training import GEMMA2, MODELS, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, tiny
+from tests.training import BERT, GEMMA2, MODELS, MODERNBERT, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, tiny
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.sections import Parallelism
 from titanlike.tools.planning.job import Job
@@ -116,6 +116,10 @@ OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "*TP x FSDP, Qwen3": (TP | FSDP, QWEN3, {}),
     "TP x FSDP, Gemma 2": (TP | FSDP, GEMMA2, {}),
     "*CP x TP, Gemma 2, full checkpointing": (CP | TP, GEMMA2, FULL),
+    "TP x FSDP, BERT": (TP | FSDP, BERT, {}),
+    "*TP x FSDP, BERT, full checkpointing": (TP | FSDP, BERT, FULL),
+    "*PP 1f1b x TP, ModernBERT": (PP | TP, MODERNBERT, TWO),
+    "CP x TP, ModernBERT, document masks": (CP | TP, MODERNBERT, MASKS),
     "*FSDP, LoRA": (FSDP, LLAMA, lora()),
     "*TP x FSDP, LoRA": (TP | FSDP, LLAMA, lora()),
     "*TP, LoRA, gpt": (TP, GPT, lora("wq", "w2")),

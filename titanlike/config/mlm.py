@@ -51,6 +51,6 @@ class MlmRecipe(PretrainRecipe):
             yield f"sample.tokens = {self.sample.tokens}: an encoder does not generate text; set it to 0"
         if self.evaluation.interval:
             yield (
-                f"evaluation.interval = {self.evaluation.interval}: tasks and perplexity need a model that predicts the next token; set "
-                "it to 0, and validation.interval for the loss and accuracy of masked tokens"
+                f"evaluation.interval = {self.evaluation.interval}: an encoder does not predict the next token; set it to 0, and "
+                "validation.interval for the loss and accuracy of masked tokens"
             )

@@ -105,7 +105,7 @@ def _every_second_product(job: Job) -> float:
         widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
     # Compiled code does not keep the block's last sum, of one or two products, unless a post-norm reads it: otherwise no gradient
     # depends on it.
-    if job.recipe.compile.mode != "none" and not model.post_norms:
+    if job.recipe.compile.mode != "none" and not (model.post_norms or model.norm_after_residual):
         widths[-1] = 0
         if lora.selects(f"layers.0.{name}"):
             widths[-3] = 0

@@ -218,7 +218,8 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     kept_casts = casts * kept.get(checkpointing.mode, 0.0)
     stack = act.saved * n + kept_casts  # of each block
     recomputed = (act.kept - act.saved) * n + casts - kept_casts
-    final = 2 * act.hidden * n  # the last block's output and the norm of it
+    # The last block's output and the norm of it, or also what transforms it for the head of an encoder.
+    final = (2 if job.recipe.model.causal else 5) * act.hidden * n
 
     def moment(
         label: str, saved: float, done: float, gathered: float, loss: float = 0.0, temporary: float = 0.0

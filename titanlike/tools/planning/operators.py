@@ -141,7 +141,7 @@ class Counts:
         recipe = self.job.recipe
         mode = recipe.activation_checkpoint.mode
         final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
-        is_read = recipe.model.dropout or recipe.model.post_norms or ends_with_experts(recipe.model)
+        is_read = recipe.model.reads_last_product or ends_with_experts(recipe.model)
         read = matmuls if is_read else matmuls[:-1]
         elementwise = Workload(bytes=forward.bytes - final_residual, kernels=forward.kernels)
         full = replace(elementwise, matmuls=tuple(read), attention_forward=forward.attention_forward)
@@ -152,13 +152,11 @@ class Counts:
         return full.times(share[mode]) if mode in share else Workload()
 
     def _attention_flops(self, local: bool) -> float:
-        """Two matmuls over the keys before each token, which are half of the sequence on average, or those of a window that slides
-        over it. Context-parallel ranks have equal shares. Documents are assumed to be as long as sequences."""
-        model, length = self.job.recipe.model, self.job.recipe.training.seq_len
-        width = model.num_heads * model.head_dim // self.job.layout.tensor
-        window = min(model.sliding_window, length) if local else length
-        keys = window - window**2 / (2 * length)  # the first tokens have less than a window before them
-        return 4.0 * self.job.tokens * keys * width
+        """Two matmuls over the keys of each token. Context-parallel ranks have equal shares. Documents are assumed to be as long as
+        sequences."""
+        model = self.job.recipe.model
+        keys = model.keys_per_query(self.job.recipe.training.seq_len, local=local)
+        return 4.0 * self.job.tokens * keys * (model.num_heads * model.head_dim // self.job.layout.tensor)
 
     def _elementwise_bytes(self) -> tuple[float, float]:
         """Bytes of the norms, rotary embeddings, activation function and residuals of a block, forward and backward."""
@@ -270,7 +268,19 @@ class Counts:
                 forward=Workload(products[:1], bytes=logits + norm, kernels=kernels),
                 backward_input=Workload(gradients, bytes=logits, kernels=kernels),
             )
-        return Passes(Workload(products, bytes=logits + norm, kernels=(6 if fused else 14) * chunks + 10))
+        rows, transform = int(self.local_tokens), recipe.model.num_head_parameters() - recipe.model.vocab_size * dim
+        # What transforms the input of the LM head of an encoder is not compiled: a matrix, an activation and a norm.
+        width = transform // dim
+        other = (Matmul(rows, width, dim),) if transform else ()
+        return Passes(
+            Workload(
+                (*other, *products), bytes=logits + norm * (1 + bool(other)), kernels=(6 if fused else 14) * chunks + 10
+            ),
+            backward_input=Workload(other, bytes=norm * bool(other), kernels=8 * len(other)),
+            backward_weight=Workload(
+                tuple(replace(each, m=each.n, n=each.k, k=each.m) for each in other), kernels=2 * len(other)
+            ),
+        )
 
     def optimizer_bytes(self, parameters: float) -> float:
         """Returns the bytes of the gradient norm, clipping and AdamW for a number of local parameters."""

@@ -109,6 +109,8 @@ def _block(
     reasons = skip_reasons(float8, sizes, model.tied_head)
     parameters = []
     for name, spec in model.block_parameters().items():
+        if f"layers.{index}.{name}" in model.absent_parameters:
+            continue
         layer = f"layers.{index}.{name.removesuffix('.weight')}"
         converted = layer in sizes and float8.scaling != "none" and not reasons[layer]
         parameters.append(_parameter(name, spec, lora, tensor, expert, converted))

@@ -34,8 +34,9 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
             _replicated(job, stage, totals)
         if job.layout.context > 1 and job.recipe.data.masks_documents:
             gathered = job.tokens * job.layout.context * INT64
-            # Of each mask, and of the documents of pairs.
-            number = 1 + job.frozen_forwards + job.trains_on_pairs
+            # Of each mask, with a window and without, and of the documents of pairs.
+            masks = len({job.recipe.model.is_local(index) for index in stage.blocks})
+            number = masks * (1 + job.frozen_forwards) + job.trains_on_pairs
             totals.add("all-gather", "context", "document ids", number * job.num_microbatches, gathered)
         _weight_maxima(job, stage, totals)
         if job.recipe.float8.scaling == "tensorwise" and any(parameter.float8 for parameter in stage.last):
@@ -169,7 +170,7 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
         gather = elements * (1 if layer.colwise <= float8 and not layer.experts else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
         # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
-        is_last = layer is block.layers[-1] and not (recipe.model.dropout or recipe.model.post_norms)
+        is_last = layer is block.layers[-1] and not recipe.model.reads_last_product
         scatters = 1 + frozen if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
         both = layer.experts and bool(layer.rowwise)  # the shared experts compute last
