@@ -45,8 +45,8 @@ OWN = {
     "qwen2": ("wq.bias", "wk.bias", "wv.bias"),
     "qwen3": ("q_norm.weight", "k_norm.weight"),
     "gemma": ("post_attention_norm.weight", "post_ffn_norm.weight"),
-    "bert": ("embedding_norm.bias", "transform.norm.bias", "transform.dense.bias", "output.bias"),
-    "modernbert": ("embedding_norm.weight", "transform.norm.weight", "output.bias"),
+    "bert": ("embedding_norm.bias", "transform_norm.bias", "transform.bias", "output.bias"),
+    "modernbert": ("embedding_norm.weight", "transform_norm.weight", "output.bias"),
 }
 
 # The layout, the number of sequences in a micro-batch, and other sections of a recipe.

@@ -22,7 +22,7 @@ class Bert(nn.Module):
     first_stage_modules: ClassVar[tuple[str, ...]] = (
         "tok_embeddings", "pos_embeddings", "type_embeddings", "embedding_norm",
     )  # fmt: skip
-    last_stage_modules: ClassVar[tuple[str, ...]] = ("transform", "output")
+    last_stage_modules: ClassVar[tuple[str, ...]] = ("transform", "transform_norm", "output")
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -36,7 +36,9 @@ class Bert(nn.Module):
         self.document_mask = DocumentMask(causal=False)
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
-        self.transform: nn.Module | None = PredictionTransform(config)
+        # Tensor-parallel ranks replicate what transforms the input of the decoder, and compute their tokens.
+        self.transform: nn.Module | None = nn.Linear(config.dim, config.dim)
+        self.transform_norm: nn.Module | None = layer_norm(config)
         self.output: nn.Module | None = TiedLMHead(self.tok_embeddings, bias=True)
 
     def forward(
@@ -64,7 +66,8 @@ class Bert(nn.Module):
         mask = self.document_mask(document_ids)  # once, for all blocks
         for layer in self.layers.values():
             h = layer(h, mask, dropout_bits)
-        h = self.transform(h) if self.transform is not None else h
+        if self.transform is not None and self.transform_norm is not None:
+            h = self.transform_norm(F.gelu(self.transform(h)))
         return self.output(h, labels) if self.output is not None else h
 
     @torch.no_grad()
@@ -105,19 +108,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.gelu(self.w1(x)))
-
-
-class PredictionTransform(nn.Module):
-    """What computes the input of the decoder: a linear layer, GELU and a norm. Tensor-parallel ranks replicate it, and compute
-    their tokens."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.dim, config.dim, bias=config.biases)
-        self.norm = layer_norm(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(F.gelu(self.dense(x)))
 
 
 def layer_norm(config: EncoderConfig) -> nn.LayerNorm:

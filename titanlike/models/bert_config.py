@@ -107,8 +107,8 @@ class BertConfig(EncoderConfig):
 
     def last_parameters(self) -> dict[str, ParameterSpec]:
         return {
-            **self.linear("transform.dense", (self.dim, self.dim), "sequence_parallel", f"{HEAD}.transform.dense"),
-            **self.norm("transform.norm", f"{HEAD}.transform.LayerNorm"),
+            **self.linear("transform", (self.dim, self.dim), "sequence_parallel", f"{HEAD}.transform.dense"),
+            **self.norm("transform_norm", f"{HEAD}.transform.LayerNorm"),
             "output.weight": ParameterSpec((self.vocab_size, self.dim), "lm_head", f"{HEAD}.decoder.weight"),
             "output.bias": ParameterSpec((self.vocab_size,), "lm_head", f"{HEAD}.bias"),
         }

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.models.bert import PredictionTransform, layer_norm
+from titanlike.models.bert import layer_norm
 from titanlike.models.document_mask import DocumentMask, Mask
 from titanlike.models.layers import TiedLMHead
 from titanlike.models.llama import Attention, rotary_angles
@@ -22,7 +22,7 @@ class ModernBert(nn.Module):
     pipeline stage runs."""
 
     first_stage_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings", "embedding_norm")
-    last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "transform", "output")
+    last_stage_modules: ClassVar[tuple[str, ...]] = ("norm", "transform", "transform_norm", "output")
 
     def __init__(self, config: ModernBertConfig) -> None:
         super().__init__()
@@ -35,7 +35,9 @@ class ModernBert(nn.Module):
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.num_layers)})
         self.norm: nn.Module | None = layer_norm(config)
-        self.transform: nn.Module | None = PredictionTransform(config)
+        # Tensor-parallel ranks replicate what transforms the input of the decoder, and compute their tokens.
+        self.transform: nn.Module | None = nn.Linear(config.dim, config.dim, bias=False)
+        self.transform_norm: nn.Module | None = layer_norm(config)
         self.output: nn.Module | None = TiedLMHead(self.tok_embeddings, bias=True)
 
     def forward(
@@ -65,7 +67,8 @@ class ModernBert(nn.Module):
         for name, layer in self.layers.items():
             h = layer(h, rope[is_local[name]], mask[is_local[name]])
         h = self.norm(h) if self.norm is not None else h
-        h = self.transform(h) if self.transform is not None else h
+        if self.transform is not None and self.transform_norm is not None:
+            h = self.transform_norm(F.gelu(self.transform(h)))
         return self.output(h, labels) if self.output is not None else h
 
     @torch.no_grad()

@@ -89,8 +89,8 @@ class ModernBertConfig(EncoderConfig):
     def last_parameters(self) -> dict[str, ParameterSpec]:
         return {
             **self.norm("norm", "model.final_norm"),
-            **self.linear("transform.dense", (self.dim, self.dim), "sequence_parallel", "head.dense"),
-            **self.norm("transform.norm", "head.norm"),
+            **self.linear("transform", (self.dim, self.dim), "sequence_parallel", "head.dense"),
+            **self.norm("transform_norm", "head.norm"),
             "output.weight": ParameterSpec((self.vocab_size, self.dim), "lm_head", "decoder.weight"),
             "output.bias": ParameterSpec((self.vocab_size,), "lm_head", "decoder.bias"),
         }
