@@ -6,7 +6,6 @@ To change it, copy it: add a section of your own to the recipe and a line that u
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 if (clone := Path(__file__).resolve().parents[1]).joinpath("titanlike").is_dir():
@@ -20,13 +19,11 @@ if __name__ == "__main__":
 
 import torch
 
-from titanlike.data.batches import masked_tokens
-from titanlike.data.batches.dataloaders import build_dataloaders
+from titanlike.data.batches import dataloaders, masked_tokens
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
 from titanlike.distributed.watchdog import Watchdog
-from titanlike.inference.evaluator import Evaluator
 from titanlike.metrics import Monitor
 from titanlike.models.init import initialize
 from titanlike.models.registry import build_model
@@ -58,12 +55,11 @@ def main(recipe: MlmRecipe, device: torch.device, watchdog: Watchdog) -> None:
     # Data: text to tokens to batches, which depend on the seed and the step, not on the layout. So do the masked tokens.
     process_group.announce(f"reading data: {recipe.data.source}")
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
-    data = build_dataloaders(
+    data = dataloaders.build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
         vocab_size=recipe.model.vocab_size, device=device, **mesh.data_shard(training.seq_len),
-        open_sources=partial(masked_tokens.open_sources, masking=recipe.mlm, model_vocab_size=recipe.model.vocab_size),
+        open_sources=masked_tokens.opener(recipe.mlm, recipe.model.vocab_size),
     )  # fmt: skip
-    evaluator = Evaluator(recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed)
 
     # Whether to resume is decided before anything is built or written.
     run = RunDirectory(recipe)
@@ -89,8 +85,8 @@ def main(recipe: MlmRecipe, device: torch.device, watchdog: Watchdog) -> None:
         first_step=resume.first_step, num_steps=training.steps, num_tokens=training.num_tokens,
         flops_per_token=recipe.flops_per_token, section=recipe.metrics, recipe=metadata.recipe,
     )  # fmt: skip
-    guard = NonFiniteGuard(training.non_finite, training.skip_limit, skipped=resume.skipped, on_skip=monitor.skipped)
-    measurements = Measurements(recipe, model, mesh, data.validation, evaluator, monitor, watchdog, validate)
+    guard = NonFiniteGuard(training, resume.skipped, resume.loss_scale, on_skip=monitor.skipped)
+    measurements = Measurements(recipe, model, mesh, data.validation, None, monitor, watchdog, validate)
 
     with (
         monitor,
@@ -112,14 +108,14 @@ def main(recipe: MlmRecipe, device: torch.device, watchdog: Watchdog) -> None:
             # Forward, backward, update.
             set_learning_rate(optimizer, learning_rate(step, training.steps, recipe.optimizer.lr, recipe.schedule))
             num_tokens = shutdown.all_reduce_sum(num_labels(microbatches), mesh.loss_groups, mesh.model_groups)
-            loss, local_loss = forward_backward(model, microbatches, num_tokens, mesh, parallelism.gradient_sync)
+            loss, local_loss = forward_backward(model, microbatches, num_tokens, mesh, parallelism, guard.loss_scale)
             norms = gradient_norms(model, mesh.pipeline)
             with monitor.parameter_statistics(step, model):
                 if guard.should_step(step, loss, local_loss, norms):
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()
-            monitor.step(step, loss=loss, grad_norm=norms.total, learning_rate=optimizer.param_groups[0]["lr"])
+            monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **guard.metrics)
 
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue
@@ -128,7 +124,7 @@ def main(recipe: MlmRecipe, device: torch.device, watchdog: Watchdog) -> None:
             if recipe.checkpoint.enabled and (stop_signal or is_due(step, recipe.checkpoint.interval, training.steps)):
                 with monitor.exclude_from_throughput("saving"), watchdog.pause():
                     guard.flush()  # a non-finite step is never saved
-                    now = metadata.at(step, training.num_tokens(step), data.training.position(), guard.skipped)
+                    now = metadata.at(step, training.num_tokens(step), data.training.position(), *guard.state)
                     checkpoints.save(model, optimizer, now, wait=stop_signal > 0)
             monitor.record_saves(checkpoints.poll())
             if checkpoints.has_failed:  # perhaps not yet on the other ranks

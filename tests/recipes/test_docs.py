@@ -33,6 +33,7 @@ from tests.training import tiny, train
 from titanlike.checkpoint.loader import read_whole
 from titanlike.config.dpo import DpoRecipe
 from titanlike.config.layout import DIMENSIONS
+from titanlike.config.mlm import MlmRecipe
 from titanlike.config.schema import describe
 from titanlike.config.sections import DType, Tokenizer
 from titanlike.data.batches.packed_dataset import BatchSource
@@ -41,7 +42,7 @@ from titanlike.tools.programs import load_known
 from titanlike.tools.sweep.results import table as sweep_table
 from titanlike.tools.verify.recipe import TOLERANCES
 
-KEYS = {key.name for key in describe(DpoRecipe)}
+KEYS = {key.name for recipe_type in (DpoRecipe, MlmRecipe) for key in describe(recipe_type)}
 
 
 def own_text(page: Path) -> str:
@@ -143,7 +144,7 @@ def test_what_is_described_as_missing_was_not_added_later() -> None:
     )
     assert "torch" in imported and not imported & set(others.split())
     programs = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert programs == {"pretrain", "finetune", "dpo"}  # no distillation, no reinforcement learning
+    assert programs == {"pretrain", "mlm", "finetune", "dpo"}  # no distillation, no reinforcement learning
     assert set(get_args(DType)) == {"float32", "bfloat16"}
     assert {path.stem for path in (ROOT / "titanlike/tools/clusters").glob("*.py")} == {
         "__init__", "cluster_job", "docker", "kubernetes", "slurm",
@@ -330,7 +331,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 def test_keys_that_are_named_exist(page: Path) -> None:
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     for name in re.findall(r"`-{0,2}(\w+\.\w+)(?: ?=[^`]*)?`", own_text(page)):
-        is_file = name in ("tokenizer.model", "tokenizer.json", "metrics.jsonl")
+        is_file = name in ("tokenizer.model", "tokenizer.json", "metrics.jsonl", "mlm.py")
         if name.partition(".")[0] in sections and not is_file:
             assert name in KEYS, name
 

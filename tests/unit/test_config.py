@@ -258,11 +258,14 @@ def test_booleans_of_python_are_booleans(tmp_path: Path) -> None:
 def test_keys_of_a_family_are_in_its_section_only() -> None:
     keys = {config.name: {field.name for field in fields(config)} for config in all_configs()}  # type: ignore[arg-type]
     own = {
-        "sliding_window sliding_window_pattern query_scalar": "gemma2 gemma3",
+        "sliding_window": "gemma2 gemma3 modernbert",
+        "sliding_window_pattern query_scalar": "gemma2 gemma3",
+        "global_attention_every rope_local_theta": "modernbert",
+        "num_token_types": "bert",
         "attention_soft_cap logit_soft_cap": "gemma2",
         "tied_head": "llama qwen2 qwen3",
         "norm_eps": "llama qwen2",
-        "dropout": "gpt",
+        "dropout": "gpt bert",
         "num_shared_experts router_score normalize_router router_scale balance_bias_rate": "qwen3_moe",
         "num_experts balance_loss": "qwen3_moe mixtral",
         "rope_original_seq_len": "llama",

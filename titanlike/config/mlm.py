@@ -21,7 +21,7 @@ class MaskedTokens:
     """Probability that a token is predicted: 0.15 for BERT, 0.3 for ModernBERT. Of these tokens, 80% are replaced by the mask token
     and 10% by a random token; 10% are kept. BOS and EOS are not predicted."""
     mask_token: str = ""
-    """Special token of the tokenizer that replaces tokens. Default: `[MASK]`, `<mask>` or `<|mask|>` or, if the tokenizer has none
+    """Special token of the tokenizer that replaces tokens. Default: `[MASK]` or `<mask>` or, if the tokenizer has none
     of these, the first row of the embedding after its tokens, which `model.vocab_size` has to include."""
 
 

@@ -142,7 +142,7 @@ class Measurements:
         model: nn.Module,
         mesh: Mesh,
         validation: BatchLoader | None,
-        evaluator: Evaluator,
+        evaluator: Evaluator | None,
         monitor: Monitor,
         watchdog: Watchdog,
         validate: Validate = lambda *arguments: {"loss": validate(*arguments)},
@@ -175,6 +175,6 @@ class Measurements:
                 self.monitor.validation(step, **values)
 
     def _evaluate(self, step: int) -> None:
-        if self.evaluator.is_due(step):
+        if self.evaluator and self.evaluator.is_due(step):
             with self.monitor.exclude_from_throughput("evaluating"), self.watchdog.pause():
                 self.monitor.evaluation(step, self.evaluator(step, self.model, self.mesh))

@@ -20,9 +20,9 @@ from titanlike.run.start import program_of
 
 SHIPPED: dict[Path, type[PretrainRecipe]] = {
     PROGRAMS / "pretrain.py": PretrainRecipe,
+    PROGRAMS / "mlm.py": MlmRecipe,
     PROGRAMS / "finetune.py": FinetuneRecipe,
     PROGRAMS / "dpo.py": DpoRecipe,
-    PROGRAMS / "mlm.py": MlmRecipe,
 }
 
 

@@ -1,5 +1,8 @@
 """Masked tokens, which an encoder predicts: a function of the seed, the sequence and the position in it."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from titanlike.config import UserError
@@ -15,7 +18,12 @@ from titanlike.models.loss import IGNORE
 from titanlike.utils.counter_rng import token_bits
 
 MASKED, RANDOM = 0.8, 0.1  # shares of the predicted tokens: replaced by the mask token, and by a random token
-MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+MASK_NAMES = ("[MASK]", "<mask>")
+
+
+def opener(masking: MaskedTokens, model_vocab_size: int) -> Callable[..., Sources]:
+    """Returns `open_sources` of `build_dataloaders` for masked tokens."""
+    return partial(open_sources, masking=masking, model_vocab_size=model_vocab_size)
 
 
 def open_sources(
