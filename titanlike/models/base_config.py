@@ -115,22 +115,9 @@ class TransformerConfig:
             return f"{self.name} {self.size}"
         return f"{self.name} of {self.num_layers} layers, model.dim {self.dim}"
 
-    @property
-    def reads_last_product(self) -> bool:
-        """Whether the backward pass reads the output of a block's last matmul, which dropout or a norm follows."""
-        return self.dropout > 0 or self.post_norms or self.norm_after_residual
-
     def is_local(self, index: int) -> bool:
         """Whether the attention of a block is limited to `sliding_window` tokens."""
         return False
-
-    def keys_per_query(self, seq_len: int, *, local: bool) -> float:
-        """Returns the mean number of keys that a token attends to, with sliding-window attention (`local`) or without."""
-        if self.causal:
-            window = min(self.sliding_window, seq_len) if local else seq_len
-            return window - window**2 / (2 * seq_len)  # the first tokens have less than a window before them
-        half = min(self.sliding_window // 2, seq_len - 1) if local else seq_len - 1
-        return 2 * half + 1 - half * (half + 1) / seq_len  # and the tokens at both ends less than half of one
 
     def num_local(self) -> int:
         """Returns the number of blocks with sliding-window attention."""

@@ -61,6 +61,12 @@ class Job:
         return SCHEDULES[self.layout.pipeline_schedule]
 
     @property
+    def reads_last_product(self) -> bool:
+        """Whether the backward pass reads the output of a block's last matmul, which dropout or a norm follows."""
+        model = self.recipe.model
+        return model.dropout > 0 or model.post_norms or model.norm_after_residual
+
+    @property
     def num_data_ranks(self) -> int:
         """Number of ranks, or groups of ranks, that train on different sequences."""
         return self.layout.replicate * self.layout.shard

@@ -141,7 +141,7 @@ class Counts:
         recipe = self.job.recipe
         mode = recipe.activation_checkpoint.mode
         final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
-        is_read = recipe.model.reads_last_product or ends_with_experts(recipe.model)
+        is_read = self.job.reads_last_product or ends_with_experts(recipe.model)
         read = matmuls if is_read else matmuls[:-1]
         elementwise = Workload(bytes=forward.bytes - final_residual, kernels=forward.kernels)
         full = replace(elementwise, matmuls=tuple(read), attention_forward=forward.attention_forward)
@@ -152,10 +152,15 @@ class Counts:
         return full.times(share[mode]) if mode in share else Workload()
 
     def _attention_flops(self, local: bool) -> float:
-        """Two matmuls over the keys of each token. Context-parallel ranks have equal shares. Documents are assumed to be as long as
-        sequences."""
-        model = self.job.recipe.model
-        keys = model.keys_per_query(self.job.recipe.training.seq_len, local=local)
+        """Two matmuls over the keys of each token: of causal attention those before it, half of the sequence on average, or of a
+        window that slides over it. Context-parallel ranks have equal shares. Documents are assumed to be as long as sequences."""
+        model, length = self.job.recipe.model, self.job.recipe.training.seq_len
+        if model.causal:
+            window = min(model.sliding_window, length) if local else length
+            keys = window - window**2 / (2 * length)  # the first tokens have less than a window before them
+        else:
+            half = min(model.sliding_window // 2, length - 1) if local else length - 1
+            keys = 2 * half + 1 - half * (half + 1) / length  # and the tokens at both ends less than half of one
         return 4.0 * self.job.tokens * keys * (model.num_heads * model.head_dim // self.job.layout.tensor)
 
     def _elementwise_bytes(self) -> tuple[float, float]:

@@ -170,7 +170,7 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
         gather = elements * (1 if layer.colwise <= float8 and not layer.experts else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
         # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
-        is_last = layer is block.layers[-1] and not recipe.model.reads_last_product
+        is_last = layer is block.layers[-1] and not job.reads_last_product
         scatters = 1 + frozen if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
         both = layer.experts and bool(layer.rowwise)  # the shared experts compute last
