@@ -10,6 +10,8 @@ from titanlike.config import PretrainRecipe
 from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import load
+from titanlike.config.mlm import MlmRecipe
+from titanlike.models.bert_config import BERT_SIZES, BertConfig
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
@@ -21,7 +23,8 @@ RECIPES = Path(__file__).parents[2] / "train_configs"
 def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
     """Returns a shipped recipe with changes, by default without compilation."""
     recipe_type = FinetuneRecipe if "lora" in sections else PretrainRecipe
-    recipe = load(DpoRecipe if name.startswith("dpo") else recipe_type, RECIPES / f"{name}.toml")
+    types = {"dpo": DpoRecipe, "modernbert": MlmRecipe}
+    recipe = load(types.get(name.split("_")[0], recipe_type), RECIPES / f"{name}.toml")
     sections = {"compile": dict(mode="none")} | sections
     changes: dict[str, Any] = {key: replace(getattr(recipe, key), **values) for key, values in sections.items()}
     return Job(replace(recipe, **changes), num_gpus)
@@ -33,6 +36,12 @@ def mixture(published: Any, num_gpus: int = 8, **sections: dict[str, Any]) -> Jo
     cls, size = published
     model = cls(**{"size": size, **cls.sizes[size], "num_layers": 4})
     return Job(replace(base.recipe, model=model), num_gpus)
+
+
+def bert(**sections: dict[str, Any]) -> Job:
+    """Returns BERT base on 8 GPUs."""
+    base = job("modernbert_base", 8, **sections, training=dict(seq_len=512))
+    return Job(replace(base.recipe, model=BertConfig(size="base", **BERT_SIZES["base"])), 8)
 
 
 COMPILED = dict(mode="block")
@@ -54,6 +63,7 @@ CASES: dict[str, tuple[Job, int]] = {
     "LoRA, FSDP, last micro-batch": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16), **FULL, **LAST), 0),
     "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
     "DPO, FSDP, second model": (job("dpo_llama3_8b", 8, model=FOUR), 0),
+    "ModernBERT, FSDP": (job("modernbert_base", 8), 0),
     "CP x FSDP, 128k": (job("llama3_8b_128k", 32, **NONE, **LONG), 0),
 }  # fmt: skip
 SLOW_CASES: dict[str, tuple[Job, int]] = {
@@ -64,6 +74,8 @@ SLOW_CASES: dict[str, tuple[Job, int]] = {
     "PP x FSDP, compiled": (job("llama3_8b", 8, compile=COMPILED, parallelism=PIPELINE, training=ONE), 0),
     "Qwen2, TP x FSDP, selective": (job("qwen2_5_7b", 8, model=FOUR, parallelism=dict(tensor=2)), 0),
     "Gemma 3, TP x FSDP, selective": (job("gemma3_4b", 8, model=FOUR, parallelism=dict(tensor=2), **SELECTIVE), 0),
+    "BERT, selective": (bert(**SELECTIVE), 0),
+    "BERT, TP, full": (bert(parallelism=dict(tensor=2), **FULL), 0),
     "MoE, FSDP": (mixture(QWEN3_MOE, **NONE), 0),
     "DPO, LoRA, TP x FSDP": (job("dpo_llama3_8b", 8, model=FOUR, lora=dict(rank=16), parallelism=dict(tensor=2)), 0),
     "DPO, compiled, chunks": (
