@@ -1,0 +1,42 @@
+"""The accuracy of masked tokens is that of one process under every layout: ranks that share a vocabulary compare their logits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+from tests.training import BERT, tiny, train_on_rank, world_size
+from titanlike.config.sections import Parallelism
+
+Ranks = Callable[[int], Pool]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP": dict(tensor=2),
+    "CP": dict(context=2),
+    "PP 1f1b x TP": dict(pipeline=2, tensor=2),
+    "FSDP": dict(shard=2),
+}
+
+
+def validated(ranks: Ranks, folder: Path, name: str, **layout: Any) -> dict[str, float]:
+    """Returns what validations after training on few tokens have recorded."""
+    parallelism = Parallelism(**({"shard": 1} | layout))
+    training = dict(steps=4, local_batch_size=2, loss_chunk=7)
+    optimizer = dict(lr=3e-2)
+    recipe = tiny(folder, name, model=BERT, parallelism=parallelism, training=training, optimizer=optimizer,
+                  validation=dict(interval=4, batches=6))  # fmt: skip
+    ranks(world_size(recipe)).run(train_on_rank, recipe)
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    [found] = [record for record in records if "validation_accuracy" in record]
+    return {key: found[key] for key in ("validation_loss", "validation_accuracy")}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == "TP" else pytest.mark.slow) for n in LAYOUTS])
+def test_the_accuracy_is_that_of_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    expected = validated(ranks, tmp_path, "one")
+    found = validated(ranks, tmp_path, "run", **LAYOUTS[layout])
+    assert 0.0 < expected["validation_accuracy"] < 1.0
+    assert found["validation_accuracy"] == pytest.approx(expected["validation_accuracy"], abs=1e-9)
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
