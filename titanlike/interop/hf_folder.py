@@ -23,11 +23,12 @@ INTEGERS = [
     *("max_position_embeddings", "original_max_position_embeddings", "head_dim", "sliding_window"),
     *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok"),
     *("n_embd", "n_layer", "n_head", "n_positions"),
+    *("type_vocab_size", "local_attention", "global_attn_every_n_layers"),
 ]  # fmt: skip
 PATTERNS = ["sliding_window_pattern", "_sliding_window_pattern"]
 NUMBERS = [
     *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar"),
-    *("final_logit_softcapping", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "attn_logit_softcapping", "global_rope_theta", "local_rope_theta"),
 ]
 
 

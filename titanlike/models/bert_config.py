@@ -27,11 +27,12 @@ class EncoderConfig(TransformerConfig):
     """Whether linear layers and norms have a bias. The decoder has one in any case."""
 
     def linear(
-        self, name: str, shape: tuple[int, int], style: str, hf_name: str, *part: int
+        self, name: str, shape: tuple[int, int], style: str, hf_name: str, part: int = 0, num_parts: int = 1
     ) -> dict[str, ParameterSpec]:
-        """Returns the parameters of a linear layer. `part` is as in `ParameterSpec`."""
-        bias = {f"{name}.bias": ParameterSpec(shape[:1], style, f"{hf_name}.bias", *part)} if self.biases else {}
-        return {f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", *part)} | bias
+        """Returns the parameters of a linear layer. `part` and `num_parts` are as in `ParameterSpec`."""
+        weight = {f"{name}.weight": ParameterSpec(shape, style, f"{hf_name}.weight", part, num_parts)}
+        bias = {f"{name}.bias": ParameterSpec(shape[:1], style, f"{hf_name}.bias", part, num_parts)}
+        return weight | bias if self.biases else weight
 
     def norm(self, name: str, hf_name: str) -> dict[str, ParameterSpec]:
         """Returns the parameters of a LayerNorm."""

@@ -71,8 +71,8 @@ def apply_context(
                 f"context parallelism replaces the submodule {attention}, which {type(block).__name__} does not have; pass its "
                 "name as attention=, or the blocks that have it"
             ) from None
-        options = {option: getattr(attend, option, 0) for option in ("soft_cap", "window")}
-        options["causal"] = getattr(attend, "causal", True)
+        defaults = {"soft_cap": 0.0, "window": 0, "causal": True}
+        options: Any = {option: getattr(attend, option, default) for option, default in defaults.items()}
         setattr(block.get_submodule(parent), name, ContextParallelAttention(mesh, **options))  # <- replaces attention
     masks: dict[nn.Module, nn.Module] = {}
     for module in () if model is None else model.modules():

@@ -85,6 +85,7 @@ class MaskedSource:
         """`separate` gives the sequences the ids of their documents, which are found before tokens are replaced."""
         self.source, self.tokenizer, self.mask, self.probability = source, tokenizer, mask, probability
         self.seed, self.separate = seed, separate
+        self.kept = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None]
         self.seq_len = source.seq_len
 
     @property
@@ -94,7 +95,7 @@ class MaskedSource:
     @property
     def num_distinct(self) -> int:
         """Number of global batches before a sequence repeats, if the source knows it."""
-        return self.source.num_distinct  # type: ignore[attr-defined, no-any-return]
+        return self.source.num_distinct  # type: ignore[attr-defined]
 
     def describe(self, steps: int) -> str:
         return f"{self.source.describe(steps)}, {100 * self.probability:g}% of the tokens masked"
@@ -114,7 +115,7 @@ class MaskedSource:
             token_bits(self.seed, name, batch.sequence_ids, np.arange(self.seq_len))
             for name in ("masked tokens", "their replacement", "random tokens")
         )
-        is_label = (chance < self.probability * 2**32) & ~np.isin(tokens, [self.tokenizer.bos, self.tokenizer.eos])
+        is_label = (chance < self.probability * 2**32) & ~np.isin(tokens, self.kept)
         if batch.loss_mask is not None:  # prompts are not predicted
             is_label &= batch.loss_mask[:, :-1]
         random = replacement * self.tokenizer.vocab_size >> 32
