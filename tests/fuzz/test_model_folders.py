@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.fuzz.damage import JUNK, change_json, damage, refused_or
-from tests.interop.models import CONFIGS, MemoryWeights, model_of
+from tests.interop.models import CONFIGS, ENCODERS, MemoryWeights, model_of
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.conversations import Conversation
 from titanlike.data.tokens.chat_template import BUILT_IN, build_chat_template
@@ -68,6 +68,11 @@ KEYS = (
     "query_pre_attn_scalar",
     "final_logit_softcapping",
     "rope_local_base_freq",
+    "local_attention",
+    "global_attn_every_n_layers",
+    "global_rope_theta",
+    "type_vocab_size",
+    "norm_eps",
     "n_inner",
     "max_position_embeddings",
     "rms_norm_eps",
@@ -128,7 +133,7 @@ def originals() -> list[Path]:
     for name, content in tokenizer_files(tokenizer, 64).items():
         (root / "tokenizer" / name).write_bytes(content)
     folders = []
-    for name, config in CONFIGS.items():
+    for name, config in (CONFIGS | ENCODERS).items():
         small: TransformerConfig = dataclasses.replace(config, **SMALL)  # type: ignore[type-var]
         fields = {field.name for field in dataclasses.fields(small)}  # type: ignore[arg-type]
         others = {"num_kv_heads": 1, "ffn_dim": 16, "num_experts": 3, "experts_per_token": 2, "head_dim": 8}
