@@ -44,6 +44,18 @@ ERRORS = {
         "for first in range(0, max(chunk, x.shape[0] - chunk + 1), chunk):",
         "tests/unit/test_loss.py",
     ),
+    "masked tokens": Planted(
+        "titanlike/data/batches/masked_tokens.py",
+        "labels = np.where(is_label, tokens, IGNORE)",
+        "labels = np.where(is_label, changed, IGNORE)",
+        "tests/unit/test_masked_tokens.py",
+    ),
+    "windows on both sides": Planted(
+        "titanlike/models/document_mask.py",
+        "return (-(window // 2), window // 2)",
+        "return (1 - (window // 2), window // 2)",
+        "tests/unit/test_document_mask.py tests/unit/test_models.py",
+    ),
     "chat labels": Planted(
         "titanlike/data/tokens/chat_template.py",
         "labels |= (ends > start) & (begins < end)",

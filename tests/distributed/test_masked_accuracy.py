@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.pool import Pool
 from tests.training import BERT, tiny, train_on_rank, world_size
 from titanlike.config.sections import Parallelism
+from titanlike.models.masked_loss import LossAndAccuracy, num_correct
 
 Ranks = Callable[[int], Pool]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -33,7 +36,27 @@ def validated(ranks: Ranks, folder: Path, name: str, **layout: Any) -> dict[str,
     return {key: found[key] for key in ("validation_loss", "validation_accuracy")}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == "TP" else pytest.mark.slow) for n in LAYOUTS])
+def count_on_rank(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, list[float]]:
+    """Returns what this rank finds with its shard of the vocabulary: the number of correct labels, and loss and number of a head."""
+    group = dist.group.WORLD
+    shard = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    head = LossAndAccuracy(chunk=5, vocab_group=group)
+    return int(num_correct(shard, labels, group)), head(shard[None], None, labels[None], 0.0).tolist()
+
+
+def test_ranks_that_share_a_vocabulary_find_the_largest_logit(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(40, 12), torch.randint(0, 12, (40,))
+    labels[:20] = logits[:20].argmax(-1)
+    correct = int((logits.argmax(-1) == labels).sum())
+    loss = float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    for found, (of_head, number) in ranks(2).run(count_on_rank, logits, labels):
+        assert found == number == correct >= 20
+        assert of_head == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_accuracy_is_that_of_one_process(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     expected = validated(ranks, tmp_path, "one")
     found = validated(ranks, tmp_path, "run", **LAYOUTS[layout])
