@@ -37,7 +37,7 @@ def validated(ranks: Ranks, folder: Path, name: str, **layout: Any) -> dict[str,
 
 
 def count_on_rank(logits: torch.Tensor, labels: torch.Tensor) -> tuple[int, list[float]]:
-    """Returns what this rank finds with its shard of the vocabulary: the number of correct labels, and loss and number of a head."""
+    """Returns what this rank finds with its shard of the vocabulary: the number of correct labels, and the values of a head."""
     group = dist.group.WORLD
     shard = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()]
     head = LossAndAccuracy(chunk=5, vocab_group=group)
