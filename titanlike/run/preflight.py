@@ -29,22 +29,11 @@ BFLOAT16_MACOS = 14  # the first version of macOS with bfloat16 on its GPUs
 
 def check_recipe(recipe: PretrainRecipe, world_size: int) -> None:
     """Raises `UserError` with one line for each thing in the recipe that cannot work on this number of processes."""
-    problems = list(recipe.problems())
+    problems = [*recipe.problems(), *_objective(recipe)]
     for field in fields(recipe):
         section = getattr(recipe, field.name)
         problems += section.problems() if hasattr(section, "problems") else []
-    for check in (
-        _objective,
-        _lengths,
-        _data,
-        _attention,
-        _compiler,
-        _optimizer,
-        _checkpoint,
-        _tensor,
-        _pipeline,
-        _float8,
-    ):
+    for check in (_lengths, _data, _attention, _compiler, _optimizer, _checkpoint, _tensor, _pipeline, _float8):
         problems += check(recipe)
     if recipe.run.device == "mps":
         problems += _mps(recipe, world_size)
