@@ -44,6 +44,7 @@ def test_the_debug_recipe_learns_to_predict_masked_tokens(tmp_path: Path) -> Non
     assert "titanlike generate" not in done.stdout and "15% of the tokens masked" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_like_an_undisturbed_one_and_is_read_by_transformers(tmp_path: Path) -> None:
     whole = run(tmp_path, DEBUG, **TINY | {"run.name": "whole", "checkpoint.export": "float32"})
     assert whole.returncode == 0, whole.stderr
