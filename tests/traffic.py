@@ -2,7 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -16,6 +16,7 @@ from recipes import pretrain
 from tests.balanced_experts import balance_experts
 from tests.training import build
 from titanlike.config import PretrainRecipe
+from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.distributed import process_group
@@ -25,7 +26,7 @@ from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.parallelisms.pipeline import GRADIENT_GROUP, Pipeline
-from titanlike.run import preferences
+from titanlike.run import distillation, preferences
 from titanlike.run.second_model import build_frozen_model
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.traffic import fsdp_axis, traffic
@@ -107,12 +108,15 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
     if recipe.data.masks_documents:
         inputs["document_ids"] = torch.zeros_like(tokens)
     batch = Batch(inputs, tokens)
-    objective = None
+    objective: Any = None
+    layout, none = recipe.parallelism.resolve(dist.get_world_size()), cast(Any, None)
     if isinstance(recipe, DpoRecipe):
-        layout = recipe.parallelism.resolve(dist.get_world_size())
-        no_data: Any = None  # it is for the computation of a table
         with mock.patch("titanlike.run.reference.build_frozen_model", wraps=_balanced_model):
-            objective = preferences.build_objective(recipe, model, mesh, layout, torch.device("cpu"), no_data)
+            # The data are for the computation of a table.
+            objective = preferences.build_objective(recipe, model, mesh, layout, torch.device("cpu"), none)
+    elif isinstance(recipe, DistillRecipe):
+        with mock.patch("titanlike.run.distillation.build_frozen_model", wraps=_balanced_model):
+            objective = distillation.build_objective(recipe, model, mesh, layout, torch.device("cpu"), none, none)
     counter = Traffic(mesh)
     with torch.no_grad():
         _ = model.evaluate([batch]) if isinstance(model, Pipeline) else model(**batch.inputs, labels=batch.labels)

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes import dpo, finetune, mlm, pretrain
+from recipes import distill, dpo, finetune, mlm, pretrain
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
+from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe, PreferenceData
 from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
 from titanlike.config.mlm import MlmRecipe
@@ -102,6 +103,8 @@ def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
         base = DpoRecipe()
     elif not merged["model"].causal:
         base = MlmRecipe()
+    elif "teacher" in merged:
+        base = DistillRecipe()
     elif "lora" in merged or isinstance(merged["data"], ChatData):
         base = FinetuneRecipe()
     return changed(base, **merged)
@@ -135,18 +138,18 @@ def world_size(recipe: PretrainRecipe) -> int:
 def train_on_rank(recipe: PretrainRecipe) -> None:
     """Runs the recipe on this rank of a pool."""
     # A process runs many tests: process groups are reused for each layout, and the compiler is reset.
-    for program in (pretrain, finetune, dpo, mlm):
-        program.build_mesh = mesh_of  # type: ignore[attr-defined]
+    programs = {
+        PretrainRecipe: pretrain,
+        FinetuneRecipe: finetune,
+        DpoRecipe: dpo,
+        DistillRecipe: distill,
+        MlmRecipe: mlm,
+    }
+    program: Any = programs[type(recipe)]
+    program.build_mesh = mesh_of
     torch._dynamo.reset()
     with Watchdog(recipe.run.hang_timeout, Path(recipe.run.dir)) as watchdog:
-        if isinstance(recipe, DpoRecipe):
-            dpo.main(recipe, torch.device("cpu"), watchdog)
-        elif isinstance(recipe, MlmRecipe):
-            mlm.main(recipe, torch.device("cpu"), watchdog)
-        elif isinstance(recipe, FinetuneRecipe):
-            finetune.main(recipe, torch.device("cpu"), watchdog)
-        else:
-            pretrain.main(recipe, torch.device("cpu"), watchdog)
+        program.main(recipe, torch.device("cpu"), watchdog)
 
 
 def train(pool: Pool, recipe: PretrainRecipe) -> Result:

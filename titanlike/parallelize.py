@@ -40,6 +40,7 @@ def parallelize(
     compile: Compile,
     loss: TokenLoss | None = None,
     loss_reduction: Literal["sum", "none"] = "sum",
+    static_shapes: bool = False,
 ) -> nn.Module:
     """Applies the transforms that the recipe's sections ask for to a registered model on the meta device.
 
@@ -47,6 +48,7 @@ def parallelize(
         split: number of blocks of each pipeline stage.
         loss: replaces the cross-entropy in training; see docs/copy.md.
         loss_reduction: `none` makes the model return the cross-entropy of each token for labels, instead of the sum.
+        static_shapes: that of `apply_compile`, for one of two models of different sizes.
 
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
@@ -130,7 +132,7 @@ def parallelize(
     def compile_blocks() -> None:
         from titanlike.parallelisms.compile import apply_compile
 
-        apply_compile(layers, backend=compile.backend, fullgraph=not inner_units)
+        apply_compile(layers, backend=compile.backend, fullgraph=not inner_units, static_shapes=static_shapes)
 
     compile_last = compile.mode == "block"
     if inner_units and compile_last and activation_checkpoint.mode != "selective":

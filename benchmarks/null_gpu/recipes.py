@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.null_gpu import library, record
 from titanlike.config import PretrainRecipe
+from titanlike.config.distill import RANDOM, DistillRecipe
 from titanlike.config.dpo import DpoRecipe
 from titanlike.run.start import program_of
 from titanlike.tools.planning.job import Job
@@ -25,11 +26,11 @@ from titanlike.tools.programs import load_known
 
 FOLDER = record.ROOT / "train_configs"
 GPUS = {
-    1: ("debug", "dpo_debug", "finetune_debug", "gemma2_2b", "gemma3_1b", "gemma3_270m", "llama3_1b", "llama3_1b_fineweb_edu",
-        "mlm_debug", "qwen3_0_6b", "qwen3_1_7b"),
-    8: ("dpo_llama3_8b", "finetune_llama3_8b", "gemma2_9b", "gemma3_12b", "gemma3_4b", "gpt2_124m", "gpt2_124m_c4",
-        "gpt2_124m_speedrun", "llama3_8b", "llama3_8b_float8", "modernbert_base", "qwen2_5_7b", "qwen3_14b", "qwen3_4b",
-        "qwen3_8b"),
+    1: ("debug", "distill_debug", "dpo_debug", "finetune_debug", "gemma2_2b", "gemma3_1b", "gemma3_270m", "llama3_1b",
+        "llama3_1b_fineweb_edu", "mlm_debug", "qwen3_0_6b", "qwen3_1_7b"),
+    8: ("distill_llama3_1b", "dpo_llama3_8b", "finetune_llama3_8b", "gemma2_9b", "gemma3_12b", "gemma3_4b", "gpt2_124m",
+        "gpt2_124m_c4", "gpt2_124m_speedrun", "llama3_8b", "llama3_8b_float8", "modernbert_base", "qwen2_5_7b", "qwen3_14b",
+        "qwen3_4b", "qwen3_8b"),
     32: ("study/baseline", "study/compile", "study/float8", "study/float8_all_gather"),
     64: ("gemma2_27b", "gemma3_27b", "llama3_8b_128k", "llama3_8b_128k_float8", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_32b"),
     256: ("llama3_70b", "llama3_70b_float8"),
@@ -73,6 +74,8 @@ def measure(name: str, gpus: int, overrides: Sequence[str], device: str, *, all_
     overridden = {override.split("=")[0] for override in overrides}
     recipe = load_known(path, {})
     arguments = [*SHORT, *short(recipe, gpus), *overrides]
+    if isinstance(recipe, DistillRecipe):
+        arguments.append(f"--distillation.teacher={RANDOM}")
     if isinstance(recipe, DpoRecipe):
         arguments[0] = "--data.source=synthetic_preference"
     arguments = [each for each in arguments if each in overrides or each.split("=")[0] not in overridden]

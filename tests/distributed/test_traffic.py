@@ -63,7 +63,8 @@ ODD = replace(
     LLAMA, dim=60, num_heads=2, num_kv_heads=2, ffn_dim=92, vocab_size=322
 )  # three ranks divide none of these
 FSDP, TP, CP, PP, ZBV = dict(shard=2), dict(tensor=2), dict(context=2), dict(pipeline=2), dict(pipeline_schedule="zbv")
-ALWAYS, LAST = dict(reshard_after_forward="always"), dict(gradient_sync="last_microbatch")
+ALWAYS, NEVER = dict(reshard_after_forward="always"), dict(reshard_after_forward="never")
+LAST = dict(gradient_sync="last_microbatch")
 FULL, SELECTIVE = ({"activation_checkpoint": dict(mode=mode)} for mode in ("full", "selective"))
 
 
@@ -86,7 +87,7 @@ MASKS = {"data": dict(document_masks=True)}
 # Name: layout, model, other sections. Those whose name starts with * run with `-m every` only.
 OTHERS: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "*FSDP, always resharded": (FSDP | ALWAYS, LLAMA, {}),
-    "*FSDP, never resharded": (FSDP | dict(reshard_after_forward="never"), LLAMA, {}),
+    "*FSDP, never resharded": (FSDP | NEVER, LLAMA, {}),
     "FSDP, last micro-batch": (FSDP | LAST, LLAMA, {}),
     "*HSDP, last micro-batch": (FSDP | LAST | dict(replicate=2), LLAMA, {}),
     "*FSDP, reduction in bfloat16": (FSDP, LLAMA, training(reduce_dtype="bfloat16")),
@@ -166,6 +167,23 @@ OTHERS |= {
     "*DPO, TP, SimPO": (TP, LLAMA, PAIRS | {"preference": dict(loss="simpo")}),
     "*DPO, EP x FSDP": (FSDP4 | EP, UNBALANCED, PAIRS),
     "*DPO, EP x TP": (FSDP | TP | EP, UNBALANCED, PAIRS),
+    "*DPO, FSDP, never resharded": (FSDP | NEVER, LLAMA, PAIRS),
+}  # fmt: skip
+TEACHER = {"teacher": replace(LLAMA, dim=96, num_heads=6, num_layers=5), "distillation": dict(teacher="random")}
+TIED_TEACHER = TEACHER | {"teacher": TIED}
+SOFTENED = {"distillation": dict(teacher="random", temperature=2.0, loss="reverse_kl")}
+OTHERS |= {
+    "Distillation, FSDP": (FSDP, LLAMA, TEACHER),
+    "Distillation, CP x TP, chunks": (CP | TP, TIED, TEACHER | SOFTENED | MASKS | training(loss_chunk=20)),
+    "Distillation, EP x TP": (FSDP | TP | EP, QWEN3_MOE, TEACHER | {"teacher": SHARED_EXPERTS}),
+    "*Distillation, TP x FSDP, tied teacher, LoRA": (TP | FSDP, LLAMA, TIED_TEACHER | lora()),
+    "*Distillation, HSDP, always resharded": (FSDP | ALWAYS | dict(replicate=2), GPT, TIED_TEACHER),
+    "*Distillation, FSDP, never resharded": (FSDP | NEVER, LLAMA, TEACHER),
+    "*Distillation, CP x FSDP, full checkpointing": (CP | FSDP, LLAMA, TEACHER | FULL),
+    "*Distillation, EP x CP": (CP | FSDP | EP, SHARED_EXPERTS, TEACHER | {"teacher": QWEN3_MOE}),
+    "*Distillation, TP x FSDP, float8": (TP | FSDP, LLAMA, TEACHER | float8()),
+    "*Distillation, FSDP, float8 all-gather": (FSDP, LLAMA, TEACHER | GATHER),
+    "*Distillation, TP, float8 with the head": (TP, LLAMA, TEACHER | float8(head=True)),
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ DEBUG = ROOT / "train_configs/debug.toml"
 RECIPES = sorted((ROOT / "train_configs").rglob("*.toml"))
 # Keys whose strings name something that has to exist.
 PATHS = ("recipe", "data.path", "data.validation_path", "tokenizer.encoding", "compile.backend")
+OWN_SECTIONS = ("lora", "preference", "distillation", "teacher")  # of programs other than that of KEYS
 HUGE = "9" * 5000
 TRAILING = ("\ndim = 3", " # comment", "\n[x]", ",", ", 1", "]")  # after a value on the command line
 ODD_TEXT = (
@@ -163,6 +164,25 @@ def values_case(rng: random.Random, folder: Path) -> None:
         refused |= kind in ("nonsense", "unknown")
     path = write_recipe(folder, *lines, base=base)
     argv = [str(path), f"--{check}={rng.choice((1, 2, 8, 64, 1000))}"]
+    outcome = train(argv, folder)
+    assert not (refused and outcome.accepted), f"accepted: {lines}"
+    if outcome.accepted:
+        assert_round_trip(argv, folder)
+
+
+def program_case(rng: random.Random, folder: Path) -> None:
+    """A recipe of another program, with values of the sections that only this one has."""
+    base = DEBUG.with_name(f"{rng.choice(('finetune', 'dpo', 'distill'))}_debug.toml")
+    recipe = load_known(base, {})
+    keys = [key for key in describe(type(recipe)) if key.name.partition(".")[0] in OWN_SECTIONS]
+    lines, refused = dict[str, str](), False
+    for key in rng.sample(keys, rng.choice((1, 1, 3))):
+        kind = rng.choice(("valid", "plausible", "nonsense"))
+        lines[key.name] = {"valid": valid, "plausible": plausible, "nonsense": nonsense}[kind](key, rng)
+        # Keys of several families of models have one name: what no string may be is valid for none.
+        refused |= kind == "nonsense" and not key.name.startswith("teacher.")
+    path = write_recipe(folder, *(f"{name} = {value}" for name, value in lines.items()), base=base)
+    argv = [str(path), f"--check={rng.choice((1, 2, 8))}"]
     outcome = train(argv, folder)
     assert not (refused and outcome.accepted), f"accepted: {lines}"
     if outcome.accepted:
@@ -415,8 +435,8 @@ def start_environment_case(rng: random.Random, folder: Path) -> None:
 
 Case = Callable[[random.Random, Path], None]
 CASES: dict[Case, int] = {
-    values_case: 200, text_case: 100, structure_case: 50, file_name_case: 50, override_case: 150, words_case: 100,
-    titanlike_case: 50, sagemaker_case: 50, environment_case: 150, start_environment_case: 50,
+    values_case: 200, program_case: 100, text_case: 100, structure_case: 50, file_name_case: 50, override_case: 150,
+    words_case: 100, titanlike_case: 50, sagemaker_case: 50, environment_case: 150, start_environment_case: 50,
 }  # fmt: skip
 
 

@@ -32,8 +32,6 @@ from tests.launching import ROOT
 from tests.planted_errors import ERRORS
 from tests.programs import INSTALLED, PAGES, blocks
 from titanlike.config import PretrainRecipe, UserError, load
-from titanlike.config.dpo import DpoRecipe
-from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.shipped import recipe_path
 from titanlike.run.preflight import check_recipe
@@ -42,7 +40,7 @@ from titanlike.tools.arguments import parse_layout, parse_mesh
 from titanlike.tools.cli import recipes
 from titanlike.tools.cli.main import WITH_OVERRIDES, build_parser
 from titanlike.tools.planning.hardware import load_hardware
-from titanlike.tools.programs import load_known
+from titanlike.tools.programs import load_known, recipe_types
 from titanlike.tools.sweep.config import load_sweep
 
 EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -293,9 +291,8 @@ def check_toml(block: Block, folder: Path) -> None:
         exec(blocks(block.page, "python")[0], names)
         assert load(names["NoisyRecipe"], file).noise.scale == 0.01
     else:
-        is_finetune = values.get("recipe") == "finetune" or "lora" in values
-        recipe_type = FinetuneRecipe if is_finetune else PretrainRecipe
-        load(DpoRecipe if values.get("recipe") == "dpo" else recipe_type, file)
+        program = values.get("recipe", "finetune" if "lora" in values else "pretrain")
+        load(recipe_types().get(program, PretrainRecipe), file)
 
 
 def check_python(text: str) -> None:

@@ -31,18 +31,16 @@ from tests.parity import CASES, MOE_CASES, moe_table, summary, table
 from tests.programs import PAGES, blocks
 from tests.training import tiny, train
 from titanlike.checkpoint.loader import read_whole
-from titanlike.config.dpo import DpoRecipe
 from titanlike.config.layout import DIMENSIONS
-from titanlike.config.mlm import MlmRecipe
 from titanlike.config.schema import describe
 from titanlike.config.sections import DType, Tokenizer
 from titanlike.data.batches.packed_dataset import BatchSource
 from titanlike.tools.data.prepare import prepare
-from titanlike.tools.programs import load_known
+from titanlike.tools.programs import load_known, recipe_types
 from titanlike.tools.sweep.results import table as sweep_table
 from titanlike.tools.verify.recipe import TOLERANCES
 
-KEYS = {key.name for recipe_type in (DpoRecipe, MlmRecipe) for key in describe(recipe_type)}
+KEYS = {key.name for recipe_type in recipe_types().values() for key in describe(recipe_type)}
 
 
 def own_text(page: Path) -> str:
@@ -144,7 +142,7 @@ def test_what_is_described_as_missing_was_not_added_later() -> None:
     )
     assert "torch" in imported and not imported & set(others.split())
     programs = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert programs == {"pretrain", "mlm", "finetune", "dpo"}  # no distillation, no reinforcement learning
+    assert programs == {"pretrain", "mlm", "finetune", "dpo", "distill"}  # no reinforcement learning
     assert set(get_args(DType)) == {"float32", "bfloat16"}
     assert {path.stem for path in (ROOT / "titanlike/tools/clusters").glob("*.py")} == {
         "__init__", "cluster_job", "docker", "kubernetes", "slurm",

@@ -7,24 +7,26 @@ from typing import Any
 import pytest
 
 from titanlike.config import PretrainRecipe
-from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import load
-from titanlike.config.mlm import MlmRecipe
 from titanlike.models.bert_config import BERT_SIZES, BertConfig
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
 from titanlike.tools.planning.simulate import can_simulate, simulate
+from titanlike.tools.programs import load_known
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 
 
 def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
     """Returns a shipped recipe with changes, by default without compilation."""
-    recipe_type = FinetuneRecipe if "lora" in sections else PretrainRecipe
-    types = {"dpo": DpoRecipe, "modernbert": MlmRecipe}
-    recipe = load(types.get(name.split("_")[0], recipe_type), RECIPES / f"{name}.toml")
+    path = RECIPES / f"{name}.toml"
+    recipe: PretrainRecipe = PretrainRecipe()
+    if name.startswith(("dpo", "distill", "modernbert")):
+        recipe = load_known(path, {})
+    else:
+        recipe = load(FinetuneRecipe if "lora" in sections else PretrainRecipe, path)
     sections = {"compile": dict(mode="none")} | sections
     changes: dict[str, Any] = {key: replace(getattr(recipe, key), **values) for key, values in sections.items()}
     return Job(replace(recipe, **changes), num_gpus)
@@ -48,6 +50,7 @@ COMPILED = dict(mode="block")
 ONE = dict(local_batch_size=1, global_batch_size=64)
 PIPELINE = dict(pipeline=4, shard=2)
 FOUR = dict(num_layers=4)
+BOTH = dict(model=FOUR, teacher=FOUR)
 QWEN3_MOE, MIXTRAL = (Qwen3MoeConfig, "30B-A3B"), (MixtralConfig, "8x7B")
 NONE, SELECTIVE, FULL = (dict(activation_checkpoint=dict(mode=mode)) for mode in ("none", "selective", "full"))
 LAST = dict(parallelism=dict(gradient_sync="last_microbatch"), training=dict(local_batch_size=1, global_batch_size=32))
@@ -64,6 +67,7 @@ CASES: dict[str, tuple[Job, int]] = {
     "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
     "DPO, FSDP, second model": (job("dpo_llama3_8b", 8, model=FOUR), 0),
     "ModernBERT, FSDP": (job("modernbert_base", 8), 0),
+    "Distillation, FSDP": (job("distill_llama3_1b", 8, model=FOUR, teacher=FOUR), 0),
     "CP x FSDP, 128k": (job("llama3_8b_128k", 32, **NONE, **LONG), 0),
 }  # fmt: skip
 SLOW_CASES: dict[str, tuple[Job, int]] = {
@@ -89,6 +93,11 @@ SLOW_CASES: dict[str, tuple[Job, int]] = {
         ),
         0,
     ),
+    "Distillation, TP x FSDP, chunks": (
+        job("distill_llama3_1b", 8, **BOTH, training=dict(loss_chunk=1024), parallelism=dict(tensor=2)),
+        0,
+    ),
+    "Distillation, LoRA, compiled": (job("distill_llama3_1b", 8, **BOTH, lora=dict(rank=16), compile=COMPILED), 0),
     "MoE, EP, full": (mixture(MIXTRAL, parallelism=dict(expert=8), **FULL), 0),
 }
 

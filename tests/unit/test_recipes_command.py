@@ -77,7 +77,8 @@ def test_the_list_has_a_line_for_each_recipe(
     run(monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())
-    assert all(line.split()[1] in ("pretrain", "mlm", "finetune", "dpo") and line.endswith(".") for line in lines)
+    programs = ("pretrain", "mlm", "finetune", "dpo", "distill")
+    assert all(line.split()[1] in programs and line.endswith(".") for line in lines)
 
 
 def test_messages_name_the_command_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ SHIPPED = {
     "dpo_debug": (1_746_624, 1),
     "mlm_debug": (1_575_104, 1),
     "modernbert_base": (149_655_232, 8),
+    "distill_debug": (127_296, 1),
+    "distill_llama3_1b": (1_235_814_400, 8),
     "gpt2_124m": (124_439_808, 8),
     "gpt2_124m_c4": (124_439_808, 8),
     "gpt2_124m_speedrun": (124_439_808, 8),
@@ -85,7 +87,7 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
         model = build_model(recipe.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert recipe.model.num_parameters() == count
-    program = next((program for program in ("finetune", "dpo", "mlm") if program in name), "pretrain")
+    program = next((program for program in ("finetune", "dpo", "distill", "mlm") if program in name), "pretrain")
     program = "mlm" if "bert" in name else program
     assert program_of(path).stem == program
 

@@ -97,6 +97,14 @@ def test_accuracies_of_preference_pairs() -> None:
     assert console.lines[1].endswith("  val 0.6000  accuracy 62.5%")
 
 
+def test_divergence_from_a_teacher() -> None:
+    console = Terminal(10)
+    console.log(1, training(2.0, 1.0) | {"kl": 1.25, "cross_entropy": 2.75})
+    console.log(1, {"validation_loss": 1.5, "validation_kl": 1.0, "validation_cross_entropy": 2.0})
+    assert "  lr 1.0e-03  kl 1.2500  cross-entropy 2.7500  " in console.lines[0]
+    assert console.lines[1].endswith("  val 1.5000  kl 1.0000  cross-entropy 2.0000")
+
+
 def test_a_resumed_run_starts_at_its_step() -> None:
     console = Terminal(100, first_step=51)
     assert (console.status, console.completed) == ("step     51/100  warming up", 50)

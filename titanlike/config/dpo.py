@@ -72,7 +72,10 @@ class DpoRecipe(FinetuneRecipe):
     command line to the working directory."""
     data: PreferenceData = PreferenceData()
     preference: Preference = Preference()
-    elsewhere: ClassVar[dict[str, str]] = {"data.source=chat": "finetune", "data.source=synthetic_chat": "finetune"}
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("data.source=chat", "data.source=synthetic_chat"), "finetune"),
+        **dict.fromkeys(("distillation", "teacher"), "distill"),
+    }
 
     @property
     def reference(self) -> str:

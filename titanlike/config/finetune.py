@@ -92,9 +92,10 @@ class FinetuneRecipe(PretrainRecipe):
     command line to the working directory."""
     data: ChatData = ChatData()
     lora: Lora = Lora()
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"
-    )
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"),
+        **dict.fromkeys(("distillation", "teacher"), "distill"),
+    }
 
     @property
     def trains_all_weights(self) -> bool:

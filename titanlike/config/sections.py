@@ -589,6 +589,7 @@ class PretrainRecipe:
         ),
         **dict.fromkeys(("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"),
         "mlm": "mlm",
+        **dict.fromkeys(("distillation", "teacher"), "distill"),
     }
     causal: ClassVar[bool] = True  # trains models that predict the next token
 
@@ -601,6 +602,11 @@ class PretrainRecipe:
     def flops_per_token(self) -> int:
         """FLOPs of the forward and backward pass of a token."""
         return self.model.flops_per_token(self.training.seq_len, frozen=not self.trains_all_weights)
+
+    @property
+    def initial_weights(self) -> dict[str, tuple[str, TransformerConfig]]:
+        """The models whose weights are read, by the key that names the files. A program's own recipe type adds its own."""
+        return {"checkpoint.initial": (self.checkpoint.initial, self.model)} if self.checkpoint.initial else {}
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between sections that only this program has. A program's own recipe type adds

@@ -97,19 +97,24 @@ def _check_types(file: Path, values: dict[str, Any]) -> None:
 
 
 def config_problems(
-    initial: str, found: TransformerConfig, model: TransformerConfig, allow_changed: Sequence[str] = ()
+    initial: str,
+    found: TransformerConfig,
+    model: TransformerConfig,
+    allow_changed: Sequence[str] = (),
+    *,
+    key: str = "checkpoint.initial",
 ) -> list[str]:
-    """Returns what a recipe's model has otherwise than the weights that it starts from."""
+    """Returns what a recipe's model, or its teacher, has otherwise than the weights that the `key` of the recipe names."""
     remedy = "; `titanlike import` writes a recipe with the model of a folder"
+    section = "teacher" if key == "distillation.teacher" else "model"
     if type(found) is not type(model):
-        return [f"checkpoint.initial = {initial!r} is a {found.name} model, but model.name = {model.name!r}{remedy}"]
+        return [f"{key} = {initial!r} is a {found.name} model, but {section}.name = {model.name!r}{remedy}"]
     fields = [field.name for field in dataclasses.fields(model) if field.name not in NOT_COMPARED]  # type: ignore[arg-type]
     different = [name for name in fields if getattr(found, name) != getattr(model, name)]
     return [
-        f"checkpoint.initial = {initial!r} has {name} = {getattr(found, name)!r}, but model.{name} = "
-        f"{getattr(model, name)!r}{remedy}"
+        f"{key} = {initial!r} has {name} = {getattr(found, name)!r}, but {section}.{name} = {getattr(model, name)!r}{remedy}"
         for name in different
-        if f"model.{name}" not in allow_changed
+        if f"{section}.{name}" not in allow_changed
     ]
 
 

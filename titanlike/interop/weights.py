@@ -84,15 +84,23 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
     model.load_state_dict({}, strict=False)  # runs hooks, which refresh what is derived from the weights
 
 
-def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allow_changed: Sequence[str] = ()) -> None:
-    """Fills a model with the weights that a run starts from. All ranks call it; if one fails, all raise its error."""
+def load_initial(
+    model: nn.Module,
+    initial: str,
+    config: TransformerConfig,
+    allow_changed: Sequence[str] = (),
+    *,
+    key: str = "checkpoint.initial",
+) -> Weights:
+    """Fills a model with the weights that a run starts from, or with those that another key of the recipe names, and returns them.
+    All ranks call it; if one fails, all raise its error."""
     problem, weights = "", None
     try:
         weights = open_weights(Path(initial), verify_share=(process_group.rank(), process_group.world_size()))
-        problems = config_problems(initial, weights.config, config, allow_changed)
+        problems = config_problems(initial, weights.config, config, allow_changed, key=key)
         found = weights.config.parameters()
         problems += [
-            f"checkpoint.initial = {initial!r}: "
+            f"{key} = {initial!r}: "
             + (f"{name} has shape {found[name].shape}" if name in found else f"there is no {name}")
             + f", but the recipe's model has {spec.shape}"
             for name, spec in config.parameters().items()
@@ -100,12 +108,13 @@ def load_initial(model: nn.Module, initial: str, config: TransformerConfig, allo
         ]
         problem = "\n".join(problems)
     except UserError as error:
-        problem = f"checkpoint.initial: {error}"
+        problem = f"{key}: {error}"
     for each in process_group.all_gather_object(problem):
         if each:
             raise UserError(each)
     assert weights
     load_weights(model, weights)
+    return weights
 
 
 class HFWeights(Weights):

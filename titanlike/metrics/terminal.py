@@ -42,18 +42,22 @@ class Console(LiveLine):
     def log(self, step: int, values: Values) -> None:
         """Shows a training step, a validation or a save. `sagemaker/request.py` has regular expressions for these lines."""
         if values.get("validation_loss") is not None:
-            self._log_validation(step, values["validation_loss"] or 0.0, values.get("validation_accuracy"))
+            self._log_validation(step, values)
         elif values.get("save_seconds") is not None:
             self._log_save(step, values)
         else:
             self._log_training(step, values)
         self.refresh()
 
-    def _log_validation(self, step: int, loss: float, accuracy: float | None) -> None:
+    def _log_validation(self, step: int, values: Values) -> None:
+        loss = values["validation_loss"] or 0.0
         self._best_validation = min(self._best_validation, (loss, step))
         best, best_step = self._best_validation
         self._validation = f"  val {loss:.4f}" + (f" (best {best:.4f}, step {best_step})" if best < loss else "")
-        self._validation += "" if accuracy is None else f"  accuracy {accuracy:.1%}"
+        if (accuracy := values.get("validation_accuracy")) is not None:
+            self._validation += f"  accuracy {accuracy:.1%}"
+        if (cross_entropy := values.get("validation_cross_entropy")) is not None:
+            self._validation += f"  kl {values['validation_kl']:.4f}  cross-entropy {cross_entropy:.4f}"
         self.print(f"{self._prefix(step)}{self._validation}")
 
     def _log_save(self, step: int, values: Values) -> None:
@@ -71,6 +75,8 @@ class Console(LiveLine):
         details = f"  grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}"
         if (accuracy := values.get("rewards/accuracies")) is not None:
             details += f"  accuracy {accuracy:.1%}  margin {values['rewards/margins']:.3g}"
+        if (cross_entropy := values.get("cross_entropy")) is not None:
+            details += f"  kl {values['kl']:.4f}  cross-entropy {cross_entropy:.4f}"
         speed = f"  {values['tflops_per_device']:.3g} TFLOP/s{'' if mfu is None else f'  MFU {mfu:.1%}'}"
         memory = f"  {values['memory_gib']:.2f} GiB"
         self._num_records += 1

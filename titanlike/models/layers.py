@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, S keys, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -124,14 +124,14 @@ class TiedLMHead(nn.Module):
         return head_output(self, x, self.weight, labels)
 
 
-def set_loss(model: nn.Module, loss: HeadLoss) -> None:
+def set_loss(model: nn.Module, loss: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]) -> None:
     """Sets the loss that a model returns for labels. Its `output` has to be an `LMHead` or a `TiedLMHead`."""
     head: Any = without_owner(model.get_submodule("output"))
     if not isinstance(head, LMHead | TiedLMHead):
         raise UserError(
             f"a loss of your own requires an LMHead or TiedLMHead as model.output, not {type(head).__name__}"
         )
-    head.loss = loss
+    cast(Any, head).loss = loss
 
 
 def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:

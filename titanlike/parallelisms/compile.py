@@ -5,16 +5,26 @@ from typing import Any
 import torch
 
 from titanlike.parallelisms.blocks import Blocks, list_blocks
+from titanlike.utils.compat import allow_recompilations
+
+STATIC_RECOMPILE_LIMIT = 64  # the default of 8 is for code that becomes dynamic instead
 
 
-def apply_compile(blocks: Blocks, *, backend: str = "inductor", fullgraph: bool = True) -> None:
+def apply_compile(
+    blocks: Blocks, *, backend: str = "inductor", fullgraph: bool = True, static_shapes: bool = False
+) -> None:
     """Compiles `forward` of each block in place: parameter names do not change, and FSDP hooks stay outside the compiled code.
 
     Blocks of the same structure share the code compiled for the first one.
 
     Args:
         fullgraph: whether a graph break raises an error. Otherwise, what the compiler does not support runs as it is.
+        static_shapes: compiles again for other shapes. Otherwise, code that is called with a second shape is compiled for any, and
+            that of a second model of other sizes, too, which is slower, and which attention does not support.
     """
+    if static_shapes:
+        allow_recompilations(STATIC_RECOMPILE_LIMIT)
     for block in list_blocks(blocks):
-        compiled: Any = torch.compile(block.forward, backend=backend, fullgraph=fullgraph)
+        dynamic = False if static_shapes else None
+        compiled: Any = torch.compile(block.forward, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
         block.forward = compiled

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import entry_points
@@ -18,6 +18,7 @@ from titanlike.config.base import LIMIT, divisors, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Optimizer, Parallelism
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import all_configs
 from titanlike.utils.system import num_gpus, total_memory
 
@@ -528,23 +529,26 @@ def _trackers(recipe: PretrainRecipe) -> Iterator[str]:
             yield f'metrics.trackers names {name!r}, which is not installed; run: pip install "titanlike[{name}]"'
 
 
-def _initial_weights(recipe: PretrainRecipe) -> list[str]:
+def _initial_weights(recipe: PretrainRecipe) -> Iterator[str]:
     """Whether the weights to start from exist, and, if they are a Hugging Face folder, are those of the recipe's model."""
-    initial = recipe.checkpoint.initial
-    if not initial or "://" in initial:
-        return []
-    if not Path(initial).is_dir():
-        return [f"checkpoint.initial = {initial!r} is not a folder; give a run, a checkpoint or a Hugging Face folder"]
+    for key, (path, model) in recipe.initial_weights.items():
+        if "://" not in path:
+            yield from _weights(key, path, model, recipe.checkpoint.allow_changed)
+
+
+def _weights(key: str, path: str, model: TransformerConfig, allow_changed: Sequence[str]) -> list[str]:
+    if not Path(path).is_dir():
+        return [f"{key} = {path!r} is not a folder; give a run, a checkpoint or a Hugging Face folder"]
     from titanlike.interop.hf_folder import config_problems, is_hf_folder, read_config, tensor_files
 
-    if not is_hf_folder(Path(initial)):
+    if not is_hf_folder(Path(path)):
         return []
     try:
-        tensor_files(Path(initial))
-        found = read_config(Path(initial), (*all_configs(), type(recipe.model)))
+        tensor_files(Path(path))
+        found = read_config(Path(path), (*all_configs(), type(model)))
     except UserError as problem:
-        return [f"checkpoint.initial: {problem}"]
-    return config_problems(initial, found, recipe.model, recipe.checkpoint.allow_changed)
+        return [f"{key}: {problem}"]
+    return config_problems(path, found, model, allow_changed, key=key)
 
 
 def _directories(recipe: PretrainRecipe) -> Iterator[str]:

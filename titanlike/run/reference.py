@@ -17,21 +17,20 @@ from titanlike.config.dpo import DpoRecipe
 from titanlike.config.sections import Parallelism
 from titanlike.data.batches.dataloaders import DataLoaders
 from titanlike.data.batches.loader import Batch, BatchLoader
-from titanlike.data.batches.packed_dataset import SequenceBatch
 from titanlike.data.batches.pairs import PackedPairs
-from titanlike.data.documents.files import hash_of, local_file, versions_of
+from titanlike.data.documents.files import hash_of
 from titanlike.distributed import collectives, process_group
-from titanlike.interop.weights import load_initial, open_weights
+from titanlike.interop.weights import load_initial
 from titanlike.models.lora import disabled_adapters
 from titanlike.parallelisms.mesh import Mesh
 from titanlike.run.answers import Places, Reference, answers_of, places_of
 from titanlike.run.loop import loop_settings
+from titanlike.run.precomputation import batches_in_order, version_of_weights
 from titanlike.run.second_model import build_frozen_model
 from titanlike.utils.files import atomic_writer
 from titanlike.utils.system import cache_folder
 
 FORMAT = 1
-NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
 
 
 def build_reference(
@@ -77,7 +76,7 @@ def _read_or_compute(recipe: DpoRecipe, model: nn.Module, mesh: Mesh, data: Data
     if recipe.checkpoint.initial:
         load_initial(model, recipe.checkpoint.initial, recipe.model, recipe.checkpoint.allow_changed)
     with loop_settings(recipe.training):  # the kernels of training
-        table = _compute(recipe, model, mesh, data.training, datasets)
+        table = _compute(model, mesh, data.training, datasets)
 
     def save() -> None:
         try:
@@ -96,51 +95,23 @@ def _read_or_compute(recipe: DpoRecipe, model: nn.Module, mesh: Mesh, data: Data
 
 @torch.no_grad()
 def _compute(
-    recipe: DpoRecipe, model: nn.Module, mesh: Mesh, training: BatchLoader, datasets: Sequence[PackedPairs]
+    model: nn.Module, mesh: Mesh, training: BatchLoader, datasets: Sequence[PackedPairs]
 ) -> np.ndarray[Any, Any]:
     """Returns the log-probability of each document under the model, in micro-batches of the shape of those in training."""
     size = 2 * max(dataset.first_pair + dataset.num_pairs_in_all for dataset in datasets)
     table = torch.zeros(size, device=training.device, dtype=collectives.sum_dtype(training.device))
-    batch_size = training.local_batch_size * mesh.num_data_ranks
     for dataset in datasets:
-        loader = BatchLoader(
-            _InOrder(dataset, batch_size), global_batch_size=batch_size, local_batch_size=training.local_batch_size,
-            seed=recipe.run.seed, device=training.device, **mesh.data_shard(dataset.seq_len),
-        )  # fmt: skip
-        for step in range(1, -(-dataset.num_sequences // batch_size) + 1):
-            for batch in loader.microbatches(step):
-                places = places_of(batch, mesh)
-                answers = answers_of(model, batch, places, mesh)
-                found = answers.is_pair
-                table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
+        for _, batch in batches_in_order(dataset, training, mesh):
+            places = places_of(batch, mesh)
+            answers = answers_of(model, batch, places, mesh)
+            found = answers.is_pair
+            table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # FSDP keeps some units gathered; the optimizer that is built next needs the shards
     if mesh.context.get_local_rank() > 0:  # which has computed the same as the first one
         table.zero_()
     return collectives.all_reduce_sum(table, mesh.loss_groups).cpu().numpy()
-
-
-class _InOrder:
-    """The sequences of a dataset in order, each once, and then padding."""
-
-    fingerprint = ""
-
-    def __init__(self, dataset: PackedPairs, batch_size: int) -> None:
-        self.dataset, self.seq_len, self.batch_size = dataset, dataset.seq_len, batch_size
-
-    def describe(self, steps: int) -> str:
-        return self.dataset.contents
-
-    def load_position(self, position: object) -> None:
-        """Does nothing: the step number is the only state."""
-
-    def position(self) -> None:
-        return None
-
-    def read(self, step: int, rows: range) -> SequenceBatch:
-        indices = (step - 1) * self.batch_size + np.array(rows)
-        return SequenceBatch(indices, *self.dataset.read(indices))
 
 
 def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
@@ -159,18 +130,10 @@ def _cache_file(recipe: DpoRecipe, datasets: Sequence[PackedPairs]) -> Path:
             data.long_chats,
             asdict(cast(Any, recipe.model)),
             precision,
-            _version(initial, recipe.run.seed),
+            version_of_weights(initial, recipe.run.seed),
         ]
     )
     return cache_folder(data.cache) / "preferences" / f"reference-{key}.npz"
-
-
-def _version(initial: str, seed: int) -> list[Any]:
-    """Returns what differs after a change of the initial weights."""
-    if not initial:
-        return ["random", seed]
-    folder = Path(open_weights(Path(initial), verify_share=NO_SHARE).path)
-    return versions_of([local_file(path) for path in sorted(folder.iterdir()) if path.is_file()])
 
 
 def _load(file: Path) -> np.ndarray[Any, Any] | None:

@@ -1,4 +1,5 @@
-"""A second model that only computes forward passes, such as the reference of DPO: frozen, and sharded as the trained model."""
+"""A second model that only computes forward passes, as the reference of DPO and a teacher do: frozen, and sharded as the trained
+model."""
 
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -25,18 +26,22 @@ def build_frozen_model(
     device: torch.device,
     *,
     loss_reduction: Literal["sum", "none"] = "sum",
+    seed: int | None = None,
+    key: str = "checkpoint.initial",
 ) -> nn.Module:
     """Returns a model with frozen weights, in the layout of a recipe. Call it under `torch.no_grad()`.
 
     Args:
         config: that of the model.
-        initial: where its weights are, as `checkpoint.initial`. Empty: the random weights that the recipe's model starts with.
+        initial: where its weights are, as `checkpoint.initial`. Empty: random weights.
         loss_reduction: that of `parallelize`.
+        seed: of random weights. Default: that of the recipe, whose model starts with the same weights.
+        key: that of the recipe which names `initial`, for errors.
     """
     model = parallelize_frozen(config, initial, recipe, mesh, parallelism, loss_reduction=loss_reduction)
-    initialize(model, device, recipe.run.seed, offload=parallelism.cpu_offload)
+    initialize(model, device, recipe.run.seed if seed is None else seed, offload=parallelism.cpu_offload)
     if initial:
-        load_initial(model, initial, config, recipe.checkpoint.allow_changed)
+        load_initial(model, initial, config, recipe.checkpoint.allow_changed, key=key)
     return model
 
 
@@ -57,11 +62,13 @@ def parallelize_frozen(
         training = replace(training, master_dtype=cast(Any, training.compute_dtype))
     if parallelism.reshard_after_forward == "auto":  # no backward pass follows, for which to keep the last unit
         parallelism = replace(parallelism, reshard_after_forward="always")
+    if getattr(config, "balance_loss", 0.0):  # of the experts; nothing reads it
+        config = replace(cast(Any, config), balance_loss=0.0)
     with torch.device("meta"):
         model = build_model(config)
     model.requires_grad_(False)
     return parallelize(
         model, mesh, split=parallelism.split(config), training=training, parallelism=parallelism,
         float8=recipe.float8, activation_checkpoint=ActivationCheckpoint(mode="none"),
-        compile=recipe.compile, loss_reduction=loss_reduction,
+        compile=recipe.compile, loss_reduction=loss_reduction, static_shapes=config != recipe.model,
     )  # fmt: skip

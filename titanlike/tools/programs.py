@@ -11,6 +11,7 @@ import tomli
 from pydantic import TypeAdapter
 
 from titanlike.config import PretrainRecipe, UserError, load
+from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.mlm import MlmRecipe
@@ -23,6 +24,7 @@ SHIPPED: dict[Path, type[PretrainRecipe]] = {
     PROGRAMS / "mlm.py": MlmRecipe,
     PROGRAMS / "finetune.py": FinetuneRecipe,
     PROGRAMS / "dpo.py": DpoRecipe,
+    PROGRAMS / "distill.py": DistillRecipe,
 }
 
 
@@ -56,7 +58,8 @@ def known_sections(resolved: str) -> PretrainRecipe:
     values = tomli.loads(resolved)
     recipe_type: type[PretrainRecipe] = PretrainRecipe
     if "lora" in values:
-        recipe_type = DpoRecipe if "preference" in values else FinetuneRecipe
+        by_section = {"preference": DpoRecipe, "distillation": DistillRecipe}
+        recipe_type = next((by_section[name] for name in by_section if name in values), FinetuneRecipe)
     elif "mlm" in values:
         recipe_type = MlmRecipe
     known = {field.name for field in fields(recipe_type)}

@@ -31,7 +31,8 @@ def markdown(programs: Mapping[str, type]) -> str:
         "[Recipes](recipes.md) explains the file format and the precedence of values. Numbers without an upper bound are at most "
         f"{LIMIT:,}.",
     ]
-    for (section, doc), keys in groupby(rows, key=lambda key: (key.section, key.section_doc)):
+    shown = [key for key in rows if not key.name.startswith("teacher.")]
+    for (section, doc), keys in groupby(shown, key=lambda key: (key.section, key.section_doc)):
         lines += ["", f"## {_as_code(section) or 'Top level'}", ""]
         lines += [doc, ""] if doc else []
         lines += ["| Key | Type | Default | Description |", "|---|---|---|---|"]
@@ -43,6 +44,13 @@ def markdown(programs: Mapping[str, type]) -> str:
             shown_defaults = dict.fromkeys(default for default in of_programs.values() if default is not None)
             default = " or ".join(f"`{default}`" for default in shown_defaults)
             lines.append(f"| `{key.name}` | {type_name} | {default} | {only}{key.doc} |")
+    if len(shown) < len(rows):
+        lines += [
+            "",
+            "## `[teacher]`",
+            "",
+            "Architecture of the teacher, for `distill`. Its keys are those of `[model]`.",
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from titanlike.config.distill import RANDOM
 from titanlike.config.finetune import is_chat_source
 from titanlike.config.layout import SCHEDULES
 from titanlike.config.sections import Data, Float8, Tokenizer
@@ -42,26 +43,13 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
         parallelism.get("pipeline_split", []),
         _num_stages(parallelism),
     )
-    heads, kv_heads = model["num_heads"], model.get("num_kv_heads", model["num_heads"])
-    small_kv = min(kv_heads, max(tensor, 2))  # one or two per rank
-    small_heads = min(heads, small_kv * min(heads // kv_heads, 2))
-    dim = min(model["dim"], 16 * small_heads)
-    small: dict[str, Any] = {
-        "num_layers": min(model["num_layers"], stages + 1),  # stages of unequal size
-        "num_heads": small_heads,
-        "num_kv_heads": small_kv,
-        "dim": dim,
-        "head_dim": min(model.get("head_dim", 0), 24),  # not dim / num_heads, if it is a field
-        "ffn_dim": min(model.get("ffn_dim", 0), dim if "num_experts" in model else 3 * dim),
-        "num_experts": min(model.get("num_experts", 0), parallelism["expert"] * -(-8 // parallelism["expert"])),
-        "experts_per_token": min(model.get("experts_per_token", 0), 4),
-        "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
-    }
-    if "ffn_dim" in model and small["ffn_dim"] % tensor:
-        small["ffn_dim"] = model["ffn_dim"]
+    small = _small_model(model, parallelism, stages)
     has_pairs = "preference" in values
     masked = values["data"].get("document_masks", False) or is_chat_source(values["data"].get("source", ""))
-    changes = {f"model.{key}": value for key, value in small.items() if key in model}
+    changes = {f"model.{key}": value for key, value in small.items()}
+    if "teacher" in values:
+        changes |= {f"teacher.{key}": value for key, value in _small_model(values["teacher"], parallelism, 2).items()}
+        changes |= {"distillation.teacher": RANDOM, "distillation.top_k": 0}
     pieces = tensor * (2 * context if context > 1 else 1)
     changes |= {
         **_changed_keys("tokenizer", Tokenizer(), values),
@@ -112,6 +100,29 @@ def shrink(values: dict[str, Any], processes: int, steps: int) -> dict[str, Any]
     return {
         key: value for key, value in changes.items() if key.partition(".")[2] in values.get(key.partition(".")[0], {})
     }
+
+
+def _small_model(model: dict[str, Any], parallelism: dict[str, Any], stages: int) -> dict[str, Any]:
+    """Returns the sizes of a small model of an architecture."""
+    tensor = parallelism["tensor"]
+    heads, kv_heads = model["num_heads"], model.get("num_kv_heads", model["num_heads"])
+    small_kv = min(kv_heads, max(tensor, 2))  # one or two per rank
+    small_heads = min(heads, small_kv * min(heads // kv_heads, 2))
+    dim = min(model["dim"], 16 * small_heads)
+    small: dict[str, Any] = {
+        "num_layers": min(model["num_layers"], stages + 1),  # stages of unequal size
+        "num_heads": small_heads,
+        "num_kv_heads": small_kv,
+        "dim": dim,
+        "head_dim": min(model.get("head_dim", 0), 24),  # not dim / num_heads, if it is a field
+        "ffn_dim": min(model.get("ffn_dim", 0), dim if "num_experts" in model else 3 * dim),
+        "num_experts": min(model.get("num_experts", 0), parallelism["expert"] * -(-8 // parallelism["expert"])),
+        "experts_per_token": min(model.get("experts_per_token", 0), 4),
+        "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
+    }
+    if "ffn_dim" in model and small["ffn_dim"] % tensor:
+        small["ffn_dim"] = model["ffn_dim"]
+    return {key: value for key, value in small.items() if key in model}
 
 
 def _changed_keys(name: str, section: Any, values: dict[str, Any]) -> dict[str, Any]:

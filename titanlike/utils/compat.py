@@ -27,6 +27,7 @@ REQUIRED = (
     ("torch", "Tensor._make_wrapper_subclass", "float8 all-gather"),
     ("torch._C", "_disabled_torch_function_impl", "float8 all-gather"),
     ("torch._dynamo", "disable", "expert parallelism"),
+    ("torch._dynamo.config", "recompile_limit", "two models of different sizes in one process"),
     ("torch.cuda.memory", "_record_memory_history", "profiling.memory"),
     ("torch.cuda.memory", "_dump_snapshot", "profiling.memory"),
     ("torch._functorch.config", "activation_memory_budget", "activation_checkpoint.mode = 'memory_budget'"),
@@ -224,6 +225,12 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 def disable_compilation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Excludes a function from compiled code, like `torch.compiler.disable`, but without a wrapper around it."""
     return cast(Any, torch)._dynamo.disable(function, wrapping=False)
+
+
+def allow_recompilations(limit: int) -> None:
+    """Lets code be compiled for at least this number of combinations of shapes and settings."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.recompile_limit = max(config.recompile_limit, limit)
 
 
 def record_memory_history() -> None:

@@ -33,7 +33,8 @@ _Item = tuple[int, dict[str, Tensor], Position | None]  # step, tensors, positio
 class Batch:
     """One micro-batch of a rank."""
 
-    inputs: dict[str, Tensor]  # tokens, position_ids and, if enabled, document_ids and dropout_bits: (B, T) each
+    # tokens, position_ids and, if enabled, document_ids and dropout_bits: (B, T) each, and what else the sequences have
+    inputs: dict[str, Tensor]
     labels: Tensor  # (B, T)
 
 
@@ -169,7 +170,7 @@ class BatchLoader:
                 arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
         if loss_mask is not None:
             arrays["labels"] = np.where(loss_mask[:, 1:], arrays["labels"], IGNORE)
-        return arrays
+        return arrays | dict(batch.others)
 
 
 class _Batches(BaseNode[_Item | BaseException]):

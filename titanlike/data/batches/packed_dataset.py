@@ -1,7 +1,7 @@
 """Packed sequences, shuffled and mixed: the content of a batch is a function of the seed and the step. No torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,9 @@ class SequenceBatch:
     document_ids: Numbers | None = (
         None  # (N, T + 1) masks attention between documents; None: as `data.document_masks` says
     )
+    others: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # further arrays (N, T, ...), which a program reads from a batch
     labels: Numbers | None = None  # (N, T), without a `loss_mask`; None: the next token
 
 
@@ -59,6 +62,7 @@ class Sequences(NamedTuple):
     tokens: Numbers
     loss_mask: Flags | None = None
     document_ids: Numbers | None = None
+    others: Mapping[str, Any] = {}
 
 
 class SequenceDataset(Protocol):
@@ -189,15 +193,18 @@ class ShuffledMixture:
         tokens, document_ids = np.zeros((2, len(rows), self.seq_len + 1), np.int64)
         loss_mask = np.ones(tokens.shape, bool)
         masked = has_documents = False
+        others: dict[str, Any] = {}
         for source in np.unique(sources).tolist():
             selected = sources == source
-            tokens[selected], flags, documents = self.datasets[source].read(indices[selected])
+            tokens[selected], flags, documents, of_source = self.datasets[source].read(indices[selected])
+            for name, values in of_source.items():
+                others.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))[selected] = values
             if flags is not None:
                 loss_mask[selected], masked = flags, True
             if documents is not None:
                 document_ids[selected], has_documents = documents, True
         return SequenceBatch(
-            sequence_ids, tokens, loss_mask if masked else None, document_ids if has_documents else None
+            sequence_ids, tokens, loss_mask if masked else None, document_ids if has_documents else None, others
         )
 
     def _schedule(self, step: int, rows: range) -> None:

@@ -69,7 +69,7 @@ def block_activations(job: Job) -> BlockActivations:
         recomputed = 2 * keys * layout.context if mode == "selective" and not compiled else 0.0
     if tensor > 1:
         selective += gathered + (stream if compiled else 2 * stream)
-    forward = 4 * ffn if mode != "none" else 4 * stream
+    forward = 4 * ffn if mode != "none" or job.forward_only else 4 * stream
     backward, early = 2 * ffn, 0.0
     if compiled:  # with a gate, the gradients of three products, or of the two inputs with what these are computed from
         backward = max(3 * ffn, 2 * hidden + ffn) if is_gated else ffn

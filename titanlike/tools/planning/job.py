@@ -1,13 +1,15 @@
 """A recipe on a number of GPUs: the sizes that all formulas of the planner start from. Does not import torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from titanlike.config import PretrainRecipe
+from titanlike.config.distill import RANDOM, DistillRecipe, teacher_of
 from titanlike.config.dpo import reference_of
 from titanlike.config.finetune import Lora, lora_of
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
-from titanlike.config.sections import Parallelism
+from titanlike.config.sections import ActivationCheckpoint, Parallelism
 from titanlike.tools.planning.program import TITANLIKE, Program
 
 
@@ -18,6 +20,7 @@ class Job:
     recipe: PretrainRecipe
     num_gpus: int
     program: Program = TITANLIKE
+    forward_only: bool = False  # of a second, frozen model
 
     @cached_property
     def layout(self) -> Parallelism:
@@ -35,20 +38,51 @@ class Job:
         return reference_of(self.recipe) is not None
 
     @property
-    def frozen_forwards(self) -> int:
-        """Number of forward passes without a gradient that a micro-batch also has: that of a reference model."""
-        return int(reference_of(self.recipe) in ("adapter_off", "model"))
+    def distills(self) -> bool:
+        """Whether the loss compares with a teacher: it computes the logits of both models."""
+        return teacher_of(self.recipe) is not None
 
     @property
-    def has_second_model(self) -> bool:
-        """Whether these are those of a second model."""
-        return reference_of(self.recipe) == "model"
+    def top_k(self) -> int:
+        """How many of a teacher's likeliest tokens the loss reads from a cache; 0: it reads the logits."""
+        return self.recipe.distillation.top_k if isinstance(self.recipe, DistillRecipe) else 0
+
+    @property
+    def frozen_forwards(self) -> int:
+        """Number of forward passes without a gradient that the model itself has in a micro-batch: as its own reference."""
+        return int(reference_of(self.recipe) == "adapter_off" and not self.forward_only)
+
+    @cached_property
+    def second(self) -> "Job | None":
+        """The forward passes of a second, frozen model: a reference or a teacher."""
+        recipe = self.recipe
+        if self.forward_only or not ((self.distills and not self.top_k) or reference_of(recipe) == "model"):
+            return None
+        parallelism = recipe.parallelism
+        if parallelism.reshard_after_forward == "auto":  # as `run/second_model.py`
+            parallelism = replace(parallelism, reshard_after_forward="always")
+        changes: dict[str, Any] = {"lora": Lora(), "parallelism": parallelism}
+        changes |= {"model": teacher_of(recipe) or recipe.model, "activation_checkpoint": ActivationCheckpoint()}
+        return replace(self, recipe=replace(recipe, **changes), forward_only=True)
+
+    @property
+    def second_name(self) -> str:
+        """What the second model is, or the first one where it is its own reference."""
+        return "teacher" if self.distills else "reference model"
+
+    @property
+    def frozen_weights(self) -> str:
+        """Where the weights of the second model are; empty: they are random."""
+        if isinstance(self.recipe, DistillRecipe):
+            teacher = self.recipe.distillation.teacher
+            return "" if teacher == RANDOM else teacher
+        return self.recipe.checkpoint.initial
 
     @property
     def frozen_dtype(self) -> str:
         """The dtype of the second model's weights, as `run/second_model.py` chooses it."""
         training, keeps_master = self.recipe.training, self.recipe.float8.all_gather
-        return training.compute_dtype if self.recipe.checkpoint.initial and not keeps_master else training.master_dtype
+        return training.compute_dtype if self.frozen_weights and not keeps_master else training.master_dtype
 
     @cached_property
     def split(self) -> list[int]:

@@ -19,6 +19,9 @@ WORKSPACES = 2 * 32 * 2**20  # of cuBLAS on a Hopper GPU, in the threads of the 
 STATE_BYTES = {"bfloat16": 4.0, "8bit": 2.0 + 2 * 4 / 64}  # of Adam's moments; quantized blocks of 64 share a scale
 RESIDENT_BLOCKS = 2  # whose activations are on the GPU with offload: that which computes, and that which is copied
 LOGIT_BYTES = {"eager": 4, "compiled": 0}  # for each logit, beside those in the compute dtype
+TOP_K_LOGIT_BYTES = {"eager": 26, "compiled": 13}  # where it reads the likeliest tokens of a teacher
+# Where it reads the logits of a teacher, too. Compiled: the gradient, before it replaces the logits.
+TEACHER_LOGIT_BYTES = {"eager": 17, "compiled": 2}
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ def fragmentation(job: Job) -> float:
 class _Sizes:
     """Bytes of one rank."""
 
+    num_parameters: float  # of its stages
     block: float  # the weights of a block in the compute dtype, as FSDP gathers them
     experts: float  # of these, those of the experts
     full_block: float  # the same as `block` without float8 all-gather
@@ -148,7 +152,8 @@ class _Sizes:
         # Muon has one moment, in the dtype of the weights.
         muon = matrices_of_muon(job, stages)
         orthogonalized = sum(matrix.size for group in muon.values() for matrix in group) / layout.tensor
-        frozen = num_parameters * DTYPE_BYTES[job.frozen_dtype] / job.num_shards if job.has_second_model else 0.0
+        second = cls.of(job.second, rank) if job.second else None
+        frozen = second.num_parameters * DTYPE_BYTES[job.frozen_dtype] / job.num_shards if second else 0.0
         states = Usage(
             parameters=round(num_parameters * shard + frozen),
             gradients=round(num_parameters * shard * trained),
@@ -172,7 +177,11 @@ class _Sizes:
                 logits + gathered + cast,
                 kept + logits + gathered + cast - min(logits, head_gradient(job)),
             )
+        if job.distills:
+            loss_kept = kept = hidden + weight_gradient * (job.lora.rank == 0)
+            loss = kept + logits + gathered + cast
         return cls(
+            num_parameters=num_parameters,
             block=matrices * element + experts / layout.expert * compute,
             experts=experts / layout.expert * compute,
             full_block=(matrices + experts / layout.expert) * compute,
@@ -245,19 +254,35 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     gathering = 2 * block - (sizes.experts if layout.expert > 1 and job.num_expert_shards == 1 else 0.0)
     kept_gathered = (num_blocks * block + embedding) if never else 0.0
     moments = []
+    head_of_teacher = states_of_teacher = 0.0  # from its forward pass until the loss
+    if job.second:
+        second = _Sizes.of(job.second, 0)
+        gathered = max(2 * second.block + second.head, 3 * second.block) if fsdp else 0.0
+        temporary = (second.activations.forward + 3 * second.activations.hidden) * n
+        moments.append(moment(job.second_name, 0, 0, gathered - root, temporary=temporary))
+        if job.distills:
+            head_of_teacher = second.head * fsdp
+            states_of_teacher = job.second.recipe.model.dim * compute * n
     for i in blocks:
         so_far = (i * block + embedding) if never else 0.0
         following = block if i < num_blocks - 1 else head
         if layout.expert > 1 and i < num_blocks - 1:
             following = 0.0
         moments.append(
-            moment(f"forward, block {i}", i + 1, 0, so_far + gathering + following, temporary=act.forward * n)
+            moment(
+                f"forward, block {i}",
+                i + 1,
+                0,
+                so_far + gathering + following + head_of_teacher,
+                temporary=act.forward * n + states_of_teacher,
+            )
         )
     # The LM head is gathered by itself, unless it is tied: then the last block's weights and the buffer of its gather remain.
     at_loss = 2 * block if tied else 2 * head
-    if job.frozen_forwards and not (job.has_second_model or tied):  # it is kept after the forward pass of the reference
+    if job.frozen_forwards and not tied:  # it is kept after the forward pass of the reference
         at_loss = head + block
-    moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss))
+    at_loss += head_of_teacher
+    moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss + states_of_teacher))
     head_gradients = head_gradient(job)
     moments.append(
         moment(
@@ -350,7 +375,7 @@ def head_gradient(job: Job) -> float:
     """Returns the bytes of the LM head's gradient in the compute dtype, which FSDP reduces. Where the backward pass computes the
     logits, it is there after them, and a frozen head has none."""
     model, element = job.recipe.model, DTYPE_BYTES[job.recipe.training.compute_dtype]
-    exists = job.uses_fsdp() and not (job.trains_on_pairs and job.lora.rank)
+    exists = job.uses_fsdp() and not ((job.trains_on_pairs or job.distills) and job.lora.rank)
     return model.vocab_size * model.dim / job.layout.tensor * element if exists else 0.0
 
 
@@ -358,9 +383,12 @@ def loss_logits(job: Job) -> int:
     """Returns the bytes of the logits of one chunk of the loss, and of what it computes from them."""
     training = job.recipe.training
     chunk = min(training.loss_chunk or job.tokens, job.tokens)
-    beside = LOGIT_BYTES["eager" if job.recipe.compile.mode == "none" else "compiled"]
+    mode = "eager" if job.recipe.compile.mode == "none" else "compiled"
+    beside, models = (TEACHER_LOGIT_BYTES[mode], 2) if job.distills else (LOGIT_BYTES[mode], 1)
+    if job.top_k:
+        beside, models = TOP_K_LOGIT_BYTES[mode], 1
     logits = chunk * job.recipe.model.vocab_size // job.layout.tensor
-    return logits * (DTYPE_BYTES[training.compute_dtype] + beside)
+    return logits * (models * DTYPE_BYTES[training.compute_dtype] + beside)
 
 
 def receive_buffers(job: Job, rank: int) -> int:

@@ -1,7 +1,7 @@
 """The parameters of a pipeline stage, as tensor parallelism, expert parallelism and FSDP divide them. Does not import torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from titanlike.config.finetune import Lora
@@ -66,11 +66,19 @@ def stage_of(job: Job, stage: int) -> Stage:
     """Returns the parameters of a pipeline stage. A tied LM head has none of its own, except in a pipeline."""
     recipe, num_stages, tensor, expert = job.recipe, len(job.split), job.layout.tensor, job.layout.expert
     model, float8, lora = recipe.model, recipe.float8, job.lora
-    return Stage(
+    found = Stage(
         first=_first(model, lora, tensor) if stage == 0 else (),
         blocks={index: _block(model, float8, lora, tensor, expert, index) for index in blocks_of(stage, job.split)},
         last=_last(model, float8, lora, tensor, num_stages == 1) if stage == num_stages - 1 else (),
     )
+    if not job.forward_only:
+        return found
+    blocks = {index: _frozen(parameters) for index, parameters in found.blocks.items()}
+    return Stage(_frozen(found.first), blocks, _frozen(found.last))
+
+
+def _frozen(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    return tuple(replace(parameter, trainable=False) for parameter in parameters)
 
 
 def fsdp_units(job: Job, stage: Stage) -> list[Unit]:

@@ -5,13 +5,17 @@ on a GPU. What CUDA kernels allocate for themselves is not seen, nor is the frag
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.config import UserError
+from titanlike.config.distill import DistillRecipe
+from titanlike.data.batches.loader import Batch
+from titanlike.models.distillation_loss import set_distillation_loss
 from titanlike.models.registry import blocks, build_model
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.optimizer import build_optimizer
@@ -19,6 +23,7 @@ from titanlike.parallelisms.fsdp import accumulate_gradients
 from titanlike.parallelisms.mesh import build_mesh
 from titanlike.parallelisms.pipeline import Pipeline
 from titanlike.parallelize import parallelize
+from titanlike.run.distillation import Teacher
 from titanlike.run.second_model import parallelize_frozen
 from titanlike.tools.planning.activations import block_activations
 from titanlike.tools.planning.fake_operators import any_hardware, balanced_experts, gpu_operators
@@ -251,11 +256,16 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                 loss_reduction="none" if job.trains_on_pairs else "sum",
             )
             second: nn.Module | None = None
-            if job.has_second_model:
+            teacher, loss = None, None
+            if job.second:
                 eager = replace(recipe, compile=replace(recipe.compile, mode="none"))
                 second = parallelize_frozen(
-                    recipe.model, recipe.checkpoint.initial, eager, mesh, layout, loss_reduction="none"
-                )
+                    job.second.recipe.model, job.frozen_weights, eager, mesh, layout,
+                    loss_reduction="none" if job.trains_on_pairs else "sum",
+                )  # fmt: skip
+            if second and isinstance(recipe, DistillRecipe):
+                teacher = Teacher(second, reshards=layout.reshard_after_forward != "never")
+                loss = set_distillation_loss(model, recipe.distillation)
         with (
             fake_tensors(),
             gpu_operators(device, training.attention == "auto"),
@@ -274,7 +284,7 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             _mark_phases(model, tracker)
             length = training.seq_len // layout.context
             tokens = torch.zeros(job.sequences, length, dtype=torch.long)
-            batch = _Batch({"tokens": tokens, "position_ids": tokens}, tokens)
+            batch = Batch({"tokens": tokens, "position_ids": tokens}, tokens)
             if isinstance(model, Pipeline):
                 tracker.begin("start")
                 model.forward_backward([batch] * job.num_microbatches, lambda loss: loss / tokens.numel())
@@ -282,11 +292,19 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
                 count = min(job.num_microbatches, MICROBATCHES)
                 for _ in accumulate_gradients(model, range(count), layout.gradient_sync):
                     tracker.begin("start")
-                    if job.frozen_forwards:
-                        tracker.begin("reference model")
-                        with torch.no_grad():
-                            _ = (second or model)(**batch.inputs, labels=batch.labels)
-                    (model(**batch.inputs, labels=batch.labels).sum() / tokens.numel()).backward()
+                    if job.frozen_forwards or second:
+                        tracker.begin(job.second_name)
+                    with ExitStack() as contexts:
+                        if teacher and loss:
+                            loss.teacher = contexts.enter_context(teacher.logits(batch))
+                        elif job.frozen_forwards or second:
+                            with torch.no_grad():
+                                _ = (second or model)(**batch.inputs, labels=batch.labels)
+                        out = model(**batch.inputs, labels=batch.labels)
+                    if loss:
+                        loss.teacher = loss.sums = None
+                    (out.sum() / tokens.numel()).backward()
+                    del out
             tracker.begin("clipping")
             clip_gradients(model, gradient_norms(model, mesh.pipeline).total, training.max_norm)
             tracker.begin("optimizer step")
@@ -294,12 +312,6 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             tracker.begin("zero_grad")
             optimizer.zero_grad()
     return tracker
-
-
-@dataclass(frozen=True)
-class _Batch:
-    inputs: dict[str, Tensor]
-    labels: Tensor
 
 
 def _mark_phases(model: nn.Module, tracker: StorageTracker) -> None:

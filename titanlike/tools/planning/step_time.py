@@ -98,6 +98,12 @@ class Rank:
         return Kernels(self.counts, self.hardware)
 
     @cached_property
+    def second(self) -> "Rank | None":
+        """The forward passes of a second model."""
+        second = self.job.second
+        return None if second is None else Rank(second, self.hardware, (), self.index)
+
+    @cached_property
     def modules(self) -> dict[int, list[tuple[Passes, int]]]:
         """The modules of each stage, each kind with their number."""
         counts, found = self.counts, dict[int, list[tuple[Passes, int]]]()
@@ -117,11 +123,16 @@ class Rank:
             for modules in self.modules.values()
             for passes, number in modules
             for work in (
-                *[passes.forward] * (1 + self.job.frozen_forwards), passes.recomputation, passes.backward_input,
-                passes.backward_weight,
+                *[passes.forward] * (1 + self.job.frozen_forwards),
+                *(
+                    []
+                    if self.job.forward_only
+                    else [passes.recomputation, passes.backward_input, passes.backward_weight]
+                ),
             )
-        ]  # fmt: skip
-        return self.job.num_microbatches * sum(number * kernels for number, kernels in works)
+        ]
+        of_second = self.second.launches if self.second else 0.0
+        return self.job.num_microbatches * sum(number * kernels for number, kernels in works) + of_second
 
     @cached_property
     def phases(self) -> dict[tuple[int, Kind], Parts]:
@@ -133,11 +144,14 @@ class Rank:
             for module, number in modules:
                 _add(forward, self.kernels.seconds(module.forward), number)
                 frozen = self.job.frozen_forwards * sum(self.kernels.seconds(module.forward).values())
-                _add(forward, {"reference model": frozen}, number)
+                _add(forward, {self.job.second_name: frozen}, number)
                 _add(inputs, self.kernels.seconds(module.backward_input), number)
                 _add(weights, self.kernels.seconds(module.backward_weight), number)
                 recomputation = sum(self.kernels.seconds(module.recomputation).values())
                 _add(inputs, {"recomputation": recomputation}, number)
+            for module, number in self.second.modules[stage] if self.second else []:
+                frozen = sum(self.second.kernels.seconds(module.forward).values()) if self.second else 0.0
+                _add(forward, {self.job.second_name: frozen}, number)
             share = self.job.split[stage] / num_blocks / self.job.num_microbatches
             for axis, (in_forward, in_backward) in self.critical.items():
                 _add(forward, {f"exposed {axis}": in_forward * share})

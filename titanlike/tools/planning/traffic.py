@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import reference_of
 from titanlike.config.sections import DTYPE_BYTES
 from titanlike.tools.planning.collectives import FLOAT32, FLOAT64, INT64, Collective, Totals
@@ -26,6 +27,19 @@ ACTIVE_STAGES = 3  # of a rank, which torch's schedules with several stages per 
 def traffic(job: Job, rank: int = 0) -> list[Collective]:
     """Returns the collectives of a pipeline rank in a step after the first. Where shards are uneven, it has the largest."""
     totals = Totals()
+    stages = _passes(job, rank, totals)
+    if job.second is not None:
+        _passes(job.second, rank, totals)
+    if job.layout.pipeline > 1:
+        _pipeline(job, stages, totals)
+    _scalars(job, stages, totals)
+    _whole_matrices(job, list(stages), totals)
+    collectives = totals.collectives()
+    return _gathered_once(collectives) if job.program.gathers_once and job.layout.pipeline > 1 else collectives
+
+
+def _passes(job: Job, rank: int, totals: Totals) -> dict[int, Stage]:
+    """Adds the collectives of the forward and backward passes of a model, or of the forward passes alone. Returns its stages."""
     stages = {number: stage_of(job, number) for number in job.stages(rank)}
     _fsdp(job, rank, stages, totals)
     for number, stage in stages.items():
@@ -36,11 +50,11 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
             gathered = job.tokens * job.layout.context * INT64
             # Of each mask, with a window and without, and of the documents of pairs.
             masks = len({job.recipe.model.is_local(index) for index in stage.blocks})
-            number = masks * (1 + job.frozen_forwards) + job.trains_on_pairs
+            number = masks * (1 + job.frozen_forwards) + (job.trains_on_pairs and not job.forward_only)
             totals.add("all-gather", "context", "document ids", number * job.num_microbatches, gathered)
         _weight_maxima(job, stage, totals)
         if job.recipe.float8.scaling == "tensorwise" and any(parameter.float8 for parameter in stage.last):
-            _add_maxima(job, 2, totals)  # of the input and the gradient of the LM head
+            _add_maxima(job, 2 - job.forward_only, totals)  # of the input and the gradient of the LM head
     for block in _blocks(job, stages):
         if job.layout.tensor > 1:
             _tensor(job, block, totals)
@@ -48,12 +62,7 @@ def traffic(job: Job, rank: int = 0) -> list[Collective]:
             _context(job, block, totals)
         exchanged_tokens(job, block.recomputed, block.needs_grad or block.adapts_attention, totals)
         _activation_maxima(job, block, totals)
-    if job.layout.pipeline > 1:
-        _pipeline(job, stages, totals)
-    _scalars(job, stages, totals)
-    _whole_matrices(job, list(stages), totals)
-    collectives = totals.collectives()
-    return _gathered_once(collectives) if job.program.gathers_once and job.layout.pipeline > 1 else collectives
+    return stages
 
 
 def _gathered_once(collectives: Sequence[Collective]) -> list[Collective]:
@@ -91,11 +100,8 @@ def _fsdp(job: Job, rank: int, stages: dict[int, Stage], totals: Totals) -> None
                 for parameter in unit.parameters
             }
             # What has not been freed after the forward pass of the reference is read by the next one.
-            once_more = job.num_microbatches * unit.reshards if job.frozen_forwards and not job.has_second_model else 0
+            once_more = job.num_microbatches * unit.reshards if job.frozen_forwards else 0
             totals.add("all-gather", axis, "weights", calls + once_more, sum(sizes.values()))
-            if job.has_second_model:
-                frozen = [size for name, size in sizes.items() if not name.endswith(("lora_A", "lora_B"))]
-                totals.add("all-gather", axis, "weights", job.num_microbatches, sum(frozen))
         trainable = [parameter for parameter in unit.parameters if parameter.trainable]
         size = DTYPE_BYTES[training.reduce_dtype] * sum(parameter.padded(num_shards) for parameter in trainable)
         if trainable and num_shards > 1:
@@ -134,7 +140,7 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
     matrices, rowwise_matrices, experts = model.block_matrices(), model.rowwise_matrices, model.expert_parameters()
     for number, stage in stages.items():
-        needs_grad = number > 0 or job.recipe.trains_all_weights
+        needs_grad = (number > 0 or job.recipe.trains_all_weights) and not job.forward_only
         for parameters in stage.blocks.values():
             named = {parameter.name: parameter for parameter in parameters}
             layers = []
@@ -198,11 +204,20 @@ def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     sends_float8 = converted and recipe.float8.scaling == "tensorwise"
     forwards = num * (1 + job.frozen_forwards)
     totals.add("all-gather", "tensor", "activations", forwards, elements * (1 if sends_float8 else element))
-    totals.add("reduce-scatter", "tensor", "activations", num, elements * element)
-    softmaxes = forwards + num * job.trains_on_pairs  # the backward pass computes the logits again
+    totals.add("reduce-scatter", "tensor", "activations", num * (not job.forward_only), elements * element)
+    # The backward pass of pairs computes the logits again.
+    softmaxes = forwards + num * (job.trains_on_pairs and not job.forward_only)
     chunk = job.tokens if converted else recipe.training.loss_chunk or job.tokens
     for rows, calls in ((chunk, job.tokens // chunk), (job.tokens % chunk, 1)):
-        if rows:
+        softened = isinstance(recipe, DistillRecipe) and recipe.distillation.temperature != 1.0
+        if (
+            rows and job.distills
+        ):  # two maxima, three sums or two if the temperature is 1, and two more, in the student's loss
+            values: tuple[int, ...] = (2, 2 + softened, 2) if not job.forward_only else ()
+            values = (1, 1, 1, job.top_k, 1, 1) if job.top_k else values
+            for number in values:
+                totals.add("all-reduce", "tensor", "loss", num * calls, rows * number * FLOAT32)
+        elif rows:
             largest = FLOAT32 if recipe.model.logit_soft_cap else element  # soft-capped logits are in float32
             totals.add("all-reduce", "tensor", "loss", softmaxes * calls, rows * largest)
             totals.add("all-reduce", "tensor", "loss", softmaxes * calls * 2, rows * FLOAT32)  # two sums
@@ -252,7 +267,7 @@ def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
         one_gather = job.layout.tensor > 1 and not layer.experts
         shares_input = one_gather and layer.colwise <= block.float8  # cast once, before it is gathered
         inputs += (1 if shares_input else len(layer.colwise & block.float8)) + len(layer.rowwise & block.float8)
-    calls = inputs * (1 + block.recomputed + job.frozen_forwards) + len(block.float8)
+    calls = inputs * (1 + block.recomputed + job.frozen_forwards) + len(block.float8) * (not job.forward_only)
     _add_maxima(job, calls, totals)
 
 
@@ -288,7 +303,7 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     layout = job.layout
     batch = [axis for axis, size in (("replicate", layout.replicate), (fsdp_axis(job), job.num_shards)) if size > 1]
     # The loss, or that of pairs with seven metrics, in float64.
-    loss = FLOAT32
+    loss = 3 * FLOAT32 if job.distills else FLOAT32  # with the KL divergence and the cross-entropy
     if job.trains_on_pairs:
         loss = (8 if reference_of(job.recipe) != "none" else 7) * FLOAT64
         if (
@@ -296,7 +311,8 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
         ):  # log-probabilities and numbers of tokens, of as many documents as a sequence has tokens at most
             length = job.recipe.training.seq_len
             size = 2 * job.sequences * (length + length % 2) * FLOAT64
-            totals.add("all-reduce", "context", "loss", job.num_microbatches * (1 + job.frozen_forwards), size)
+            forwards = 1 + (reference_of(job.recipe) in ("adapter_off", "model"))
+            totals.add("all-reduce", "context", "loss", job.num_microbatches * forwards, size)
     for axis in batch:
         totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
         totals.add("all-reduce", axis, "scalars", 1, loss)
@@ -339,6 +355,8 @@ def _whole_matrices(job: Job, stages: list[int], totals: Totals) -> None:
 def num_gathers(job: Job, rank: int, stages: Mapping[int, Sequence[Unit]]) -> dict[int, list[int]]:
     """Returns how often a pipeline rank gathers each FSDP unit of its stages."""
     resharded = any(unit.reshards for units in stages.values() for unit in units)
+    if job.forward_only:
+        return {stage: [job.num_microbatches * unit.reshards for unit in units] for stage, units in stages.items()}
     if job.layout.pipeline == 1:
         return {
             stage: [job.num_microbatches * (1 + (unit.reshards and unit.in_backward)) for unit in units]

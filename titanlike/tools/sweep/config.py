@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 from titanlike.config import PretrainRecipe, UserError, load
 from titanlike.config.base import FilePath, Name, NonNegative, Positive, has_control_characters, section, shown
-from titanlike.config.dpo import DpoRecipe
 from titanlike.config.load import COMMAND_LINE, _toml, dump, nearest, read, show_value
 from titanlike.config.schema import describe
 from titanlike.config.shipped import REPOSITORY, recipe_path
 from titanlike.run.preflight import check_machine, check_recipe
 from titanlike.run.start import name_of, program_of
-from titanlike.tools.programs import SHIPPED, load_known, run_program
+from titanlike.tools.programs import SHIPPED, load_known, recipe_types, run_program
 from titanlike.utils.system import visible_gpus
 
 METRICS = ("validation_loss", "loss", "tokens_per_second", "memory_gib")
@@ -243,7 +242,8 @@ def _dimension(file: Path, key: str, table: Any) -> Dimension:
         raise UserError(f"{where}: log = true requires low > 0, got {low}")
     if step is not None and (log or step <= 0):
         raise UserError(f"{where}: step = {step} must be positive, and excludes log = true; change one of them")
-    types = {description.name: description.type for description in describe(DpoRecipe)}
+    keys = (key for recipe_type in recipe_types().values() for key in describe(recipe_type))
+    types = {description.name: description.type for description in keys}
     numbers = (low, high, *([] if step is None else [step]))
     is_integer = all(isinstance(number, int) for number in numbers) and not types.get(key, "").startswith("number")
     return Dimension(key, low=low, high=high, log=bool(log), step=step, is_integer=is_integer)

@@ -114,7 +114,8 @@ def verify(recipe: Path, layout: str, steps: int, tolerance: str = "", overrides
         print(
             f"  {' and '.join(missing)}: not in this recipe; an optimizer that amplifies rounding may require --tolerance"
         )
-    own = [f"[{name}]" for name in values if name not in FinetuneRecipe.__dataclass_fields__]
+    changed = {key.partition(".")[0] for key in smaller}
+    own = [f"[{name}]" for name in values if name not in FinetuneRecipe.__dataclass_fields__ and name not in changed]
     own += [f"optimizer.{key}" for key in values.get("optimizer", {}) if key not in Optimizer.__dataclass_fields__]
     if own:
         print(f"not changed, because only this program has them: {', '.join(own)}")

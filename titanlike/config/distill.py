@@ -1,0 +1,136 @@
+"""The recipe of `recipes/distill.py`: that of fine-tuning with a teacher. Does not import torch."""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from titanlike.config.base import FilePath, Fraction, NonNegative, section
+from titanlike.config.finetune import FinetuneRecipe
+from titanlike.config.sections import PretrainRecipe
+from titanlike.models.base_config import TransformerConfig
+from titanlike.models.configs import ModelConfig
+from titanlike.models.llama_config import LlamaConfig
+
+RANDOM = "random"
+
+
+@section
+class Distillation:
+    """The teacher's weights, and the loss that compares the model with it."""
+
+    teacher: FilePath = ""
+    """Weights of the teacher: a Hugging Face folder, a run directory (its newest checkpoint) or a checkpoint. The section `teacher`
+    describes its architecture. It has the tokenizer of the model. `random` draws its weights, to measure speed and memory."""
+    loss: Literal["forward_kl", "reverse_kl"] = "forward_kl"
+    """KL divergence of a token. `forward_kl`: KL(teacher || model), which covers all that the teacher finds likely. `reverse_kl`:
+    KL(model || teacher), which avoids what the teacher finds unlikely."""
+    temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
+    """Divides the logits of both models before the KL divergence, which is multiplied by its square: the gradients keep their
+    size. Values above 1 give more weight to unlikely tokens."""
+    label_weight: Fraction = 0.5
+    """Weight of the cross-entropy of the labels in the loss. That of the KL divergence is 1 - `label_weight`."""
+    top_k: NonNegative = 0
+    """Keep the log-probabilities of the teacher's `top_k` likeliest tokens, and of all others together, in `data.cache`: the
+    teacher computes them once, for all sequences of the data, before the first step, and is not loaded again. The KL divergence is
+    then that of these `top_k` + 1 events. 0: the teacher computes in each step, and the divergence is that of the vocabulary."""
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Factors of the KL divergence and of the cross-entropy in the loss."""
+        return self.temperature**2 * (1.0 - self.label_weight), self.label_weight
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction among the keys."""
+        if not self.teacher:
+            yield (
+                "distillation.teacher is empty; give a run, a checkpoint or a Hugging Face folder, or 'random' to measure speed "
+                "and memory"
+            )
+        if self.label_weight == 1.0:
+            yield "distillation.label_weight = 1.0 leaves nothing to learn from the teacher; use less, or the program 'finetune'"
+
+
+@section
+class DistillRecipe(FinetuneRecipe):
+    """The recipe of `recipes/distill.py`."""
+
+    recipe: FilePath = "distill"
+    """Training program: the name of a file next to the recipe or in `recipes/`, or a path. It is relative to the recipe, and on the
+    command line to the working directory."""
+    teacher: ModelConfig = LlamaConfig()
+    distillation: Distillation = Distillation()
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"
+    )
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of the forward and backward pass of a token, and of the forward pass of the teacher."""
+        # The backward pass has twice as many as the forward pass.
+        of_teacher = 0 if self.distillation.top_k else self.teacher.flops_per_token(self.training.seq_len) // 3
+        return super().flops_per_token + of_teacher
+
+    @property
+    def initial_weights(self) -> dict[str, tuple[str, TransformerConfig]]:
+        """The models whose weights are read, by the key that names the files."""
+        read = self.distillation.teacher not in ("", RANDOM)
+        of_teacher = {"distillation.teacher": (self.distillation.teacher, self.teacher)} if read else {}
+        return super().initial_weights | of_teacher
+
+    def problems(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction between sections."""
+        yield from super().problems()
+        model, teacher, parallelism = self.model, self.teacher, self.parallelism
+        if teacher.vocab_size != model.vocab_size:
+            yield (
+                f"teacher.vocab_size = {teacher.vocab_size} differs from model.vocab_size = {model.vocab_size}; the KL divergence "
+                "compares the same tokens, so use a teacher with the tokenizer and the vocabulary of the model"
+            )
+        if self.training.seq_len > teacher.max_seq_len:
+            yield (
+                f"training.seq_len = {self.training.seq_len} is longer than the teacher's max_seq_len = {teacher.max_seq_len}; use "
+                f"{teacher.max_seq_len} or less"
+            )
+        if parallelism.pipeline > 1:
+            yield (
+                f"parallelism.pipeline = {parallelism.pipeline}: the teacher's logits of a micro-batch are computed with those of "
+                "the model, and pipeline schedules interleave micro-batches; use parallelism.shard, tensor or context instead"
+            )
+        for name, size in teacher.tensor_parallel_sizes().items():
+            if size % parallelism.tensor:
+                yield (
+                    f"parallelism.tensor = {parallelism.tensor} does not divide teacher.{name} = {size}; use a divisor of it"
+                )
+        for problem in teacher.expert_parallel_problems(parallelism.expert):
+            yield problem.replace("model.", "teacher.")
+        if self.distillation.top_k > teacher.vocab_size:
+            yield (
+                f"distillation.top_k = {self.distillation.top_k} is more than teacher.vocab_size = {teacher.vocab_size}; use less, "
+                "or 0"
+            )
+        if self.distillation.top_k and self.data.source == "stream":
+            yield (
+                f"distillation.top_k = {self.distillation.top_k} is computed for all sequences before the first step, which "
+                "data.source = 'stream' does not have; use 'text' or 'shards', or top_k = 0"
+            )
+        if self.training.z_loss:
+            yield f"training.z_loss = {self.training.z_loss} is no part of the loss of distillation; set it to 0"
+
+    def summary_lines(self) -> list[str]:
+        """Returns lines about the teacher and the loss, besides those of LoRA."""
+        section = self.distillation
+        divergence = "KL(teacher || model)" if section.loss == "forward_kl" else "KL(model || teacher)"
+        weights = "random weights" if section.teacher == RANDOM else section.teacher
+        weights += f", its {section.top_k} likeliest tokens from a cache" if section.top_k else ""
+        return [
+            *super().summary_lines(),
+            f"teacher {self.teacher.label()}: {weights}",
+            f"loss    {1.0 - section.label_weight:g} x {divergence} at temperature {section.temperature:g}, "
+            f"{section.label_weight:g} x cross-entropy",
+        ]
+
+
+def teacher_of(recipe: PretrainRecipe) -> TransformerConfig | None:
+    """Returns the teacher's config of a recipe, or None if its program has no teacher, for tools that work with any program."""
+    return recipe.teacher if isinstance(recipe, DistillRecipe) else None

@@ -1,0 +1,175 @@
+"""Training with a teacher: its logits, the loss and its gradients, and the loss of held-out data."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlike.config import UserError
+from titanlike.config.distill import RANDOM, DistillRecipe
+from titanlike.config.sections import Parallelism
+from titanlike.data.batches.dataloaders import DataLoaders
+from titanlike.data.batches.loader import Batch, BatchLoader
+from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
+from titanlike.distributed import collectives, process_group
+from titanlike.interop.weights import CheckpointWeights, Weights, open_weights
+from titanlike.models.distillation_loss import DistillationLoss, HiddenStates, TeacherLogits, set_distillation_loss
+from titanlike.models.layers import set_loss
+from titanlike.models.loss import num_valid
+from titanlike.optim.clipping import unscale_gradients
+from titanlike.parallelisms.mesh import Mesh
+from titanlike.parallelize import fsdp_units
+from titanlike.run.precomputation import NO_SHARE
+from titanlike.run.second_model import build_frozen_model
+
+if TYPE_CHECKING:
+    from titanlike.models.top_k_loss import TopK
+
+# Of several scripts, with spaces, digits and code: another tokenizer divides it otherwise.
+PROBE = (
+    "def f(x):\n    return x**2  # 3.14159, 2026\n\nThe quick brown fox; Größe, naïveté, 東京, Москва, 🙂!\t  <tag/>\n"
+)
+
+Logits = Callable[[Batch], AbstractContextManager[TeacherLogits]]
+Targets = Callable[[Batch], "AbstractContextManager[TeacherLogits | TopK]"]
+
+
+def build_objective(
+    recipe: DistillRecipe,
+    model: nn.Module,
+    mesh: Mesh,
+    parallelism: Parallelism,
+    device: torch.device,
+    tokenizer: Tokenizer,
+    data: DataLoaders,
+) -> "Objective":
+    """Returns the objective of a recipe, with its teacher, and sets the loss of the model."""
+    section = recipe.distillation
+    weights, seed = "" if section.teacher == RANDOM else section.teacher, recipe.run.seed + 1
+    if weights:
+        check_tokenizer(open_weights(Path(weights), verify_share=NO_SHARE), tokenizer)
+
+    def build_teacher() -> Logits:
+        process_group.announce(f"building the teacher: {recipe.teacher.label()}")
+        frozen = build_frozen_model(
+            recipe.teacher, weights, recipe, mesh, parallelism, device, key="distillation.teacher", seed=seed
+        )
+        return Teacher(frozen, reshards=parallelism.reshard_after_forward != "never").logits
+
+    if section.top_k:
+        from titanlike.run.likeliest_tokens import add_top_k, of_batch
+
+        add_top_k(recipe, mesh, data, weights, seed, build_teacher)
+        gc.collect()  # FSDP's modules refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        targets: Targets = lambda batch: nullcontext(of_batch(batch))  # noqa: E731
+    else:
+        targets = build_teacher()
+    loss = set_distillation_loss(model, section)
+    return Objective(loss, targets, section.weights, mesh, parallelism.gradient_sync)
+
+
+def check_tokenizer(weights: Weights, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` if a teacher was trained with another tokenizer, as far as its files tell."""
+    remedy = "a KL divergence compares the same tokens: use a teacher with the tokenizer of the model"
+    if isinstance(weights, CheckpointWeights):
+        if weights.metadata.tokenizer in ("", tokenizer.fingerprint):
+            return
+    elif not Path(weights.path, "tokenizer.json").is_file():
+        return
+    other = build_tokenizer(weights.tokenizer, weights.config.vocab_size)
+    if other.encode(PROBE).tolist() != tokenizer.encode(PROBE).tolist():
+        raise UserError(
+            f"distillation.teacher: {weights.path} has the tokenizer {weights.tokenizer.encoding!r}, which encodes text otherwise "
+            f"than tokenizer.encoding = {tokenizer.section.encoding!r}; {remedy}"
+        )
+
+
+class Teacher:
+    """A frozen model, of which the logits are computed in the loss of another one."""
+
+    def __init__(self, model: nn.Module, *, reshards: bool = True) -> None:
+        """`reshards`: whether FSDP frees the weights of the LM head after they have been read."""
+        self.model, self.kept = model, HiddenStates()
+        set_loss(model, self.kept)
+        self.head_unit: Any = None
+        if reshards and isinstance(model, FSDPModule):
+            # The loss reads the weight after the forward pass.
+            last = fsdp_units(model)[-1]
+            is_tied = not list(model.get_submodule("output").parameters())
+            self.head_unit = model if is_tied else last[0] if isinstance(last, list) else last
+            self.head_unit.set_reshard_after_forward(False, recurse=False)
+
+    @contextmanager
+    def logits(self, batch: Batch) -> Iterator[TeacherLogits]:
+        """Yields what the logits of a batch are computed from, and frees it after the context."""
+        inputs = {name: value for name, value in batch.inputs.items() if name != "dropout_bits"}
+        with torch.no_grad():
+            self.model(**inputs, labels=batch.labels)
+        try:
+            yield cast(TeacherLogits, self.kept.found)
+        finally:
+            self.kept.found = None
+            if self.head_unit is not None:
+                self.head_unit.reshard()
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The mean loss over the valid labels, all of which have the same weight, whatever their rank and micro-batch."""
+
+    loss: DistillationLoss
+    targets: Targets
+    weights: tuple[float, float]  # of the KL divergence and of the cross-entropy
+    mesh: Mesh
+    gradient_sync: str
+
+    def forward_backward(
+        self, model: nn.Module, microbatches: Sequence[Batch], num_tokens: Tensor, loss_scale: float = 1.0
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Computes the gradients of the mean loss over the `num_tokens` of the global batch. Returns that loss, this rank's share
+        of it, and the means of the metrics."""
+        batches: Iterable[Batch] = microbatches
+        if isinstance(model, FSDPModule):
+            from titanlike.parallelisms.fsdp import accumulate_gradients
+
+            batches = accumulate_gradients(model, microbatches, self.gradient_sync)
+        totals = torch.zeros(3, device=num_tokens.device)
+        for batch in batches:
+            loss, sums = self._loss(model, batch)
+            (loss / num_tokens * loss_scale).backward()
+            totals += torch.cat((loss.detach()[None], sums)) / num_tokens
+        unscale_gradients(model, loss_scale)
+        local_loss = totals[0].clone()
+        loss, divergence, cross_entropy = collectives.all_reduce_sum(totals, self.mesh.loss_groups).unbind()
+        return loss, local_loss, {"kl": divergence, "cross_entropy": cross_entropy}
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module, batches: BatchLoader, num_batches: int, mesh: Mesh) -> dict[str, float]:
+        """Returns the mean loss, KL divergence and cross-entropy of the same held-out batches each time. They are equal on all
+        ranks."""
+        total = torch.zeros(3, device=batches.device, dtype=collectives.sum_dtype(batches.device))
+        for microbatches in batches.first_batches(num_batches):
+            for batch in microbatches:
+                _, sums = self._loss(model, batch)
+                total[:2] += sums
+                total[2] += num_valid(batch.labels)
+        divergence, cross_entropy, count = collectives.all_reduce_sum(total, mesh.loss_groups).tolist()
+        means = divergence / count, cross_entropy / count
+        loss = sum(weight * mean for weight, mean in zip(self.weights, means, strict=True))
+        return {"loss": loss, "kl": means[0], "cross_entropy": means[1]}
+
+    def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = {name: value for name, value in batch.inputs.items() if not name.startswith("teacher_")}
+        with self.targets(batch) as self.loss.teacher:
+            loss = model(**inputs, labels=batch.labels)
+        self.loss.teacher = None
+        assert self.loss.sums is not None
+        return loss, self.loss.sums

@@ -1,0 +1,59 @@
+"""What a frozen model computes of all data, once: its batches, and what identifies its weights in the name of a cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlike.data.batches.loader import Batch, BatchLoader
+from titanlike.data.batches.packed_dataset import SequenceBatch, SequenceDataset
+from titanlike.data.documents.files import local_file, versions_of
+from titanlike.interop.weights import open_weights
+from titanlike.parallelisms.mesh import Mesh
+
+NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
+
+
+def batches_in_order(dataset: SequenceDataset, training: BatchLoader, mesh: Mesh) -> Iterator[tuple[int, Batch]]:
+    """Yields the sequences of a dataset in order, each once, and then others: micro-batches of this rank, of the shape of those in
+    training, each with the index of the first sequence of all ranks."""
+    batch_size = training.local_batch_size * mesh.num_data_ranks
+    loader = BatchLoader(
+        _InOrder(dataset, batch_size), global_batch_size=batch_size, local_batch_size=training.local_batch_size,
+        seed=training.seed, device=training.device, document_separator=training.document_separator,
+        **mesh.data_shard(dataset.seq_len),
+    )  # fmt: skip
+    for step in range(1, -(-dataset.num_sequences // batch_size) + 1):
+        (batch,) = loader.microbatches(step)
+        yield (step - 1) * batch_size, batch
+
+
+class _InOrder:
+    """The sequences of a dataset as a source."""
+
+    fingerprint = ""
+
+    def __init__(self, dataset: SequenceDataset, batch_size: int) -> None:
+        self.dataset, self.seq_len, self.batch_size = dataset, dataset.seq_len, batch_size
+
+    def describe(self, steps: int) -> str:
+        return self.dataset.contents
+
+    def load_position(self, position: object) -> None:
+        """Does nothing: the step number is the only state."""
+
+    def position(self) -> None:
+        return None
+
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        indices = (step - 1) * self.batch_size + np.array(rows)
+        return SequenceBatch(indices, *self.dataset.read(indices % self.dataset.num_sequences))
+
+
+def version_of_weights(initial: str, seed: int) -> list[Any]:
+    """Returns what differs after a change of the files of weights, or of the seed of random ones."""
+    if not initial:
+        return ["random", seed]
+    folder = Path(open_weights(Path(initial), verify_share=NO_SHARE).path)
+    return versions_of([local_file(path) for path in sorted(folder.iterdir()) if path.is_file()])
