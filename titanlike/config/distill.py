@@ -87,6 +87,8 @@ class DistillRecipe(FinetuneRecipe):
                 f"teacher.vocab_size = {teacher.vocab_size} differs from model.vocab_size = {model.vocab_size}; the KL divergence "
                 "compares the same tokens, so use a teacher with the tokenizer and the vocabulary of the model"
             )
+        if not teacher.causal:
+            yield f"teacher.name = {teacher.name!r} is an encoder, which does not predict the next token; use a decoder"
         if self.training.seq_len > teacher.max_seq_len:
             yield (
                 f"training.seq_len = {self.training.seq_len} is longer than the teacher's max_seq_len = {teacher.max_seq_len}; use "

@@ -38,7 +38,10 @@ class HiddenStates:
 
     found: TeacherLogits | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float, bias: Tensor | None = None
+    ) -> Tensor:
+        assert bias is None  # only heads of encoders have one
         self.found = TeacherLogits(x, weight, soft_cap)
         return x.new_zeros(())
 
@@ -55,7 +58,10 @@ class DistillationLoss:
         self.teacher: TeacherLogits | TopK | None = None
         self.sums: Tensor | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float, bias: Tensor | None = None
+    ) -> Tensor:
+        assert bias is None  # only heads of encoders have one
         if self.teacher is None:
             return self.head_loss(x, weight, labels, soft_cap)
         loss, self.sums = distillation_loss(

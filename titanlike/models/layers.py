@@ -124,7 +124,7 @@ class TiedLMHead(nn.Module):
         return head_output(self, x, self.weight, labels)
 
 
-def set_loss(model: nn.Module, loss: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]) -> None:
+def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
     """Sets the loss that a model returns for labels. Its `output` has to be an `LMHead` or a `TiedLMHead`."""
     head: Any = without_owner(model.get_submodule("output"))
     if not isinstance(head, LMHead | TiedLMHead):
