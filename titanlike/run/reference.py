@@ -101,10 +101,11 @@ def _compute(
     size = 2 * max(dataset.first_pair + dataset.num_pairs_in_all for dataset in datasets)
     table = torch.zeros(size, device=training.device, dtype=collectives.sum_dtype(training.device))
     for dataset in datasets:
-        for _, batch in batches_in_order(dataset, training, mesh):
+        for first, batch in batches_in_order(dataset, training, mesh):
             places = places_of(batch, mesh)
             answers = answers_of(model, batch, places, mesh)
-            found = answers.is_pair
+            rows = mesh.data_rank * len(batch.labels) + torch.arange(len(batch.labels), device=training.device)
+            found = answers.is_pair & (first + rows < dataset.num_sequences)[:, None]  # the others are again the first ones
             table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
     for module in model.modules():
         if isinstance(module, FSDPModule):
