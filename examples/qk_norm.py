@@ -31,7 +31,7 @@ class QKNormConfig(LlamaConfig):
     def block_parameters(self) -> dict[str, ParameterSpec]:
         """Adds the two norms, with their tensor-parallel style."""
         norms = ("attention.query_norm.weight", "attention.key_norm.weight")
-        return super().block_parameters() | dict.fromkeys(norms, ParameterSpec((self.head_dim,), "qk_norm"))
+        return super().block_parameters() | dict.fromkeys(norms, ParameterSpec((self.head_dim,), "replicated"))
 
 
 class QKNormAttention(Attention):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.training import MIXTRAL, QWEN3_MOE, SHARED_EXPERTS
+from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, SHARED_EXPERTS
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.optimizer import OptimizerGroup
 
@@ -28,10 +28,12 @@ FULL: dict[str, Any] = {"activation_checkpoint": dict(mode="full")}
 LORA: dict[str, Any] = {"lora": dict(rank=4)}
 # Sections.
 MUON: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
+MUON_ATTENTION: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="attention", optimizer="muon"),))
 FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 
 MOE_MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
+MOE_MODELS |= {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3}
 MOE_MODELS["few experts"] = replace(QWEN3_MOE, num_experts=3)
 
 # The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
@@ -69,6 +71,18 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "EP x FSDP, Muon": ("qwen3_moe", dict(shard=4, expert=2), 1, {"optimizer": MUON}),
     "EP x TP, LoRA": ("shared experts", dict(shard=2, tensor=2, expert=2), 2, LORA),
     "EP x CP, documents": ("qwen3_moe", dict(context=2, expert=2), 4, {"data": dict(document_masks=True)}),
+    "MLA, FSDP": ("deepseek_v3", dict(shard=2), 2, {}),
+    "MLA, TP": ("deepseek_v2", dict(tensor=2), 4, {}),
+    "MLA, CP x TP": ("deepseek_v3", dict(context=2, tensor=2), 4, {}),
+    "MLA, CP, documents": ("deepseek_v2", dict(context=2), 4, {"data": dict(document_masks=True)}),
+    "MLA, PP zbv x TP": ("deepseek_v3", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, {}),
+    "MLA, EP x TP": ("deepseek_v3", dict(shard=2, tensor=2, expert=2), 2, {}),
+    "MLA, EP x PP 1f1b": ("deepseek_v2", dict(pipeline=2, shard=2, expert=2), 1, {}),
+    "MLA, EP x FSDP, full checkpointing": ("deepseek_v3", dict(shard=4, expert=2), 1, FULL),
+    "MLA, TP x FSDP, compiled, selective": ("deepseek_v3", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "MLA, EP x TP, compiled": ("deepseek_v2", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
+    "MLA, TP x FSDP, Muon": ("deepseek_v3", dict(tensor=2, shard=2), 2, {"optimizer": MUON_ATTENTION}),
+    "MLA, EP x TP, LoRA": ("deepseek_v3", dict(shard=2, tensor=2, expert=2), 2, LORA),
 }
 
 

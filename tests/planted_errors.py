@@ -94,8 +94,8 @@ ERRORS = {
     ),
     "QK-norm gradient": Planted(
         "titanlike/parallelisms/tensor.py",
-        '"qk_norm": Style(LocalTokens),',
-        '"qk_norm": Style(LocalTokens, partial_gradient=False),',
+        '"replicated": Style(LocalTokens),',
+        '"replicated": Style(LocalTokens, partial_gradient=False),',
         "tests/distributed/test_families.py",
     ),
     "router gradient": Planted(

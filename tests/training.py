@@ -25,6 +25,7 @@ from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
 from titanlike.config.mlm import MlmRecipe
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models.bert_config import BertConfig
+from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.init import initialize
@@ -72,6 +73,14 @@ SHARED_EXPERTS = dataclasses.replace(
     QWEN3_MOE, num_experts=4, experts_per_token=2, num_shared_experts=2, router_score="sigmoid", router_scale=2.5,
     balance_bias_rate=0.01,
 )  # fmt: skip
+# Under a pipeline with four stages, the first one has no experts.
+DEEPSEEK: dict[str, Any] = dict(
+    dim=64, num_layers=4, num_heads=4, dense_ffn_dim=96, ffn_dim=48, vocab_size=320, num_experts=8, experts_per_token=3,
+    kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, rope_scaling=4.0, rope_original_seq_len=16,
+    balance_loss=0.1,
+)  # fmt: skip
+DEEPSEEK_V2 = DeepseekV2Config(**DEEPSEEK)
+DEEPSEEK_V3 = DeepseekV3Config(**DEEPSEEK, q_lora_rank=24, balance_bias_rate=0.01)
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
 TINY: dict[str, dict[str, Any]] = dict(

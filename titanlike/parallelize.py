@@ -6,7 +6,7 @@ The model is on the meta device throughout; `models.init.initialize` allocates t
 A transform is imported where the recipe asks for it: a run imports no other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -53,7 +53,6 @@ def parallelize(
     Returns:
         The model or, with more than one pipeline stage, a `Pipeline` that holds this rank's stages.
     """
-    tensor_plan = cast(Mapping[str, str], model.tensor_plan)
     compute_dtype = getattr(torch, training.compute_dtype)
     if loss is not None:
         from titanlike.models.token_loss import check_loss
@@ -104,14 +103,16 @@ def parallelize(
         from titanlike.parallelisms.tensor_overlap import overlap_tensor
 
         for part in parts:
-            apply_tensor(part, tensor_plan, mesh.tensor, blocks=blocks(part), replicated_io=False)
+            apply_tensor(part, part.tensor_plan, mesh.tensor, blocks=blocks(part), replicated_io=False)
             if parallelism.async_tensor_parallel:
                 overlap_tensor(part, mesh.tensor)
     inner_units: dict[nn.Module, DeviceMesh] = {}
     if mesh.expert is not None and mesh.expert_fsdp is not None:
+        from titanlike.models.experts import routers
         from titanlike.parallelisms.expert import apply_expert
 
-        for part in parts:
+        # A stage of the first blocks may have none.
+        for part in [part for part in parts if len(parts) == 1 or any(routers(part))]:
             inner_units |= dict.fromkeys(apply_expert(part, mesh.expert), mesh.expert_fsdp)
     if use_float8:
         for part in parts:

@@ -18,6 +18,7 @@ from tests.pool import Pool
 from tests.training import build, tiny
 from titanlike.config import PretrainRecipe
 from titanlike.data.batches.loader import Batch
+from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
@@ -47,6 +48,17 @@ GEMMA3 = Gemma3Config(
 )
 
 MIXTRAL = MixtralConfig(dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=2048, num_experts=4)
+# Fewer blocks without experts than stages of a simulated model have blocks, of which it has six.
+DEEPSEEK_V3 = DeepseekV3Config(
+    dim=128,
+    num_layers=8,
+    num_heads=4,
+    num_dense_layers=2,
+    dense_ffn_dim=384,
+    ffn_dim=128,
+    vocab_size=2048,
+    q_lora_rank=48,
+)
 
 CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "one process": (dict(), {}),
@@ -63,6 +75,7 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "MoE, FSDP": (dict(shard=2), dict(model=MIXTRAL)),
     "MoE, EP": (dict(shard=2, expert=2), dict(model=MIXTRAL)),
     "MoE, EP x FSDP": (dict(shard=4, expert=2), dict(model=MIXTRAL)),
+    "MLA, EP x FSDP": (dict(shard=4, expert=2), dict(model=DEEPSEEK_V3)),
     "CP x FSDP": (dict(context=2, shard=2), {}),
     "PP x FSDP": (dict(pipeline=2, shard=2), {}),
     "FSDP, float8": (

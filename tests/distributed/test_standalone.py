@@ -188,8 +188,8 @@ class Encoder(nn.Module):
 
 BLOCK_PLAN = {
     "blocks.*.norm": "sequence_parallel", "blocks.*.attn": "all_gather_input", "blocks.*.attn.q": "colwise",
-    "blocks.*.attn.k": "colwise", "blocks.*.attn.v": "colwise", "blocks.*.attn.q_norm": "qk_norm",
-    "blocks.*.attn.k_norm": "qk_norm", "blocks.*.attn.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
+    "blocks.*.attn.k": "colwise", "blocks.*.attn.v": "colwise", "blocks.*.attn.q_norm": "replicated",
+    "blocks.*.attn.k_norm": "replicated", "blocks.*.attn.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
     "blocks.*.scale": "sequence_parallel",
 }  # fmt: skip
 IDS_PLAN = BLOCK_PLAN | {"embed": "vocab_parallel", "position": "position_embedding", "head": "colwise_gather_output"}

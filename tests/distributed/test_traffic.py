@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 
-from tests.parity import CASES
+from tests.parity import CASES, MUON_ATTENTION
 from tests.parity import Case as ParityCase
 from tests.pool import Pool
 from tests.traffic import count, planned
-from tests.training import BERT, GEMMA2, MODELS, MODERNBERT, QWEN2, QWEN3, QWEN3_MOE, SHARED_EXPERTS, tiny
+from tests.training import (
+    BERT,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA2,
+    MODELS,
+    MODERNBERT,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    SHARED_EXPERTS,
+    tiny,
+)
 from titanlike.config.dpo import PreferenceData
 from titanlike.config.sections import Parallelism
 from titanlike.tools.planning.job import Job
@@ -153,6 +165,16 @@ OTHERS |= {
     "*MoE, EP, compiled, selective checkpointing": (FSDP | EP, QWEN3_MOE, COMPILED | SELECTIVE),
     "*MoE, EP x FSDP, LoRA": (FSDP4 | EP, QWEN3_MOE, lora("attention")),
     "*MoE, EP x FSDP, float8 all-gather": (FSDP4 | EP, QWEN3_MOE, GATHER),
+}
+OTHERS |= {
+    "MLA, EP x TP": (FSDP | TP | EP, DEEPSEEK_V3, {}),
+    "*MLA, CP x TP, full checkpointing": (CP | TP, DEEPSEEK_V2, FULL),
+    "*MLA, EP x PP zbv x FSDP": (FSDP | PP | ZBV | EP, DEEPSEEK_V3, TWO),
+    "*MLA, TP x FSDP, float8 all-gather": (TP | FSDP, replace(DEEPSEEK_V3, v_head_dim=24), GATHER),
+    "*MLA, TP, float8": (TP, replace(DEEPSEEK_V3, v_head_dim=24), float8()),
+    "*MLA, TP x FSDP, Muon": (TP | FSDP, DEEPSEEK_V3, {"optimizer": MUON_ATTENTION, "run": dict(device="cpu")}),
+    "*MLA, TP, LoRA": (TP, DEEPSEEK_V3, lora("attention")),
+    "*MLA, CP, LoRA": (CP, DEEPSEEK_V2, lora("wq", "layers.2.attention.wkv_b")),
 }
 PAIRS = {"data": PreferenceData(source="synthetic_preference")}
 UNBALANCED = replace(QWEN3_MOE, balance_loss=0.0)

@@ -65,6 +65,12 @@ KEYS = (
     "norm_topk_prob",
     "num_experts",
     "num_local_experts",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_method",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "routed_scaling_factor",
     "query_pre_attn_scalar",
     "final_logit_softcapping",
     "rope_local_base_freq",
@@ -137,6 +143,7 @@ def originals() -> list[Path]:
         small: TransformerConfig = dataclasses.replace(config, **SMALL)  # type: ignore[type-var]
         fields = {field.name for field in dataclasses.fields(small)}  # type: ignore[arg-type]
         others = {"num_kv_heads": 1, "ffn_dim": 16, "num_experts": 3, "experts_per_token": 2, "head_dim": 8}
+        others |= {"num_dense_layers": 1, "num_expert_groups": 1, "groups_per_token": 1}
         small = dataclasses.replace(small, **{key: value for key, value in others.items() if key in fields})  # type: ignore[type-var]
         folder = root / name
         weights = MemoryWeights(model_of(small), small, Section(encoding=str(root / "tokenizer")))

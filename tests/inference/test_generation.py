@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {
     name: dataclasses.replace(CONFIGS[name], vocab_size=320)
-    for name in ("grouped-query", "GPT-2", "Gemma 2", "Qwen3-MoE")  # type: ignore[type-var]
+    for name in ("grouped-query", "GPT-2", "Gemma 2", "Qwen3-MoE", "DeepSeek-V3")  # type: ignore[type-var]
 }
 
 
@@ -38,7 +38,7 @@ def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) 
     return CachedLogits(model, mesh, max_new_tokens=count, max_length=config.max_seq_len, device=CPU)
 
 
-@pytest.mark.parametrize("name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3", "Mixtral", "DeepSeek-V2"])
 def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) -> None:
     config, mesh, count = CONFIGS[name], build_mesh("cpu"), 40
     model = model_of(config)
@@ -59,7 +59,7 @@ def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) 
     )
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma 2"])
+@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma 2", "DeepSeek-V3"])
 def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(name: str, alone: None) -> None:
     config = CONFIGS[name]
     model = model_of(config)
@@ -89,10 +89,10 @@ def document_masks(model: nn.Module) -> list[DocumentMask]:
     return [module for module in model.modules() if isinstance(module, DocumentMask)]
 
 
-@pytest.mark.parametrize("name", ["grouped-query", "Gemma 2", "Gemma 3"])
+@pytest.mark.parametrize("name", ["grouped-query", "Gemma 2", "Gemma 3", "DeepSeek-V3", "DeepSeek-V2-Lite"])
 def test_the_cache_takes_several_tokens_at_a_time(name: str) -> None:
     config = CONFIGS[name]
-    if name != "grouped-query":
+    if "Gemma" in name:
         config = dataclasses.replace(config, sliding_window=4)  # type: ignore[type-var]
     model, tokens = model_of(config), torch.arange(24).view(2, 12)
     masks = document_masks(model)
@@ -104,6 +104,10 @@ def test_the_cache_takes_several_tokens_at_a_time(name: str) -> None:
                 model(tokens[:, first:end], position_ids=torch.arange(first, end)[None])
                 for first, end in ((0, 5), (5, 9), (9, 10), (10, 12))
             ]
+            caches = [module.cache for module in model.modules() if isinstance(module, CachedAttention)]
+        if "DeepSeek" in name:  # the latent vector of each token, and the key that is rotated
+            shape = (2, 1, 12, config.kv_lora_rank + config.qk_rope_head_dim)  # type: ignore[attr-defined]
+            assert [[one.shape for one in cache or ()] for cache in caches] == [[shape]] * config.num_layers
         torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(model(tokens), expected)  # the model is as before
 
@@ -168,8 +172,8 @@ def _refusal() -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        *("Llama 3.1", "Gemma 3", "Qwen3-MoE"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Gemma 2", "Mixtral")),
+        *("Llama 3.1", "Gemma 3", "Qwen3-MoE", "DeepSeek-V3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Gemma 2", "Mixtral", "DeepSeek-V2")),
     ],
 )
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path, alone: None) -> None:

@@ -13,6 +13,7 @@ from titanlike.interop.export import export
 from titanlike.interop.weights import Weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.bert_config import BertConfig
+from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
@@ -28,6 +29,21 @@ GROUPED: dict[str, Any] = SIZES | dict(num_heads=4, num_kv_heads=2, ffn_dim=112)
 GEMMA: dict[str, Any] = GROUPED | dict(head_dim=24, query_scalar=20.0, sliding_window=40)
 LLAMA = LlamaConfig(**GROUPED | dict(num_heads=8))
 QWEN3_MOE = Qwen3MoeConfig(**GROUPED | dict(head_dim=24, ffn_dim=40, num_experts=6, experts_per_token=3))
+# Groups of experts limit the selection, and YaRN scales some frequencies, keeps some, and interpolates between.
+DEEPSEEK: dict[str, Any] = SIZES | dict(
+    num_heads=4,
+    dense_ffn_dim=112,
+    ffn_dim=40,
+    num_experts=8,
+    experts_per_token=3,
+    num_expert_groups=4,
+    groups_per_token=2,
+    kv_lora_rank=40,
+    qk_nope_head_dim=20,
+    qk_rope_head_dim=16,
+    v_head_dim=28,
+)
+YARN: dict[str, Any] = dict(rope_scaling=8.0, rope_original_seq_len=200)  # fmt: skip
 CONFIGS: dict[str, TransformerConfig] = {
     "grouped-query": LLAMA,
     "tied": dataclasses.replace(LLAMA, tied_head=True, norm_eps=1e-3),
@@ -42,6 +58,14 @@ CONFIGS: dict[str, TransformerConfig] = {
     "Qwen3-MoE": QWEN3_MOE,
     "Qwen3-MoE, router not normalized": dataclasses.replace(QWEN3_MOE, normalize_router=False),
     "Mixtral": MixtralConfig(**GROUPED | dict(ffn_dim=40, num_experts=5)),
+    "DeepSeek-V2": DeepseekV2Config(**DEEPSEEK | YARN | dict(q_lora_rank=36, num_dense_layers=2, router_scale=0.5)),
+    "DeepSeek-V2-Lite": DeepseekV2Config(
+        **DEEPSEEK | dict(num_expert_groups=1, groups_per_token=1, num_shared_experts=2)
+    ),
+    "DeepSeek-V3": DeepseekV3Config(**DEEPSEEK | YARN | dict(rope_mscale=0.5)),
+    "Moonlight": DeepseekV3Config(
+        **DEEPSEEK | dict(q_lora_rank=0, num_expert_groups=1, groups_per_token=1, norm_eps=1e-3)
+    ),
     "GPT-2": GPTConfig(**SIZES, num_heads=4),
 }
 
@@ -78,7 +102,7 @@ def model_of(config: TransformerConfig, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            scale = 0.5 if "embeddings" in name else 2.0 / parameter.shape[-1] ** 0.5
+            scale = 0.5 if "embeddings" in name or "expert_bias" in name else 2.0 / parameter.shape[-1] ** 0.5
             values = torch.randn(parameter.shape, generator=generator)
             one = 0.0 if getattr(config, "unit_offset_norm", False) else 1.0
             parameter.copy_(one + 0.2 * values if name.endswith("norm.weight") else scale * values)

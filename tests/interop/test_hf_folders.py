@@ -117,7 +117,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "has no model.safetensors and no"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), "does not contain an object"),
-    "architecture": (config(architectures=["MambaForCausalLM"]), "choose a model of BertForMaskedLM, GPT2LMHeadModel,"),
+    "architecture": (config(architectures=["MambaForCausalLM"]), "choose a model of BertForMaskedLM, DeepseekV2ForCausalLM,"),
     "no architecture": (config(architectures=None), "architectures = null is not supported"),
     "RoPE type": (
         config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, rope_theta=1e4),

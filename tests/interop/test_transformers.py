@@ -48,12 +48,19 @@ def difference(model: Any, reference: Any, config: TransformerConfig) -> float:
     return float((logits - reference(tokens).logits).abs().max() / logits.abs().max())
 
 
+def tied_elements(config: TransformerConfig) -> int:
+    """Returns the size of the weight that is twice in a state of transformers."""
+    return config.vocab_size * config.dim if config.tied_head else 0
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_logits_equal_those_of_transformers(config: TransformerConfig, tmp_path: Path) -> None:
     model = model_of(config)
     reference = load(export_model(model, config, tmp_path / "hf"))
     assert difference(model, reference, config) < 1e-5
-    assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
+    assert sum(value.numel() for value in reference.state_dict().values()) == config.num_parameters() + tied_elements(
+        config
+    )
     # What transformers writes is read back to the bit.
     reference.save_pretrained(tmp_path / "saved")
     weights = open_weights(tmp_path / "saved")
@@ -170,6 +177,67 @@ def test_gradients_with_the_balance_loss_equal_those_of_transformers(name: str, 
         assert float((one.grad - other.grad).abs().max() / other.grad.abs().max()) < 5e-5
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3"])
+def test_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    model = model_of(config)
+    reference = load(export_model(model, config, tmp_path / "hf"))
+    tokens = tokens_of(config)[:, :64]
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE)
+    (model(tokens, labels=labels) / (labels != IGNORE).sum()).backward()
+    reference(tokens, labels=tokens).loss.backward()
+    # Saved in place of the weights, the gradients of transformers have our names when they are read.
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+    reference.save_pretrained(tmp_path / "gradients")
+    gradients = build_model(config)
+    load_weights(gradients, open_weights(tmp_path / "gradients"))
+    compared = 0
+    for key, expected in gradients.named_parameters():
+        found = model.get_parameter(key).grad
+        if found is not None:
+            assert float((found - expected.detach()).abs().max() / expected.detach().abs().max()) < 5e-5, key
+            compared += 1
+    assert compared == sum(parameter.requires_grad for parameter in model.parameters())
+
+
+DEEPSEEK_ERRORS: dict[str, dict[str, Any]] = {
+    "groups": {"topk_group": 3}, "scaling": {"routed_scaling_factor": 2.0}, "experts": {"num_experts_per_tok": 2},
+    "normalization": {"norm_topk_prob": False}, "pairs": {"rope_interleave": False}, "factor": {"factor": 4.0},
+    "mscale": {"mscale_all_dim": 0.4, "mscale": 0.4}, "length": {"original_max_position_embeddings": 100},
+    "bias": {}, "shared": {}, "latent norm": {}, "query norm": {}, "rotated keys": {}, "dense": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(each, marks=[pytest.mark.slow] * (each != "groups")) for each in DEEPSEEK_ERRORS]
+)
+def test_the_comparison_finds_errors_of_deepseek(wrong: str, tmp_path: Path) -> None:
+    config = CONFIGS["DeepSeek-V3"]
+    model = model_of(config)
+    folder = export_model(model, config, tmp_path / "hf")
+    values = json.loads((folder / "config.json").read_text())
+    for key, value in DEEPSEEK_ERRORS[wrong].items():
+        for table in (values, values["rope_parameters"], values["rope_scaling"]):
+            table.update({key: value} if key in table else {})
+    (folder / "config.json").write_text(json.dumps(values))
+    reference = load(folder)
+    with torch.no_grad():
+        dense, mixture = (reference.model.layers[index] for index in (0, 1))
+        changed = {
+            "bias": mixture.mlp.gate.e_score_correction_bias,
+            "shared": mixture.mlp.shared_experts.down_proj.weight,
+            "latent norm": mixture.self_attn.kv_a_layernorm.weight,
+            "query norm": mixture.self_attn.q_a_layernorm.weight,
+            "rotated keys": mixture.self_attn.kv_a_proj_with_mqa.weight[config.kv_lora_rank :],  # type: ignore[attr-defined]
+            "dense": dense.mlp.up_proj.weight,
+        }
+        if wrong in changed:
+            changed[wrong].copy_(changed[wrong].flip(0).clone())
+    assert difference(model, reference, config) > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change"),
@@ -188,7 +256,7 @@ def test_the_comparison_finds_errors_of_the_rope_of_gemma3(kind: str, change: di
     assert difference(model, load(folder), config) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["tied", "GPT-2", "Qwen3-MoE", "Mixtral"])
+@pytest.mark.parametrize("name", ["tied", "GPT-2", "Qwen3-MoE", "Mixtral", "DeepSeek-V3"])
 def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     export_model(model_of(config), config, tmp_path / "first", dtype="bfloat16")
@@ -205,7 +273,8 @@ def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
     assert again.keys() == expected.keys() == index["weight_map"].keys()
     assert ("lm_head.weight" in again) != config.tied_head
     for key, value in expected.items():
-        assert value.dtype == again[key].dtype == torch.bfloat16
+        is_router = name == "DeepSeek-V3" and ".gate." in key  # which transformers keeps in float32
+        assert value.dtype == again[key].dtype == (torch.float32 if is_router else torch.bfloat16)
         assert torch.equal(value.view(torch.int16), again[key].view(torch.int16)), key
     load(tmp_path / "again")
 

@@ -155,7 +155,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         (
             '[model]\nname = "lama"',
             'model.name = "lama" is not valid; did you mean "llama"? choose from llama, qwen2, qwen3, qwen3_moe, mixtral, '
-            "gemma2, gemma3, gpt",
+            "deepseek_v2, deepseek_v3, gemma2, gemma3, gpt",
         ),
         ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),
         ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 124M,'),
@@ -264,11 +264,15 @@ def test_keys_of_a_family_are_in_its_section_only() -> None:
         "num_token_types": "bert",
         "attention_soft_cap logit_soft_cap": "gemma2",
         "tied_head": "llama qwen2 qwen3",
-        "norm_eps": "llama qwen2",
+        "norm_eps": "llama qwen2 deepseek_v3",
         "dropout": "gpt bert",
-        "num_shared_experts router_score normalize_router router_scale balance_bias_rate": "qwen3_moe",
-        "num_experts balance_loss": "qwen3_moe mixtral",
-        "rope_original_seq_len": "llama",
+        "router_score normalize_router": "qwen3_moe",
+        "balance_bias_rate": "qwen3_moe deepseek_v3",
+        "num_shared_experts router_scale": "qwen3_moe deepseek_v2 deepseek_v3",
+        "num_experts balance_loss": "qwen3_moe mixtral deepseek_v2 deepseek_v3",
+        "rope_original_seq_len": "llama deepseek_v2 deepseek_v3",
+        "num_dense_layers dense_ffn_dim q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim": "deepseek_v2 deepseek_v3",
+        "v_head_dim num_expert_groups groups_per_token rope_mscale": "deepseek_v2 deepseek_v3",
         "head_dim": "qwen3 qwen3_moe gemma2 gemma3",
     }
     for names, families in own.items():

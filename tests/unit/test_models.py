@@ -16,6 +16,12 @@ from titanlike.config import UserError
 from titanlike.models import layers
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.models.bert_config import BERT_SIZES, BertConfig
+from titanlike.models.deepseek_config import (
+    DEEPSEEK_V2_SIZES,
+    DEEPSEEK_V3_SIZES,
+    DeepseekV2Config,
+    DeepseekV3Config,
+)
 from titanlike.models.gemma_config import GEMMA2_SIZES, GEMMA3_SIZES, Gemma2Config, Gemma3Config, GemmaConfig
 from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.init import initialize
@@ -50,11 +56,28 @@ TINY_QWEN3_MOE = Qwen3MoeConfig(
 TINY_MIXTRAL = MixtralConfig(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, vocab_size=37, rope_theta=100.0, num_experts=4
 )
+TINY_DEEPSEEK: dict[str, Any] = dict(
+    dim=32, num_layers=3, num_heads=4, dense_ffn_dim=48, ffn_dim=24, vocab_size=37, rope_theta=100.0, num_experts=6,
+    kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7,
+)  # fmt: skip
+TINY_DEEPSEEK_V2 = DeepseekV2Config(**TINY_DEEPSEEK)
+TINY_DEEPSEEK_V3 = DeepseekV3Config(**TINY_DEEPSEEK, q_lora_rank=9, num_expert_groups=3)
 TINY_BERT = BertConfig(dim=32, num_layers=2, num_heads=4, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_MODERNBERT = ModernBertConfig(
     dim=32, num_layers=4, num_heads=4, ffn_dim=48, vocab_size=37, rope_theta=100.0, sliding_window=6
 )
-CAUSAL = [TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_QWEN3_MOE, TINY_MIXTRAL, TINY_GEMMA2, TINY_GEMMA3, TINY_GPT]
+CAUSAL = [
+    TINY_LLAMA,
+    TINY_QWEN2,
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    TINY_MIXTRAL,
+    TINY_GEMMA2,
+    TINY_GEMMA3,
+    TINY_GPT,
+    TINY_DEEPSEEK_V2,
+    TINY_DEEPSEEK_V3,
+]
 ENCODERS: list[TransformerConfig] = [TINY_BERT, TINY_MODERNBERT]
 CONFIGS: list[TransformerConfig] = [*CAUSAL, *ENCODERS]
 
@@ -199,6 +222,8 @@ def test_rope_scaling_of_1_is_off() -> None:
     + [(Qwen3Config, size, fields) for size, fields in QWEN3_SIZES.items()]
     + [(Qwen3MoeConfig, size, fields) for size, fields in QWEN3_MOE_SIZES.items()]
     + [(MixtralConfig, size, fields) for size, fields in MIXTRAL_SIZES.items()]
+    + [(DeepseekV2Config, size, fields) for size, fields in DEEPSEEK_V2_SIZES.items()]
+    + [(DeepseekV3Config, size, fields) for size, fields in DEEPSEEK_V3_SIZES.items()]
     + [(Qwen3MoeConfig, "debug", dict(num_shared_experts=2, balance_bias_rate=0.001))]
     + [(Gemma2Config, size, fields) for size, fields in GEMMA2_SIZES.items()]
     + [(Gemma3Config, size, fields) for size, fields in GEMMA3_SIZES.items()]
@@ -265,6 +290,11 @@ def test_sizes_of_qwen2_5_have_the_published_parameter_counts(size: str, paramet
         (Qwen3MoeConfig, "235B-A22B", 235_093_634_560, 22e9),
         (MixtralConfig, "8x7B", 46_702_792_704, 12.9e9),
         (MixtralConfig, "8x22B", 140_620_634_112, 39e9),
+        # Those of the module of transformers, with the biases of the routers of DeepSeek-V3.
+        (DeepseekV2Config, "Lite", 15_706_484_224, 2.66e9),
+        (DeepseekV2Config, "236B", 235_741_434_880, 21.4e9),
+        (DeepseekV3Config, "671B", 671_026_419_200, 37.5e9),
+        (DeepseekV3Config, "Moonlight-16B", 15_960_110_208, 2.91e9),
     ],
 )
 def test_sizes_with_experts_have_the_published_parameter_counts(
@@ -293,6 +323,37 @@ def test_flops_are_six_per_weight_plus_full_attention() -> None:
     assert TINY_QWEN3.flops_per_token(seq_len=16) == expected
 
 
+def test_flops_of_latent_attention_are_those_of_expanded_heads() -> None:
+    attention = 2 * 4 * (10 + 7) * 16  # scores of 4 heads of 10, and sums of values of 7, for each of 16 positions
+    expected = 6 * TINY_DEEPSEEK_V2.num_matmul_parameters() + 3 * 3 * attention
+    assert TINY_DEEPSEEK_V2.flops_per_token(seq_len=16) == expected
+    # One block without experts, two with two of six experts of a token.
+    experts = 3 * 32 * 24
+    block = 32 * 4 * 10 + 32 * 14 + 10 * 4 * 13 + 4 * 7 * 32
+    used = 3 * block + 3 * 32 * 48 + 2 * (3 * experts + 6 * 32) + 37 * 32
+    assert TINY_DEEPSEEK_V2.num_matmul_parameters() == used
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (dict(num_dense_layers=3), "num_dense_layers = 3 leaves no block with experts of model.num_layers = 3; use 2 or less"),
+        (dict(num_expert_groups=4), "num_expert_groups = 4 does not divide model.num_experts = 6; use 1, 2 or 3"),
+        (dict(groups_per_token=4), "groups_per_token = 4 exceeds model.num_expert_groups = 3; use 3 or less"),
+        (dict(groups_per_token=1, experts_per_token=3), "groups of 2 experts have fewer than model.experts_per_token = 3; use 2"),
+        (dict(num_expert_groups=6), "groups of 1 expert, but the score of a group is the sum of its best 2; use 3 or fewer groups"),
+        (dict(qk_rope_head_dim=5), "model.qk_rope_head_dim = 5 is odd, but RoPE rotates pairs; use 4 or 6"),
+        (dict(rope_scaling=0.5), "model.rope_scaling = 0.5, but YaRN lengthens sequences; use 1.0 or more"),
+        (dict(rope_scaling=4.0, rope_theta=1.0), "model.rope_theta = 1.0, but YaRN requires more than 1; use 10000.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_sizes_of_deepseek_that_cannot_work_are_refused(fields: dict[str, Any], expected: str) -> None:
+    assert TINY_DEEPSEEK_V3.problems() == []
+    [problem] = dataclasses.replace(TINY_DEEPSEEK_V3, **fields).problems()
+    assert expected in problem
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_initialization_depends_on_seed_and_name_only(config: TransformerConfig) -> None:
     full = dict(build(config).named_parameters())
@@ -304,8 +365,7 @@ def test_initialization_depends_on_seed_and_name_only(config: TransformerConfig)
         assert torch.equal(value, full[name]), name
     other = dict(build(config, seed=1).named_parameters())
     assert not torch.equal(full["tok_embeddings.weight"], other["tok_embeddings.weight"])
-    wq, wk = full["layers.0.attention.wq.weight"], full["layers.1.attention.wq.weight"]
-    assert not torch.equal(wq, wk)
+    assert not torch.equal(full["layers.0.attention.wo.weight"], full["layers.1.attention.wo.weight"])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

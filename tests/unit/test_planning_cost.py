@@ -16,6 +16,7 @@ from tests.training import tiny
 from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.finetune import FinetuneRecipe, Lora, lora_of
 from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism, Training
+from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama import rotary_angles
@@ -75,7 +76,9 @@ def flops(*works: Workload) -> float:
 def passes(counts: Counts) -> list[Passes]:
     """The work of all blocks and of both ends."""
     model = counts.job.recipe.model
-    blocks = [counts.block(counts.float8_layers(index), model.is_local(index)) for index in range(model.num_layers)]
+    blocks = [
+        counts.block(counts.float8_layers(index), model.is_local(index), index) for index in range(model.num_layers)
+    ]
     return [*blocks, counts.embedding(), counts.loss()]
 
 
@@ -112,14 +115,19 @@ QWEN3_MOE = Qwen3MoeConfig(**{"size": "30B-A3B", **Qwen3MoeConfig.sizes["30B-A3B
 MIXTRAL = MixtralConfig(**{"size": "8x7B", **MixtralConfig.sizes["8x7B"]})
 
 
-@pytest.mark.parametrize("model", [QWEN3_MOE, MIXTRAL, replace(QWEN3_MOE, num_shared_experts=1)])
+DEEPSEEK = DeepseekV3Config(**{"size": "671B", **DeepseekV3Config.sizes["671B"]})
+
+
+@pytest.mark.parametrize("model", [QWEN3_MOE, MIXTRAL, replace(QWEN3_MOE, num_shared_experts=1), DEEPSEEK])
 @pytest.mark.parametrize("layout", [{}, dict(expert=8), dict(tensor=2, expert=4), dict(context=4, expert=2)])
 def test_flops_of_a_mixture_of_experts(model: MoeConfig, layout: dict[str, int]) -> None:
     plan = replace(job(8, sequences=2, seq_len=2048, model=model, layout=layout), program=Program(load_variation=0.0))
     found = sum(flops(each.forward, each.backward_input, each.backward_weight) for each in passes(Counts(plan)))
-    # Tensor-parallel ranks shard all but the router.
-    routers = model.num_layers * model.num_experts * model.dim
-    expected = (model.num_matmul_parameters() - routers) / plan.layout.tensor + routers
+    # Tensor-parallel ranks shard all but the router, and the matrices of latent vectors.
+    replicated = (model.num_layers - model.num_dense_layers) * model.num_experts * model.dim
+    if model is DEEPSEEK:
+        replicated += model.num_layers * model.dim * (1536 + 512 + 64)
+    expected = (model.num_matmul_parameters() - replicated) / plan.layout.tensor + replicated
     assert found == pytest.approx(6 * expected * plan.tokens)
     recomputed = Counts(replace_mode(plan, "full")).block(frozenset())
     last = 0 if not model.num_shared_experts else 2 * plan.tokens * model.dim * model.ffn_dim / plan.layout.tensor

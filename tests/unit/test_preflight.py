@@ -17,6 +17,7 @@ from titanlike.config.finetune import ChatData, FinetuneRecipe
 from titanlike.config.layout import DIMENSIONS, blocks_of, split_blocks, stages_of
 from titanlike.config.sections import Data, Parallelism, Run, Tokenizer, Training
 from titanlike.metrics.hardware import device_name
+from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
@@ -105,6 +106,10 @@ def test_the_defaults_are_valid() -> None:
         ),
         (dict(data=dict(holdout_every=0)), 1, "holds out nothing; set validation.interval = 0, or"),
         (dict(data=dict(holdout_every=1)), 1, "holdout_every = 1 holds out every sequence; use 2 or more"),
+        (
+            dict(training=dict(attention="flash"), model=DeepseekV3Config(num_layers=2)), 1,
+            "attention = 'flash' requires heads of one dimension; set training.attention = 'auto'",
+        ),
         (
             dict(training=dict(attention="efficient"), model=LlamaConfig(num_kv_heads=2)), 1,
             "attention = 'efficient' does not support num_kv_heads = 2 and num_heads = 4; set training.attention = 'auto'",

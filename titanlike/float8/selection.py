@@ -75,10 +75,10 @@ def selection_problems(float8: Float8, model: TransformerConfig, tensor: int) ->
             + ", or float8.scaling = 'none'"
         )  # fmt: skip
     alignment, misaligned = ALIGNMENT[float8.scaling], dict[str, str]()
-    for name, (outputs, inputs) in matrices.items():
+    for name, local in model.matrices(tensor).items():
         matrix = name.split(".", 2)[2] if name != HEAD else HEAD
-        local = (outputs, inputs // tensor) if matrix in model.rowwise_matrices else (outputs // tensor, inputs)
-        divides = local[0] * local[1] * tensor == outputs * inputs  # otherwise another check refuses it
+        whole, part = math.prod(matrices[name]), math.prod(local)
+        divides = part in (whole, whole / tensor)  # otherwise another check refuses it
         if not reasons[name] and divides and (local[0] % alignment or local[1] % alignment):
             misaligned[matrix] = f"{local[0]} x {local[1]}" + (f" on each of {tensor} ranks" if tensor > 1 else "")
     for matrix, size in misaligned.items():

@@ -21,14 +21,16 @@ OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attenti
 INTEGERS = [
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
     *("max_position_embeddings", "original_max_position_embeddings", "head_dim", "sliding_window"),
-    *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
+    *("n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("n_embd", "n_layer", "n_head", "n_positions"),
     *("type_vocab_size", "local_attention", "global_attn_every_n_layers"),
 ]  # fmt: skip
-PATTERNS = ["sliding_window_pattern", "_sliding_window_pattern"]
+COUNTS = ["sliding_window_pattern", "_sliding_window_pattern", "first_k_dense_replace"]
 NUMBERS = [
     *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar"),
     *("final_logit_softcapping", "attn_logit_softcapping", "global_rope_theta", "local_rope_theta"),
+    *("routed_scaling_factor", "mscale", "mscale_all_dim"),
 ]
 
 
@@ -39,7 +41,7 @@ def _is_number(value: Any, lowest: int, types: tuple[type, ...]) -> bool:
 # Keys of a config.json, what their values are if they are not null, and a test of it.
 KEY_TYPES: tuple[tuple[Sequence[str], str, Callable[[Any], bool]], ...] = (
     (INTEGERS, f"an integer from 1 to {LIMIT:,}", lambda value: _is_number(value, 1, (int,))),
-    (PATTERNS, f"an integer from 0 to {LIMIT:,}", lambda value: _is_number(value, 0, (int,))),
+    (COUNTS, f"an integer from 0 to {LIMIT:,}", lambda value: _is_number(value, 0, (int,))),
     (NUMBERS, f"a positive number up to {LIMIT:,}", lambda value: _is_number(value, 0, (int, float)) and value > 0),
     (("tie_word_embeddings", "norm_topk_prob"), "true or false", lambda value: type(value) is bool),
     (OBJECTS, "an object", lambda value: isinstance(value, dict)),

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -78,6 +78,9 @@ class TransformerConfig:
     """Whether a token attends to earlier tokens only, and the next token is predicted. Otherwise masked tokens are."""
     absent_parameters: ClassVar[tuple[str, ...]] = ()
     """Parameters that the table of a block has, and this one block has not."""
+    num_dense_layers: int = 0
+    latent_matrices: ClassVar[tuple[str, ...]] = ()
+    """Matrices of a block that do not read the input of attention, but a latent vector that is computed from it."""
     hf_architecture: ClassVar[str] = ""
     """The class of transformers that computes the same; empty if there is none."""
     hf_ignored: ClassVar[tuple[str, ...]] = ()
@@ -97,6 +100,16 @@ class TransformerConfig:
     def head_dim(self) -> int:
         """The dimension of an attention head. A subclass may have a field of this name instead."""
         return self.dim // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of channels of a head that RoPE rotates."""
+        return self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """The dimension of a head of values, if it differs from that of queries and keys."""
+        return self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
@@ -128,9 +141,22 @@ class TransformerConfig:
         shape = (self.vocab_size, self.dim)
         return {"tok_embeddings.weight": ParameterSpec(shape, "vocab_parallel", "model.embed_tokens.weight")}
 
+    def has_experts(self, index: int) -> bool:
+        """Whether a block has experts: in a mixture of experts, all but the first `num_dense_layers`."""
+        return self.num_experts > 0 and not 0 <= index < self.num_dense_layers
+
     def block_parameters(self) -> dict[str, ParameterSpec]:
-        """Returns the parameters of a block by their names in it, in the order of the module."""
+        """Returns the parameters of a block, one with experts if there are any, by their names in it, in the module's order."""
         raise NotImplementedError
+
+    def parameters_of(self, index: int) -> dict[str, ParameterSpec]:
+        """Returns the parameters of one block by their names in it. -1 is the last one."""
+        return self.block_parameters()
+
+    def kinds_of_blocks(self) -> list[tuple[int, int]]:
+        """Returns the index of the first block of each kind, and the number of blocks of this kind."""
+        numbers = (0, self.num_dense_layers), (self.num_dense_layers, self.num_layers - self.num_dense_layers)
+        return [(first, number) for first, number in numbers if number]
 
     def last_parameters(self) -> dict[str, ParameterSpec]:
         """Returns the parameters after the blocks, by name, including the LM head even if it is tied."""
@@ -141,8 +167,11 @@ class TransformerConfig:
 
     def parameters(self) -> dict[str, ParameterSpec]:
         """Returns the parameters of the model by name, in the order of the module."""
-        block = self.block_parameters().items()
-        blocks = {f"layers.{index}.{name}": spec.at(index) for index in range(self.num_layers) for name, spec in block}
+        blocks = {
+            f"layers.{index}.{name}": spec.at(index)
+            for index in range(self.num_layers)
+            for name, spec in self.parameters_of(index).items()
+        }
         parameters = self.first_parameters() | blocks | self.last_parameters()
         if self.tied_head:
             del parameters["output.weight"]
@@ -150,26 +179,33 @@ class TransformerConfig:
             del parameters[name]
         return parameters
 
-    def tensor_plan(self) -> dict[str, str]:
-        """Returns the tensor-parallel style of each submodule, by name; `*` stands for the index of a block."""
-        block = {f"layers.*.{name}": spec for name, spec in self.block_parameters().items()}
+    def tensor_plan(self, blocks: Iterable[int] | None = None) -> dict[str, str]:
+        """Returns the tensor-parallel style of each submodule, by name; `*` stands for the index of a block. `blocks` are the
+        indices of those that a pipeline stage has."""
+        kinds = {i < self.num_dense_layers: i for i in (range(self.num_layers) if blocks is None else blocks)}
+        block = {f"layers.*.{name}": spec for i in kinds.values() for name, spec in self.parameters_of(i).items()}
         parameters = self.first_parameters() | block | self.last_parameters()
         inputs = dict.fromkeys(("layers.*.attention", "layers.*.feed_forward"), "all_gather_input")
         return inputs | {name.rpartition(".")[0]: spec.style for name, spec in parameters.items()}
 
-    def block_matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the linear layers of a block, by name, each as (outputs, inputs)."""
+    def block_matrices(self, index: int = -1, tensor: int = 1) -> dict[str, tuple[int, int]]:
+        """Returns the linear layers of a block, by name, each as (outputs, inputs) of one of `tensor` tensor-parallel ranks: some
+        outputs, some inputs of `rowwise_matrices`, or all of what is replicated."""
         return {
-            name.removesuffix(".weight"): (spec.shape[0], spec.shape[1])
-            for name, spec in self.block_parameters().items()
-            if len(spec.shape) == 2 and spec.style in ("colwise", "rowwise")
+            name.removesuffix(".weight"): (
+                spec.shape[0] // (tensor if spec.style == "colwise" else 1),
+                spec.shape[1] // (tensor if spec.style == "rowwise" else 1),
+            )
+            for name, spec in self.parameters_of(index).items()
+            if len(spec.shape) == 2 and spec.style in ("colwise", "rowwise", "replicated")
         }
 
     @property
     def rowwise_matrices(self) -> tuple[str, ...]:
-        """Matrices of a block of which a tensor-parallel rank holds some inputs; of all others it holds some outputs."""
-        styles = {name: spec.style for name, spec in self.block_parameters().items()}
-        return tuple(name for name in self.block_matrices() if styles[f"{name}.weight"] == "rowwise")
+        """Matrices of a block of which a tensor-parallel rank holds some inputs."""
+        tables = [self.parameters_of(first) for first, _ in self.kinds_of_blocks()]
+        names = [name for table in tables for name, spec in table.items() if spec.style == "rowwise"]
+        return tuple(dict.fromkeys(name.removesuffix(".weight") for name in names if name.endswith(".weight")))
 
     def expert_parameters(self) -> dict[str, tuple[int, ...]]:
         """Returns the stacked matrices of a block's routed experts by parameter name, each as (experts, outputs, inputs)."""
@@ -184,25 +220,32 @@ class TransformerConfig:
 
     def num_parameters(self) -> int:
         """Returns the number of parameters; an embedding tied to the LM head counts once."""
-        block, ends = self.block_parameters(), self.first_parameters() | self.last_parameters()
+        ends = self.first_parameters() | self.last_parameters()
         tied = self.vocab_size * self.dim if self.tied_head else 0
-        absent = {name: block[name.split(".", 2)[2]] for name in self.absent_parameters}
-        return self.num_layers * num_elements(block) + num_elements(ends) - tied - num_elements(absent)
+        absent = {name: self.block_parameters()[name.split(".", 2)[2]] for name in self.absent_parameters}
+        blocks = sum(number * num_elements(self.parameters_of(first)) for first, number in self.kinds_of_blocks())
+        return blocks + num_elements(ends) - tied - num_elements(absent)
 
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that compute a token, including the embedding."""
         return self.num_parameters()
 
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the linear layers of all blocks by full name, and the LM head even if it is tied."""
-        block = self.block_matrices().items()
-        matrices = {f"layers.{layer}.{name}": size for layer in range(self.num_layers) for name, size in block}
-        return matrices | {"output": (self.vocab_size, self.dim)}
+    def matrices(self, tensor: int = 1) -> dict[str, tuple[int, int]]:
+        """Returns the linear layers of all blocks by full name, as `block_matrices` does, and the LM head even if it is tied."""
+        matrices = {
+            f"layers.{index}.{name}": size
+            for index in range(self.num_layers)
+            for name, size in self.block_matrices(index, tensor).items()
+        }
+        return matrices | {"output": (self.vocab_size // tensor, self.dim)}
 
     def num_matmul_parameters(self) -> int:
         """Returns the number of parameters that multiply every token: all but lookup tables, norms and biases."""
-        block = {name: spec for name, spec in self.block_parameters().items() if len(spec.shape) == 2}
-        return self.num_layers * num_elements(block) + self.num_head_parameters()
+        kinds = [(self.parameters_of(first).values(), number) for first, number in self.kinds_of_blocks()]
+        blocks = sum(
+            number * math.prod(spec.shape) for specs, number in kinds for spec in specs if len(spec.shape) == 2
+        )
+        return blocks + self.num_head_parameters()
 
     def num_head_parameters(self) -> int:
         """Returns the number of these after the blocks: those of the LM head, and of what transforms its input."""
@@ -219,7 +262,7 @@ class TransformerConfig:
         weights have no gradients."""
         num_local = self.num_local()
         keys = (self.num_layers - num_local) * seq_len + num_local * min(seq_len, self.sliding_window)
-        attention = 12 * self.num_heads * self.head_dim * keys
+        attention = 6 * self.num_heads * (self.head_dim + self.v_head_dim) * keys
         return (4 if frozen else 6) * self.num_matmul_parameters() + attention
 
     def problems(self) -> list[str]:

@@ -29,6 +29,8 @@ FAMILIES = {
     "qwen3": Family("qwen3_config", "Qwen3Config", "llama", "Llama"),
     "qwen3_moe": Family("moe_config", "Qwen3MoeConfig", "moe", "MoeLlama"),
     "mixtral": Family("moe_config", "MixtralConfig", "moe", "MoeLlama"),
+    "deepseek_v2": Family("deepseek_config", "DeepseekV2Config", "deepseek", "Deepseek"),
+    "deepseek_v3": Family("deepseek_config", "DeepseekV3Config", "deepseek", "Deepseek"),
     "gemma2": Family("gemma_config", "Gemma2Config", "llama", "Llama"),
     "gemma3": Family("gemma_config", "Gemma3Config", "llama", "Llama"),
     "gpt": Family("gpt_config", "GPTConfig", "gpt", "GPT"),

@@ -48,8 +48,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
-        has_bias = config.balance_bias_rate > 0
-        self.expert_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if has_bias else None
+        bias = torch.empty(config.num_experts) if config.has_expert_bias else None
+        self.expert_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Routes:
         """Selects the experts of x (B, T, D)."""
@@ -58,6 +58,8 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         bias = self.expert_bias
         ranking = scores.detach() if bias is None else scores.detach() + bias.to(x.dtype).float()
+        if config.groups_per_token < config.num_expert_groups:
+            ranking = limit_to_groups(ranking, config)
         indices = ranking.topk(config.experts_per_token, dim=-1).indices  # (B, T, A)
         experts = torch.arange(config.num_experts, device=x.device)
         load = (indices[..., None] == experts).sum(dim=(1, 2))  # (B, E)
@@ -185,6 +187,18 @@ class MixtureOfExperts(nn.Module):
 def routers(model: nn.Module) -> Iterator[Router]:
     """Yields the routers of a model."""
     return (cast(Router, module) for module in model.modules() if isinstance(without_owner(module), Router))
+
+
+def limit_to_groups(ranking: Tensor, config: MoeConfig) -> Tensor:
+    """Returns scores for the selection (B, T, E), without the experts outside of the best groups of each token. The score of a
+    group is the sum of its best experts."""
+    grouped = ranking.unflatten(-1, (config.num_expert_groups, -1))  # (B, T, G, E / G)
+    best = (
+        grouped.topk(config.experts_of_group_score, dim=-1).values.sum(-1).topk(config.groups_per_token, dim=-1).indices
+    )
+    groups = torch.arange(config.num_expert_groups, device=ranking.device)
+    is_best = (best[..., None] == groups).any(-2)  # (B, T, G)
+    return grouped.masked_fill(~is_best[..., None], -torch.inf).flatten(-2)
 
 
 def inverse_of(order: Tensor) -> Tensor:

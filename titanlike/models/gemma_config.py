@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from titanlike.config.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 from titanlike.models.base_config import ParameterSpec, require
-from titanlike.models.llama_config import LlamaFamilyConfig, rope_fields
+from titanlike.models.llama_config import LlamaFamilyConfig
+from titanlike.models.rope_config import rope_fields, rope_scaling
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of blocks in Hugging Face's configs
 
@@ -162,7 +163,7 @@ class Gemma3Config(GemmaConfig):
     sizes = GEMMA3_SIZES
 
     def to_hugging_face(self) -> dict[str, Any]:
-        scaling = {"rope_type": "linear", "factor": self.rope_scaling} if self.rope_scaling != 1.0 else {}
+        scaling = rope_scaling(self)
         return super().to_hugging_face() | {
             # transformers 5 reads rope_parameters, 4 the others.
             "rope_parameters": {

@@ -1,4 +1,4 @@
-"""Llama and the models built like it, in plain PyTorch: Qwen, Gemma and, with `moe.py`, Mixtral.
+"""Llama and the models built like it, in plain PyTorch: Qwen, Gemma and, with `moe.py`, Mixtral and DeepSeek.
 
 Shapes: B sequences, T tokens, D model dimension, H query heads, K key/value heads, E head dimension, V vocabulary.
 """
@@ -24,7 +24,6 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaFamilyConfig) -> None:
         super().__init__()
         self.config = config
-        self.tensor_plan = config.tensor_plan()
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         # Soft-capped scores have no causal kernel.
         always = config.attention_soft_cap > 0
@@ -39,6 +38,11 @@ class Llama(nn.Module):
             else LMHead(config.dim, config.vocab_size, soft_cap=config.logit_soft_cap)
         )
         self.balance_loss: nn.Module | None = None  # of models with experts
+
+    @property
+    def tensor_plan(self) -> dict[str, str]:
+        """The tensor-parallel style of each submodule."""
+        return self.config.tensor_plan(map(int, self.layers))
 
     def build_block(self, index: int) -> nn.Module:
         """Returns a block of the architecture."""
@@ -77,6 +81,8 @@ class Llama(nn.Module):
                 h, of_layer = h
                 cast(Any, layer).feed_forward.router.add_load(of_layer)
                 counts = of_layer if counts is None else counts + of_layer
+        if counts is None and self.balance_loss is not None and torch.is_grad_enabled():  # a stage of dense blocks
+            counts = h.new_zeros((h.shape[0], 2, self.config.num_experts), dtype=torch.float32)
         h = self.norm(h) if self.norm is not None else h
         if self.balance_loss is None or counts is None:
             return self.output(h, labels) if self.output is not None else h
@@ -105,10 +111,12 @@ class Block(nn.Module):
     """A pre-norm transformer block: attention and feed-forward, each with a residual connection. If the config has post-norms,
     what they add to it is normalized, too."""
 
-    def __init__(self, config: LlamaFamilyConfig, index: int, feed_forward: nn.Module) -> None:
+    def __init__(
+        self, config: LlamaFamilyConfig, index: int, feed_forward: nn.Module, attention: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.attention_norm = rms_norm(config, config.dim)
-        self.attention = Attention(config, config.sliding_window if config.is_local(index) else 0)
+        self.attention = attention or Attention(config, config.sliding_window if config.is_local(index) else 0)
         self.post_attention_norm = rms_norm(config, config.dim) if config.post_norms else None
         self.ffn_norm = rms_norm(config, config.dim)
         self.feed_forward = feed_forward
@@ -180,7 +188,8 @@ def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor, *, local: boo
 
     They are computed in each forward pass: a buffer would have to be sharded, saved and cast correctly.
     """
-    exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
+    size = config.rotary_dim
+    exponents = torch.arange(0, size, 2, device=position_ids.device, dtype=torch.float32) / size
     # Not theta**-exponents, whose last bit differs from that of published models: 5e-3 in a cosine at position 131,071.
     theta = config.rope_local_theta if local and config.rope_local_theta else config.rope_theta
     frequencies = 1.0 / theta**exponents  # (E/2,)
@@ -188,6 +197,10 @@ def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor, *, local: boo
         pass
     elif config.rope_scaling_type == "linear":
         frequencies = frequencies / config.rope_scaling
+    elif config.rope_scaling != 1.0 and config.rope_scaling_type == "yarn":
+        from titanlike.models.yarn import yarn_frequencies
+
+        frequencies = yarn_frequencies(frequencies, theta, config.rope_scaling, config.rope_original_seq_len)
     elif config.rope_scaling != 1.0:
         frequencies = scale_rope_frequencies(frequencies, config.rope_scaling, config.rope_original_seq_len)
     angles = position_ids.float()[:, None, :, None] * frequencies

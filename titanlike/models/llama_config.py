@@ -42,8 +42,8 @@ class LlamaFamilyConfig(TransformerConfig):
     rope_scaling = 1.0
     rope_original_seq_len = 8192
     rope_local_theta = 0.0
-    rope_scaling_type: ClassVar[Literal["llama3", "linear"]] = "llama3"
-    """What `rope_scaling` means: of the low frequencies, or of all."""
+    rope_scaling_type: ClassVar[Literal["llama3", "linear", "yarn"]] = "llama3"
+    """What `rope_scaling` means: of the low frequencies, of all, or YaRN."""
     own_head_dim: ClassVar[int] = 0
     """The `head_dim` of a `config.json` that has none, if it is a field, and does not follow from the other fields."""
     qkv_bias: ClassVar[bool] = False
@@ -91,20 +91,24 @@ class LlamaFamilyConfig(TransformerConfig):
             (self.dim, queries), "rowwise", f"{LAYER}.self_attn.o_proj.weight"
         )
         for name in ("q_norm", "k_norm") if self.qk_norm else ():
-            # Tensor-parallel ranks replicate these weights and apply them to their own heads.
+            # Applied to the heads of each tensor-parallel rank.
             parameters[f"attention.{name}.weight"] = ParameterSpec(
-                (self.head_dim,), "qk_norm", f"{LAYER}.self_attn.{name}.weight"
+                (self.head_dim,), "replicated", f"{LAYER}.self_attn.{name}.weight"
             )
         return parameters
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
         """Returns the parameters of a block's feed-forward layer."""
-        wide, narrow = (self.ffn_dim, self.dim), (self.dim, self.ffn_dim)
-        return {
-            "feed_forward.w1.weight": ParameterSpec(wide, "colwise", f"{LAYER}.mlp.gate_proj.weight"),
-            "feed_forward.w2.weight": ParameterSpec(narrow, "rowwise", f"{LAYER}.mlp.down_proj.weight"),
-            "feed_forward.w3.weight": ParameterSpec(wide, "colwise", f"{LAYER}.mlp.up_proj.weight"),
-        }
+        return self.gated_parameters("feed_forward", self.ffn_dim, "mlp")
+
+    def gated_parameters(self, name: str, hidden: int, hf_name: str) -> dict[str, ParameterSpec]:
+        """Returns the parameters of a `FeedForward`, given its names in a block of ours and, if it is there, of transformers."""
+        parameters = {}
+        for part, hf_part in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            shape, style = ((self.dim, hidden), "rowwise") if part == "w2" else ((hidden, self.dim), "colwise")
+            stored = f"{LAYER}.{hf_name}.{hf_part}.weight" if hf_name else ""
+            parameters[f"{name}.{part}.weight"] = ParameterSpec(shape, style, stored)
+        return parameters
 
     def problems(self) -> list[str]:
         problems = self.head_dim_problems()
@@ -132,14 +136,9 @@ class LlamaFamilyConfig(TransformerConfig):
         return super().tensor_parallel_sizes() | {"num_kv_heads": self.num_kv_heads, "ffn_dim": self.ffn_dim}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": self.rope_scaling,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": self.rope_original_seq_len,
-        }
-        scaling = scaling if self.rope_scaling != 1.0 else {}
+        from titanlike.models.rope_config import rope_scaling
+
+        scaling = rope_scaling(self)
         return {
             "architectures": [self.hf_architecture],
             "model_type": self.hf_model_type,
@@ -167,6 +166,8 @@ class LlamaFamilyConfig(TransformerConfig):
 
     @classmethod
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        from titanlike.models.rope_config import rope_fields
+
         require(values, attention_dropout=0.0, **({} if cls.gelu else {"hidden_act": "silu"}), **cls.hf_fixed)
         heads = values["num_attention_heads"]
         own: dict[str, Any] = {"head_dim": values.get("head_dim") or cls.own_head_dim} if cls.own_head_dim else {}
@@ -236,26 +237,3 @@ class LlamaConfig(LlamaFamilyConfig):
     hf_fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}
     hf_unused: ClassVar = {"pretraining_tp": 1}
     sizes = LLAMA_SIZES
-
-
-def rope_fields(values: Mapping[str, Any], supported: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the RoPE fields of a `config.json`, which transformers 4 and 5 write in different forms."""
-    forms = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
-    rope: Mapping[str, Any] = next((form for form in forms if form), {})
-    theta = rope.get("rope_theta", values.get("rope_theta", 10000.0))
-    if values.get("rope_theta", theta) != theta:
-        raise ValueError(f"rope_theta = {values['rope_theta']!r}, but rope_parameters has rope_theta = {theta!r}")
-    fields = {"rope_theta": float(theta)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in supported:
-        only = " and ".join(map(repr, supported)) + (" are" if len(supported) > 1 else " is")
-        raise ValueError(f"the RoPE type {kind!r} is not supported; only {only}")
-    if kind == "default":
-        return fields
-    if kind == "linear":
-        return fields | {"rope_scaling": float(rope["factor"])}
-    require(rope, low_freq_factor=1.0, high_freq_factor=4.0)
-    return fields | {
-        "rope_scaling": float(rope["factor"]),
-        "rope_original_seq_len": rope["original_max_position_embeddings"],
-    }

@@ -60,36 +60,53 @@ class MoeConfig(LlamaFamilyConfig):
     normalize_router = True
     router_scale = 1.0
     balance_bias_rate = 0.0
+    num_expert_groups = 1
+    groups_per_token = 1
     hf_experts: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
         "w1": "mlp.experts.*.gate_proj",
         "w2": "mlp.experts.*.down_proj",
         "w3": "mlp.experts.*.up_proj",
     }
-    """Names of the router and of the matrices of an expert in a block of transformers."""
+    """Names of the router and of the matrices of an expert in a block of transformers and, if it is there, of the router's bias and
+    of the shared experts."""
+
+    @property
+    def experts_of_group_score(self) -> int:
+        """The number of experts of a group, the best ones, whose scores are added to that of the group."""
+        return 1 if self.router_score == "softmax" else 2
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether routers have a bias for the selection."""
+        return self.balance_bias_rate > 0
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
         router = ParameterSpec((self.num_experts, self.dim), "router", f"{LAYER}.{self.hf_experts['router']}.weight")
         # Each tensor-parallel rank has a shard of the hidden dimension of every expert, and routes all tokens.
-        bias = ParameterSpec((self.num_experts,), "router")
-        parameters = {"router.weight": router} | ({"router.expert_bias": bias} if self.balance_bias_rate else {})
+        parameters = {"router.weight": router}
+        if self.has_expert_bias:
+            hf_name = f"{LAYER}.{self.hf_experts['bias']}" if "bias" in self.hf_experts else ""
+            parameters["router.expert_bias"] = ParameterSpec((self.num_experts,), "router", hf_name)
         for name in ("w1", "w2", "w3"):
             shape = (self.dim, self.ffn_dim) if name == "w2" else (self.ffn_dim, self.dim)
             hf_name = f"{LAYER}.{self.hf_experts[name]}.weight"
             parameters[f"experts.{name}"] = ParameterSpec((self.num_experts, *shape), "experts", hf_name)
-        hidden = self.num_shared_experts * self.ffn_dim
-        for name in ("w1", "w2", "w3") if hidden else ():
-            shape, style = ((self.dim, hidden), "rowwise") if name == "w2" else ((hidden, self.dim), "colwise")
-            parameters[f"shared.{name}.weight"] = ParameterSpec(shape, style)
+        if self.num_shared_experts:
+            hidden = self.num_shared_experts * self.ffn_dim
+            parameters |= self.gated_parameters("shared", hidden, self.hf_experts.get("shared", ""))
         return {f"feed_forward.{name}": spec for name, spec in parameters.items()}
 
     def num_matmul_parameters(self) -> int:
-        return super().num_matmul_parameters() + self.num_layers * self._expert_size() * self.experts_per_token
+        return super().num_matmul_parameters() + self._num_mixtures() * self._expert_size() * self.experts_per_token
 
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that compute a token, including the embedding."""
         idle = self.num_experts - self.experts_per_token
-        return self.num_parameters() - self.num_layers * self._expert_size() * idle
+        return self.num_parameters() - self._num_mixtures() * self._expert_size() * idle
+
+    def _num_mixtures(self) -> int:
+        return self.num_layers - self.num_dense_layers
 
     def _expert_size(self) -> int:
         return 3 * self.ffn_dim * self.dim

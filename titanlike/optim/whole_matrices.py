@@ -80,10 +80,9 @@ class WholeMatrices:
         if not isinstance(parameter, DTensor):
             return slice(0, parameter.shape[0]), slice(0, parameter.shape[1])
         names = parameter.device_mesh.mesh_dim_names or ()
-        dimension = None
+        dimension = None  # replicated: all tensor-parallel ranks send and get the same
         if self._tensor > 1:
             dimension = getattr(parameter.placements[names.index("tensor")], "dim", None)
-            assert dimension is not None, "tensor-parallel ranks shard all matrices of blocks"
         shard, tensor = divmod(rank, self._tensor)
         # Tensor parallelism shards first; FSDP shards the rows of that.
         ranges = [range(size) for size in parameter.shape]

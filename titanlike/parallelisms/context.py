@@ -159,7 +159,9 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     if mask is not None:
         return masked_attention(q, k, v, mask, soft_cap)
     if q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        return compat.flash_attention_of_last_queries(q, k, v)
+        padding = q.shape[-1] - v.shape[-1]  # the kernel takes heads of one size
+        out = compat.flash_attention_of_last_queries(q, k, F.pad(v, (0, padding)) if padding else v)
+        return out[..., : v.shape[-1]]
     keys = torch.arange(k.shape[2], device=q.device)
     mask = keys[-q.shape[2] :, None] >= keys
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

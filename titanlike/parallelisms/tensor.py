@@ -12,7 +12,7 @@ FSDP, checkpoints and gradient norms know their layout. The module that it repla
 | `rowwise` | `nn.Linear` | shards inputs; reduce-scatters the output | all-reduces the output |
 | `all_gather_input` | attention, feed-forward | all-gathers the first argument for its colwise layers | all-reduces its gradient |
 | `sequence_parallel` | norm | replicated parameters; computes the local tokens | computes all tokens |
-| `qk_norm` | norm of queries or keys | replicated parameters; computes the local heads | the same |
+| `replicated` | norm or `nn.Linear` inside of attention | replicated parameters; computes local heads, or all tokens | the same |
 | `router` | router of a mixture of experts | replicated parameters; routes all tokens | the same |
 | `experts` | stacked experts | shards the hidden dimension; reduce-scatters the output | all-reduces the output |
 | `vocab_parallel` | `nn.Embedding` | shards the vocabulary; reduce-scatters the output | all-reduces the output |
@@ -211,7 +211,7 @@ STYLES = {
     "rowwise": Style(RowwiseLinear, Shard(1), reduce_output="reduce_scatter", module_class=nn.Linear),
     "all_gather_input": Style(AllGatherInput, input_layout="all_gather"),
     "sequence_parallel": Style(LocalTokens),
-    "qk_norm": Style(LocalTokens),
+    "replicated": Style(LocalTokens),
     "router": Style(LocalTokens),
     "experts": Style(
         TensorParallelExperts,
@@ -354,7 +354,7 @@ def _styles_by_module(
                 style,
                 input_layout=layouts.get(style.input_layout, style.input_layout),
                 reduce_output="all_reduce" if style.reduce_output else "",
-                partial_gradient=style_name in ("qk_norm", "router"),
+                partial_gradient=style_name in ("replicated", "router"),
             )
         found[name] = style_name, style
     return found

@@ -147,6 +147,7 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
         ("cudnn", recipe.run.deterministic, "is not deterministic, but run.deterministic = true"),
         ("flash3 flash4", recipe.training.compute_dtype != "bfloat16", "requires training.compute_dtype = 'bfloat16'"),
         ("cudnn flash flash3 flash4", masked, f"does not support the mask of {what}"),
+        ("flash", context == 1 and model.v_head_dim != model.head_dim, "requires heads of one dimension"),
         ("efficient", model.attention_soft_cap > 0, f"does not bound scores as {what} asks"),
         (
             "cudnn efficient math flash3 flash4",
@@ -220,7 +221,8 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
     refused = "optimizer = 'muon' does not support "
     if recipe.parallelism.cpu_offload:
         yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
-    stacks = [optimizer.group_of(f"layers.0.{name}", is_matrix=True) for name in model.expert_parameters()]
+    last = model.num_layers - 1
+    stacks = [optimizer.group_of(f"layers.{last}.{name}", is_matrix=True) for name in model.expert_parameters()]
     if recipe.parallelism.tensor > 1 and any(group is not None and group.optimizer == "muon" for group in stacks):
         yield (
             f"{refused}parallelism.tensor = {recipe.parallelism.tensor} for experts, whose matrices it would divide; use "
@@ -262,7 +264,8 @@ def _tensor(recipe: PretrainRecipe) -> Iterator[str]:
         near = [length for length in near if 0 < length <= model.max_seq_len] or [chunks]
         why = "tensor" if context == 1 else "2 x context" if tensor == 1 else "tensor x 2 x context"
         yield f"training.seq_len = {seq_len} is not divisible into {chunks} chunks ({why}); use {one_of(near)}"
-    rowwise = {name: model.block_matrices().get(name, (0, 0))[1] for name in model.rowwise_matrices}
+    widths = {name.split(".", 2)[-1]: size[1] for name, size in model.matrices().items()}
+    rowwise = {name: widths.get(name, 0) for name in model.rowwise_matrices}
     rowwise |= {name: shape[2] for name, shape in model.expert_parameters().items() if name.endswith("w2")}
     for name, inputs in rowwise.items():
         if _adamw_section(recipe).state_dtype == "8bit" and inputs % BLOCK == 0 and inputs % (BLOCK * tensor):

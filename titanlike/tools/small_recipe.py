@@ -109,19 +109,35 @@ def _small_model(model: dict[str, Any], parallelism: dict[str, Any], stages: int
     small_kv = min(kv_heads, max(tensor, 2))  # one or two per rank
     small_heads = min(heads, small_kv * min(heads // kv_heads, 2))
     dim = min(model["dim"], 16 * small_heads)
+    # Several experts in each group, and more groups than those that a token's experts are in.
+    groups = min(model.get("num_expert_groups", 1), 4)
+    unit = math.lcm(parallelism["expert"], groups)
+    experts = min(model.get("num_experts", 0), unit * -(-8 // unit))
+    groups_per_token = min(model.get("groups_per_token", 1), max(1, groups - 2))
     small: dict[str, Any] = {
-        "num_layers": min(model["num_layers"], stages + 1),  # stages of unequal size
+        # Stages of unequal size, and of a mixture of experts a block that has some.
+        "num_layers": min(model["num_layers"], max(stages + 1, 2)),
+        "num_dense_layers": min(model.get("num_dense_layers", 0), 1),
         "num_heads": small_heads,
         "num_kv_heads": small_kv,
         "dim": dim,
         "head_dim": min(model.get("head_dim", 0), 24),  # not dim / num_heads, if it is a field
         "ffn_dim": min(model.get("ffn_dim", 0), dim if "num_experts" in model else 3 * dim),
-        "num_experts": min(model.get("num_experts", 0), parallelism["expert"] * -(-8 // parallelism["expert"])),
-        "experts_per_token": min(model.get("experts_per_token", 0), 4),
+        "dense_ffn_dim": min(model.get("dense_ffn_dim", 0), 3 * dim),
+        "num_experts": experts,
+        "experts_per_token": min(model.get("experts_per_token", 0), 4, experts // groups * groups_per_token),
+        "num_expert_groups": groups,
+        "groups_per_token": groups_per_token,
+        "q_lora_rank": min(model.get("q_lora_rank", 0), 24),
+        "kv_lora_rank": min(model.get("kv_lora_rank", 0), 16),
+        "qk_nope_head_dim": min(model.get("qk_nope_head_dim", 0), 16),
+        "qk_rope_head_dim": min(model.get("qk_rope_head_dim", 0), 8),
+        "v_head_dim": min(model.get("v_head_dim", 0), 16),
         "vocab_size": min(model["vocab_size"], math.lcm(64, tensor) * -(-320 // math.lcm(64, tensor))),
     }
-    if "ffn_dim" in model and small["ffn_dim"] % tensor:
-        small["ffn_dim"] = model["ffn_dim"]
+    for name in ("ffn_dim", "dense_ffn_dim"):
+        if small[name] % tensor:
+            small[name] = model[name]
     return {key: value for key, value in small.items() if key in model}
 
 

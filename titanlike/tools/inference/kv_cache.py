@@ -23,7 +23,7 @@ class KVCache(AbstractContextManager["KVCache"]):
 
     def __init__(
         self,
-        owners: list[tuple[nn.Module, str, nn.Module]],
+        owners: list[tuple[nn.Module, str, nn.Module | None]],
         attentions: list["CachedAttention"],
         document_masks: list[DocumentMask],
     ) -> None:
@@ -70,22 +70,27 @@ def apply_kv_cache(
         batch_size: number of sequences in each call.
         max_length: number of tokens that the cache holds, including padding.
         attention: name, in each block, of the submodule that is called with queries (B, H, T, E), and keys and values (B, K, T, E),
-            as `models.layers.DotProductAttention` is. Its attributes `soft_cap` and `window`, if it has them, are respected.
+            as `models.layers.DotProductAttention` is. Its attributes `soft_cap` and `window`, if it has them, are respected. An
+            attention module with an attribute `latent_cache`, as `models.deepseek.LatentAttention`, gets a cache of latent vectors.
         document_masks: the modules of the model that make masks, which the cached attention makes by itself.
     """
-    owners, attentions = [], []
+    owners: list[tuple[nn.Module, str, nn.Module | None]] = []
+    attentions: list[CachedAttention] = []
     for block in list_blocks(blocks):
         parent_name, _, name = attention.rpartition(".")
         try:
             parent = block.get_submodule(parent_name)
-            original = parent.get_submodule(name)
+            original: nn.Module | None = parent.get_submodule(name)
         except AttributeError:
             raise UserError(
                 f"the KV cache replaces the submodule {attention}, which {type(block).__name__} does not have; pass its name as "
                 "attention=, or the blocks that have it"
             ) from None
         options = {name: getattr(original, name, 0) for name in ("soft_cap", "window")}
-        cached = CachedAttention(batch_size, max_length, **options)
+        cache_type = CachedAttention
+        if hasattr(parent, "latent_cache"):
+            name, original, cache_type = "latent_cache", None, CachedLatentAttention
+        cached = cache_type(batch_size, max_length, **options)
         setattr(parent, name, cached)
         owners.append((parent, name, original))
         attentions.append(cached)
@@ -109,23 +114,30 @@ class CachedAttention(nn.Module):
         self.soft_cap, self.window = soft_cap, window
         self.length = 0
         self.padding: Tensor | None = None
-        self.cache: tuple[Tensor, Tensor] | None = None  # keys and values (B, K, S, E)
+        self.cache: tuple[Tensor, ...] | None = None  # keys and values (B, K, S, E)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
-        first, self.length = self.length, self.length + k.shape[2]
-        self._check(k, mask)
-        if self.cache is None:
-            shape = (self.batch_size, k.shape[1], self.max_length, k.shape[3])  # of this rank's heads
-            self.cache = k.new_zeros(shape), v.new_zeros(shape)
-        for cached, new in zip(self.cache, (k, v), strict=True):
-            cached[:, :, first : self.length] = new
-        keys, values = (cached[:, :, : self.length] for cached in self.cache)
+        return self.attend(q, *self.append(mask, k, v))
+
+    def append(self, mask: Mask | None, *new: Tensor) -> list[Tensor]:
+        """Adds tensors of the new tokens (B, K, T, E) to the cache. Returns those of all tokens."""
+        first, self.length = self.length, self.length + new[0].shape[2]
+        self._check(new[0], mask)
+        if self.cache is None:  # of this rank's heads
+            self.cache = tuple(x.new_zeros(self.batch_size, x.shape[1], self.max_length, x.shape[3]) for x in new)
+        for cached, x in zip(self.cache, new, strict=True):
+            cached[:, :, first : self.length] = x
+        return [cached[:, :, : self.length] for cached in self.cache]
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Returns the attention of the new tokens over all."""
+        first = self.length - q.shape[2]
         # The new tokens attend to none before the window of the first of them.
         start = max(0, first + 1 - self.window) if self.window else 0
         keys, values = keys[:, :, start:], values[:, :, start:]
         if self.padding is None and not self.soft_cap:
-            options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
+            options: dict[str, Any] = {"enable_gqa": q.shape[1] != keys.shape[1]}
             if q.shape[2] == 1:  # the last token attends to all
                 return F.scaled_dot_product_attention(q, keys, values, **options)
             if not first and not 0 < self.window < self.length:
@@ -135,8 +147,7 @@ class CachedAttention(nn.Module):
     def resize(self, length: int, max_length: int) -> None:
         self.length, self.max_length = length, max_length
         if self.cache is not None:
-            keys, values = (F.pad(cached[:, :, :length], (0, 0, 0, max_length - length)) for cached in self.cache)
-            self.cache = keys, values
+            self.cache = tuple(F.pad(cached[:, :, :length], (0, 0, 0, max_length - length)) for cached in self.cache)
 
     def _mask(self, first: int, start: int, device: torch.device) -> Tensor:
         """Returns a mask (B or 1, 1, T, S) of the keys from `start` on: not later, in the window, and not padding."""
@@ -158,3 +169,17 @@ class CachedAttention(nn.Module):
                 f"the KV cache holds {self.batch_size} sequences of {self.max_length} tokens, not {k.shape[0]} of {self.length}; "
                 "apply a larger one"
             )
+
+
+class CachedLatentAttention(CachedAttention):
+    """The same with a cache of latent vectors, from which keys and values are computed: (B, 1, S, R + P), as `LatentAttention` has
+    them, instead of 2 x H x E values of each token."""
+
+    def forward(self, q: Tensor, latent: Tensor, attention: Any, mask: Mask | None = None) -> Tensor:
+        """Returns (B, H, T, E) for queries (B, H, T, E) and the latent vectors of the new tokens (B, 1, T, R + P)."""
+        (latents,) = self.append(mask, latent)
+        if q.shape[2] > 1:  # of a prompt, expanded heads take fewer operations
+            return self.attend(q, *attention.expand(latents[:, 0, :, : attention.rank], latents[..., attention.rank :]))
+        padded = None if self.padding is None else self._mask(self.length - 1, 0, q.device)
+        out: Tensor = attention.attend_absorbed(q, latents, padded)
+        return out

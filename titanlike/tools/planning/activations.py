@@ -33,15 +33,16 @@ def block_activations(job: Job) -> BlockActivations:
     tensor = layout.tensor
     matrices = model.block_matrices()
     hidden = element * model.dim
-    queries = element * matrices["attention.wo"][1] / tensor
-    keys = element * matrices["attention.wk"][0] / tensor if "attention.wk" in matrices else queries
+    queries, keys = (element * number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
+    out = element * model.num_heads * model.v_head_dim / tensor
+    values = element * model.num_kv_heads * model.v_head_dim / tensor
     ffn = element * matrices.get("feed_forward.w2", matrices.get("feed_forward.shared.w2", (0, 0)))[1] / tensor
     is_gated = "feed_forward.w3" in matrices or "feed_forward.shared.w3" in matrices
     stream = hidden / tensor  # the residual stream
-    attention = queries + 4 * model.num_heads / tensor  # the output and the log-sum-exp of the scores
+    attention = out + 4 * model.num_heads / tensor  # the output and the log-sum-exp of the scores
     gathered = 2 * hidden if tensor > 1 else 0.0  # the inputs of attention and feed-forward
     # Context parallelism gathers keys and values of the full sequence, and computes attention in two parts.
-    sequence = 2 * keys * (layout.context - 1)
+    sequence = (keys + values) * (layout.context - 1)
     compiled = job.recipe.compile.mode != "none"
     norms = gathered or 2 * hidden
     copies = 0.0
@@ -50,7 +51,7 @@ def block_activations(job: Job) -> BlockActivations:
         intermediates = (3 if is_gated else 2) * ffn
     else:
         intermediates = (4 if is_gated else 2) * ffn
-        copies = queries if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
+        copies = out if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
     # QK-norm reads its inputs and their root mean squares in the backward pass.
     qk_norm = queries + keys + 4 * (model.num_heads + model.num_kv_heads) / tensor if model.qk_norm else 0.0
     norm_input = stream
@@ -58,15 +59,19 @@ def block_activations(job: Job) -> BlockActivations:
         norm_input = 4 * model.dim / tensor
         qk_norm *= 4 / element
     # The inputs of attention and feed-forward, and what they compute.
-    kept = 2 * norm_input + norms + queries + 2 * keys + attention + intermediates + sequence + copies + qk_norm
+    kept = 2 * norm_input + norms + queries + keys + values + attention + intermediates + sequence + copies + qk_norm
+    if model.latent_matrices:
+        # The latent vectors and the norms of them, and the keys without positions, which are copied to those of all channels.
+        latents = [matrices[name][1] for name in model.latent_matrices if name in matrices]
+        kept += element * (2 * sum(latents) + (matrices["attention.wkv_b"][0] - values * tensor / element) / tensor)
     kept += 2 * norm_input if model.post_norms else 0.0
     selective = stream + attention + _every_second_product(job)
     recomputed = 0.0
     if layout.context > 1:
         # Keeps the collectives' results, and puts them in order again: both are there in the backward pass. Compiled code does that
         # after the backward pass of the feed-forward, which is the larger moment.
-        selective += 2 * keys * layout.context
-        recomputed = 2 * keys * layout.context if mode == "selective" and not compiled else 0.0
+        selective += (keys + values) * layout.context
+        recomputed = (keys + values) * layout.context if mode == "selective" and not compiled else 0.0
     if tensor > 1:
         selective += gathered + (stream if compiled else 2 * stream)
     forward = 4 * ffn if mode != "none" or job.forward_only else 4 * stream
@@ -84,6 +89,8 @@ def block_activations(job: Job) -> BlockActivations:
         forward = max(forward, routed.forward)
         backward = max(backward, routed.backward) if model.num_shared_experts else routed.backward
         early = routed.early
+        if model.num_shared_experts:  # their output waits for that of the others
+            forward, early = forward + stream, early + stream
     budget = job.recipe.activation_checkpoint
     saved = {
         "none": kept,
@@ -98,10 +105,10 @@ def _every_second_product(job: Job) -> float:
     """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
     router and its experts have four."""
     model, lora, tensor = job.recipe.model, job.lora, job.layout.tensor
-    matrices, rowwise = model.block_matrices(), model.rowwise_matrices
-    widths: list[float] = []
+    matrices, rowwise = model.block_matrices(-1, tensor), model.rowwise_matrices
+    widths: list[int] = []
     for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise)):
-        width = matrices[name][0] / (1 if name in rowwise else tensor)
+        width = matrices[name][0]
         widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
     # Compiled code does not keep the block's last sum, of one or two products, unless a post-norm reads it: otherwise no gradient
     # depends on it.

@@ -71,15 +71,16 @@ def largest_of(number: int) -> float:
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 
-def routed_matmuls(job: Job, load: float = 1.0) -> list[Matmul]:
+def routed_matmuls(job: Job, load: float = 1.0, index: int = -1) -> list[Matmul]:
     """Returns the matmuls of a router, of which each tensor-parallel rank computes all, and of its experts, in the order of the
     forward pass. Expert-parallel ranks have fewer experts, and each of these the tokens of more ranks.
 
     Args:
         load: of `largest_load`.
+        index: of the block.
     """
     model, layout, tokens = job.recipe.model, job.layout, job.tokens
-    if not isinstance(model, MoeConfig):
+    if not isinstance(model, MoeConfig) or not model.has_experts(index):
         return []
     rows = tokens * model.experts_per_token * load
     number = min(model.num_experts / layout.expert, rows)
@@ -97,29 +98,31 @@ def float8_experts(job: Job) -> bool:
     return job.program.float8_experts and job.recipe.float8.scaling != "none"
 
 
-def expert_launches(job: Job, casts: bool = True) -> int:
+def expert_launches(job: Job, casts: bool = True, index: int = -1) -> int:
     """Returns the kernels that the host launches for the experts of a rank in a pass, beyond one for each of their matmuls.
 
     Args:
         casts: Whether this pass casts two inputs, or the gradients of two outputs, if experts multiply in float8.
+        index: of the block.
     """
     model = job.recipe.model
-    if not isinstance(model, MoeConfig):
+    if not isinstance(model, MoeConfig) or not model.has_experts(index):
         return 0
     number = model.num_experts // job.layout.expert if job.program.single_experts else 1
     return 3 * (number - 1) + 2 * CAST_KERNELS * number * (casts and float8_experts(job))
 
 
-def routing_bytes(job: Job, load: float = 1.0) -> tuple[float, float]:
+def routing_bytes(job: Job, load: float = 1.0, index: int = -1) -> tuple[float, float]:
     """Returns the bytes of the router's scores, of the permutations of tokens, of the elementwise operations of the experts and of
     their casts, forward and backward. With expert parallelism, experts are not compiled, and permute twice as often if all-to-alls
     send a copy for each expert.
 
     Args:
         load: of `largest_load`.
+        index: of the block.
     """
     model, layout, tokens = job.recipe.model, job.layout, job.tokens
-    if not isinstance(model, MoeConfig):
+    if not isinstance(model, MoeConfig) or not model.has_experts(index):
         return 0.0, 0.0
     element, exchanged = DTYPE_BYTES[job.recipe.training.compute_dtype], layout.expert > 1
     router_compiled = job.recipe.compile.mode != "none"
@@ -180,11 +183,12 @@ def balancing(job: Job, stages: Mapping[int, Stage], axes: Sequence[str], totals
         size = job.sequences * (model.num_experts + 1) * FLOAT32
         totals.add("all-reduce", "context", "expert counts", job.num_microbatches, size)
     if model.balance_bias_rate and job.recipe.trains_all_weights:
-        size = sum(len(stage.blocks) for stage in stages.values()) * model.num_experts * INT64
+        number = sum(model.has_experts(index) for stage in stages.values() for index in stage.blocks)
+        size = number * model.num_experts * INT64
         for axis in axes:
             totals.add("all-reduce", axis, "expert counts", 1, size)
 
 
-def ends_with_experts(model: TransformerConfig) -> bool:
+def ends_with_experts(model: TransformerConfig, index: int = -1) -> bool:
     """Whether the last matmul of a block is that of routed experts, whose output the gradients of the router read."""
-    return isinstance(model, MoeConfig) and not model.num_shared_experts
+    return isinstance(model, MoeConfig) and model.has_experts(index) and not model.num_shared_experts

@@ -15,6 +15,7 @@ from titanlike.models import layers
 from titanlike.models.moe_config import MoeConfig
 from titanlike.parallelisms import context, expert
 from titanlike.tools.planning.job import Job
+from titanlike.tools.planning.torch_internals import efficient_attention
 from titanlike.utils import compat
 
 
@@ -43,14 +44,24 @@ def gpu_operators(device: str, flex: bool) -> Iterator[None]:
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
-    def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0) -> Tensor:
-        return compat.flash_attention_of_last_queries(q, k, v) if mask is None else attention(q, k, v, mask, soft_cap)
+    def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if q.shape[-1] == v.shape[-1]:
+            return original(q, k, v, **options)
+        return efficient_attention(q, k, v)
 
+    def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0) -> Tensor:
+        if mask is not None:
+            return attention(q, k, v, mask, soft_cap)
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if q.shape[-1] != v.shape[-1] else v
+        return compat.flash_attention_of_last_queries(q, k, padded)[..., : v.shape[-1]]
+
+    original: Any = F.scaled_dot_product_attention
     if device == "cpu":
         yield
         return
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
+        patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", dot_product_attention))
         patches.enter_context(mock.patch.object(context, "prefix_attention", prefix_attention))
         for module in (layers, context) if flex else ():
             patches.enter_context(mock.patch.object(module, "masked_attention", attention))

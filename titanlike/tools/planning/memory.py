@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from titanlike.config.layout import blocks_of
 from titanlike.config.sections import DTYPE_BYTES
+from titanlike.models.base_config import TransformerConfig
 from titanlike.tools.planning.activations import BlockActivations, block_activations
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.muon import matrices as matrices_of_muon
@@ -102,6 +104,11 @@ def scattered(job: Job) -> float:
     return 2.0 * block_activations(job).kept * job.tokens
 
 
+def states(job: Job, rank: int) -> Usage:
+    """Returns the parameters, gradients and states of the optimizer of a pipeline rank."""
+    return _Sizes.of(job, rank).states
+
+
 def fragmentation(job: Job) -> float:
     """Returns reserved over allocated bytes of a job."""
     recomputes = job.recipe.activation_checkpoint.mode != "none"
@@ -134,13 +141,13 @@ class _Sizes:
         training = recipe.training
         stages = job.stages(rank)
         compute, master = DTYPE_BYTES[training.compute_dtype], DTYPE_BYTES[training.master_dtype]
-        matrices = sum(outputs * inputs for outputs, inputs in model.block_matrices().values()) / layout.tensor
-        matrices += sum(map(math.prod, model.router_parameters().values()))
-        experts = sum(map(math.prod, model.expert_parameters().values())) / layout.tensor
+        blocks = [index for stage in stages for index in blocks_of(stage, job.split)]
+        num_dense = sum(not model.has_experts(index) for index in blocks)
+        (dense, _), (matrices, experts) = (_block_size(model, layout.tensor, index) for index in (0, max(blocks)))
         vocabulary = model.vocab_size * model.dim / layout.tensor
         has_embedding, has_head = 0 in stages, len(job.split) - 1 in stages
         ends = (has_embedding + (has_head and not (model.tied_head and has_embedding))) * vocabulary
-        num_parameters = sum(job.split[stage] for stage in stages) * (matrices + experts) + ends
+        num_parameters = num_dense * dense + (len(blocks) - num_dense) * (matrices + experts) + ends
         trained = 1.0
         if job.lora.rank:
             selected = [
@@ -151,7 +158,7 @@ class _Sizes:
         state = STATE_BYTES.get(recipe.optimizer.state_dtype, 2.0 * master) / master
         # Muon has one moment, in the dtype of the weights.
         muon = matrices_of_muon(job, stages)
-        orthogonalized = sum(matrix.size for group in muon.values() for matrix in group) / layout.tensor
+        orthogonalized = sum(matrix.received(job) for group in muon.values() for matrix in group) / layout.tensor
         second = cls.of(job.second, rank) if job.second else None
         frozen = second.num_parameters * DTYPE_BYTES[job.frozen_dtype] / job.num_shards if second else 0.0
         states = Usage(
@@ -196,6 +203,15 @@ class _Sizes:
             loss=loss * has_head,
             loss_kept=loss_kept * has_head,
         )
+
+
+def _block_size(model: TransformerConfig, tensor: int, index: int) -> tuple[float, float]:
+    """Returns the sizes of the matrices of a block on a tensor-parallel rank: of those without experts, and of the experts."""
+    matrices = float(sum(map(math.prod, model.block_matrices(index, tensor).values())))
+    if not model.has_experts(index):
+        return matrices, 0.0
+    matrices += sum(map(math.prod, model.router_parameters().values()))
+    return matrices, sum(map(math.prod, model.expert_parameters().values())) / tensor
 
 
 def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:

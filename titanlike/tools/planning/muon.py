@@ -14,7 +14,7 @@ class Matrix:
 
     outputs: int
     inputs: int
-    rowwise: bool  # tensor parallelism shards the inputs
+    style: str  # of tensor parallelism
 
     @property
     def size(self) -> int:
@@ -24,24 +24,29 @@ class Matrix:
     def shard(self, job: Job) -> int:
         """Returns the number of elements of the largest shard, which the first rank has."""
         rows, columns = range(self.outputs), range(self.inputs)
-        if self.rowwise:
+        if self.style == "rowwise":
             columns = shard_range(columns, job.layout.tensor, 0)
-        else:
+        elif self.style == "colwise":
             rows = shard_range(rows, job.layout.tensor, 0)
         return len(shard_range(rows, job.num_shards, 0)) * len(columns)
+
+    def received(self, job: Job) -> int:
+        """Returns the number of elements that all ranks send to the one that computes: tensor-parallel ranks send copies of what
+        they replicate."""
+        return self.size * (job.layout.tensor if self.style == "replicated" else 1)
 
 
 def matrices(job: Job, stages: Sequence[int]) -> dict[OptimizerGroup, list[Matrix]]:
     """Returns the matrices that Muon updates on the ranks that hold these pipeline stages, by group."""
     model, optimizer = job.recipe.model, job.recipe.optimizer
-    sizes, rowwise = model.block_matrices(), model.rowwise_matrices
     found: dict[OptimizerGroup, list[Matrix]] = {}
     if any(group.optimizer == "muon" for group in optimizer.groups):
         for index in (index for stage in stages for index in blocks_of(stage, job.split)):
-            for name, (outputs, inputs) in sizes.items():
+            table = model.parameters_of(index)
+            for name, (outputs, inputs) in model.block_matrices(index).items():
                 group = optimizer.group_of(f"layers.{index}.{name}.weight", is_matrix=True)
                 if group and group.optimizer == "muon":
-                    found.setdefault(group, []).append(Matrix(outputs, inputs, name in rowwise))
+                    found.setdefault(group, []).append(Matrix(outputs, inputs, table[f"{name}.weight"].style))
     return found
 
 

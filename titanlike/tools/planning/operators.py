@@ -59,18 +59,18 @@ class Counts:
         """Returns the float8 layers of a block, by their names in it."""
         return _float8_layers(self.job.recipe.float8, self.job.recipe.model, index)
 
-    def block(self, float8: frozenset[str], local: bool = False) -> Passes:
-        """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without."""
-        tensor, tokens = self.job.layout.tensor, self.job.tokens
+    def block(self, float8: frozenset[str], local: bool = False, index: int = -1) -> Passes:
+        """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without, and with the
+        parameters of the block `index`."""
+        tokens = self.job.tokens
         recipe, model = self.job.recipe, self.job.recipe.model
-        matrices, rowwise = model.block_matrices(), model.rowwise_matrices
+        matrices, rowwise = model.block_matrices(index, self.job.layout.tensor), model.rowwise_matrices
         # In the order of the forward pass: of attention and of the feed-forward layer, the rowwise matrix comes last.
         names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise))
         forward, inputs, weights = [], [], []
         num_attention = 0  # products of attention, before those of the experts
         for name in names:
             outputs, width = matrices[name]
-            outputs, width = (outputs, width // tensor) if name in rowwise else (outputs // tensor, width)
             in_float8 = name in float8
             forward.append(Matmul(tokens, outputs, width, in_float8))
             inputs.append(Matmul(tokens, width, outputs, in_float8))
@@ -85,7 +85,7 @@ class Counts:
                 weights += [Matmul(rank, width, tokens), Matmul(outputs, rank, tokens)]
             if name.startswith("attention"):
                 num_attention = len(forward)
-        routed = routed_matmuls(self.job, self.load)
+        routed = routed_matmuls(self.job, self.load, index)
         forward[num_attention:num_attention] = routed
         inputs += [replace(each, n=each.k, k=each.n) for each in routed]
         if recipe.trains_all_weights:
@@ -93,14 +93,14 @@ class Counts:
                 replace(each, m=each.n, n=each.k, k=each.m, grouped="k" if each.grouped else "") for each in routed
             ]
         attention = self._attention_flops(local)
-        elementwise_forward, elementwise_backward = self._elementwise_bytes()
-        casts_forward, casts_backward = self._cast_bytes(float8)
-        routing_forward, routing_backward = routing_bytes(self.job, self.load)
-        launches = self._launches(len(forward), len(inputs), len(float8))
+        elementwise_forward, elementwise_backward = self._elementwise_bytes(index)
+        casts_forward, casts_backward = self._cast_bytes(float8, index)
+        routing_forward, routing_backward = routing_bytes(self.job, self.load, index)
+        launches = self._launches(len(forward), len(inputs), len(float8), index)
         full = Workload(
             tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0]
         )
-        recomputed = self._recomputed(forward, full)
+        recomputed = self._recomputed(forward, full, index)
         # The outputs of rowwise and the inputs of other matmuls are summed or kept by the elementwise kernels.
         return Passes(
             full,
@@ -112,14 +112,18 @@ class Counts:
                 elementwise_backward + casts_backward + routing_backward,
                 launches[1],
             ),
-            Workload(tuple(weights), 0.0, 0.0, 0.0, len(weights) + expert_launches(self.job, casts=False)),
+            Workload(tuple(weights), 0.0, 0.0, 0.0, len(weights) + expert_launches(self.job, False, index)),
         )
 
-    def _launches(self, forward: int, backward: int, float8: int) -> tuple[int, int]:
+    def _launches(self, forward: int, backward: int, float8: int, index: int) -> tuple[int, int]:
         """Kernels that the host launches for a block, forward and backward without the gradients of weights, given its products.
         Constants are from steps of the shipped recipes on null GPUs (`tests/unit/test_planning_null_gpu.py`)."""
         job, model = self.job, self.job.recipe.model
         qk_norm, post_norms = int(model.qk_norm), int(model.post_norms)
+        latents = len(model.block_matrices(index).keys() & set(model.latent_matrices))
+        if latents:  # norms, RoPE of some channels, and concatenations
+            scale = 1 if self.compiled else 3
+            forward, backward = forward + scale * (3 + latents), backward + scale * (4 + 2 * latents)
         if self.compiled:
             forward += 8 + 2 * qk_norm + 6 * post_norms
             backward += 14 + 3 * qk_norm + 12 * post_norms
@@ -128,20 +132,21 @@ class Counts:
             backward += 44 + 4 * qk_norm + 4 * post_norms
         forward, backward = forward + 3 * float8, backward + 5 * float8  # maxima and casts
         if not job.uses_fsdp():  # each weight is cast, and each gradient
-            number = len(model.block_matrices())
+            number = len(model.block_matrices(index))
             forward, backward = forward + number, backward + number
-        if isinstance(model, MoeConfig):
+        if isinstance(model, MoeConfig) and model.has_experts(index):
             extra = (20 if self.compiled else 36) + (25 if job.layout.expert > 1 else 0) + expert_launches(job)
-            forward, backward = forward + extra, backward + extra
+            groups = 20 * (model.groups_per_token < model.num_expert_groups)
+            forward, backward = forward + extra + groups, backward + extra
         return forward, backward
 
-    def _recomputed(self, matmuls: list[Matmul], forward: Workload) -> Workload:
+    def _recomputed(self, matmuls: list[Matmul], forward: Workload, index: int) -> Workload:
         """The backward pass recomputes what it reads. The output of the last matmul is read by dropout and by post-norms, and that
         of experts by the gradients of the router."""
         recipe = self.job.recipe
         mode = recipe.activation_checkpoint.mode
         final_residual = 6 * self.local_tokens * recipe.model.dim * self.element / 2
-        is_read = self.job.reads_last_product or ends_with_experts(recipe.model)
+        is_read = self.job.reads_last_product or ends_with_experts(recipe.model, index)
         read = matmuls if is_read else matmuls[:-1]
         elementwise = Workload(bytes=forward.bytes - final_residual, kernels=forward.kernels)
         full = replace(elementwise, matmuls=tuple(read), attention_forward=forward.attention_forward)
@@ -161,15 +166,16 @@ class Counts:
         else:
             half = min(model.sliding_window // 2, length - 1) if local else length - 1
             keys = 2 * half + 1 - half * (half + 1) / length  # and the tokens at both ends less than half of one
-        return 4.0 * self.job.tokens * keys * (model.num_heads * model.head_dim // self.job.layout.tensor)
+        width = model.num_heads * (model.head_dim + model.v_head_dim) // self.job.layout.tensor
+        return 2.0 * self.job.tokens * keys * width
 
-    def _elementwise_bytes(self) -> tuple[float, float]:
+    def _elementwise_bytes(self, index: int) -> tuple[float, float]:
         """Bytes of the norms, rotary embeddings, activation function and residuals of a block, forward and backward."""
         model, tensor, tokens = self.job.recipe.model, self.job.layout.tensor, self.job.tokens
         head_dim = model.head_dim
         queries = tokens * model.num_heads * head_dim // tensor
         keys = tokens * model.num_kv_heads * head_dim // tensor
-        ffn = [size for name, size in model.block_matrices().items() if not name.startswith("attention")]
+        ffn = [size for name, size in model.block_matrices(index).items() if not name.startswith("attention")]
         hidden = tokens * sum(inputs for outputs, inputs in ffn if outputs == model.dim) // tensor
         local, gathered = self.local_tokens * model.dim, tokens * model.dim
         rotated = queries + keys if hasattr(model, "rope_theta") else 0
@@ -202,13 +208,14 @@ class Counts:
             forward, backward = (size + 8 * keys * context for size in (forward, backward))
         return forward * self.element / 2, backward * self.element / 2
 
-    def _cast_bytes(self, float8: frozenset[str]) -> tuple[float, float]:
+    def _cast_bytes(self, float8: frozenset[str], index: int) -> tuple[float, float]:
         """Bytes of the casts to float8 of a block, forward and backward: a pass for the maximum, one that casts."""
         recipe, tensor, tokens = self.job.recipe, self.job.layout.tensor, self.job.tokens
-        matrices, rowwise = recipe.model.block_matrices(), recipe.model.rowwise_matrices
+        matrices, rowwise = recipe.model.block_matrices(index, tensor), recipe.model.rowwise_matrices
         forward = backward = 0.0
-        for layer in {name.rpartition(".")[0] for name in float8}:  # its colwise matrices share an input
-            colwise = {name for name in matrices if name.rpartition(".")[0] == layer and name not in rowwise}
+        own_input = (*rowwise, *recipe.model.latent_matrices)
+        for layer in {name.rpartition(".")[0] for name in float8}:  # its other matrices share an input
+            colwise = {name for name in matrices if name.rpartition(".")[0] == layer and name not in own_input}
             # Tensor-parallel ranks cast their shard before the gather, if only float8 matmuls read it.
             # The router and the experts read the input of the shared experts, too, and not in float8.
             shared = tensor > 1 and colwise <= float8 and recipe.float8.scaling == "tensorwise"
@@ -220,17 +227,18 @@ class Counts:
                 backward += 2 * inputs if shared else 3 * inputs
         for name in float8:
             outputs, inputs = matrices[name]
+            if name in own_input:
+                forward += 5 * tokens * inputs
+                backward += 3 * tokens * inputs
             if name in rowwise:
-                forward += 5 * tokens * inputs / tensor
-                backward += 3 * tokens * inputs / tensor
                 # Maximum 2, cast 4 in both layouts; a shard of the gradient is cast before it is gathered, then transposed.
                 shard = tensor > 1 and recipe.float8.scaling == "tensorwise"
                 backward += tokens * outputs * (5 / tensor + 2 if shard else 6)
             else:
-                backward += 6 * tokens * outputs / tensor
+                backward += 6 * tokens * outputs
             if not recipe.float8.all_gather:  # which casts shards, once per step; otherwise each pass casts the weights
-                forward += 5 * outputs * inputs / tensor
-                backward += 3 * outputs * inputs / tensor
+                forward += 5 * outputs * inputs
+                backward += 3 * outputs * inputs
         # Eager code computes the maximum and the cast in several kernels, in float32.
         share = self.job.program.cast_share if self.compiled else EAGER_CASTS
         return forward * share, backward * share

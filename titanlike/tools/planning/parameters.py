@@ -113,10 +113,10 @@ def fsdp_units(job: Job, stage: Stage) -> list[Unit]:
 def _block(
     model: TransformerConfig, float8: Float8, lora: Lora, tensor: int, expert: int, index: int
 ) -> tuple[Parameter, ...]:
-    sizes = {f"layers.{index}.{name}": size for name, size in model.block_matrices().items()}
+    sizes = {f"layers.{index}.{name}": size for name, size in model.block_matrices(index).items()}
     reasons = skip_reasons(float8, sizes, model.tied_head)
     parameters = []
-    for name, spec in model.block_parameters().items():
+    for name, spec in model.parameters_of(index).items():
         if f"layers.{index}.{name}" in model.absent_parameters:
             continue
         layer = f"layers.{index}.{name.removesuffix('.weight')}"
@@ -124,9 +124,9 @@ def _block(
         parameters.append(_parameter(name, spec, lora, tensor, expert, converted))
         if layer in sizes and lora.selects(layer):  # one matrix is sharded like the weight, and the other is replicated
             outputs, inputs = parameters[-1].shape
-            rowwise, module = spec.style == "rowwise", name.removesuffix(".weight")
-            parameters.append(Parameter(f"{module}.lora_A", (lora.rank, inputs), rowwise))
-            parameters.append(Parameter(f"{module}.lora_B", (outputs, lora.rank), not rowwise))
+            module = name.removesuffix(".weight")
+            parameters.append(Parameter(f"{module}.lora_A", (lora.rank, inputs), spec.style == "rowwise"))
+            parameters.append(Parameter(f"{module}.lora_B", (outputs, lora.rank), spec.style == "colwise"))
     return tuple(parameters)
 
 

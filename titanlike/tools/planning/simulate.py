@@ -39,6 +39,7 @@ from titanlike.tools.planning.memory import (
     memory,
     receive_buffers,
     scattered,
+    states,
 )
 from titanlike.tools.planning.schedules import order, peak_in_flight
 from titanlike.tools.planning.storage_tracker import Allocation, StorageTracker
@@ -135,10 +136,25 @@ def _of_full_depth(job: Job, rank: int, device: str, depth: int) -> Memory:
     depths = [job.split[stage] for stage in job.stages(rank)]
     if max(depths) <= depth + 1:
         return Memory(_moments(_step(job, rank, device), device), fragmentation(job))
-    small, large = (_moments(_step(_with_depth(job, each), rank, device), device) for each in (depth, depth + 1))
+    # With experts in all blocks. Those that have none are the first.
+    uniform = job
+    if job.recipe.model.num_dense_layers:
+        model = replace(cast(Any, job.recipe.model), num_dense_layers=0)
+        uniform = replace(job, recipe=replace(job.recipe, model=model))
+    small, large = (_moments(_step(_with_depth(uniform, each), rank, device), device) for each in (depth, depth + 1))
     more = sum(depths) / len(depths) - (depth + 1)
     moments = _extrapolate(small, large, more, job.split[0] if len(job.split) == 1 else 0)
+    if uniform is not job:
+        before, after = states(uniform, rank), states(job, rank)
+        moments = [Moment(moment.label, _with_states(moment.usage, before, after)) for moment in moments]
     return Memory(tuple(moments), fragmentation(job))
+
+
+def _with_states(usage: Usage, before: Usage, after: Usage) -> Usage:
+    """Returns a usage with as many parameters, gradients and states of the optimizer as `after` has, relative to `before`."""
+    names = ("parameters", "gradients", "optimizer")
+    shares = {name: getattr(after, name) / max(1, getattr(before, name)) for name in names}
+    return replace(usage, **{name: round(getattr(usage, name) * share) for name, share in shares.items()})
 
 
 def _with_depth(job: Job, depth: int) -> Job:

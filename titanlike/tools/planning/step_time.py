@@ -108,8 +108,11 @@ class Rank:
         """The modules of each stage, each kind with their number."""
         counts, found = self.counts, dict[int, list[tuple[Passes, int]]]()
         for stage in self.job.stages(self.index):
-            is_local = self.job.recipe.model.is_local
-            blocks = Counter((counts.float8_layers(i), is_local(i)) for i in blocks_of(stage, self.job.split))
+            model = self.job.recipe.model
+            blocks = Counter(
+                (counts.float8_layers(i), model.is_local(i), 0 if i < model.num_dense_layers else -1)
+                for i in blocks_of(stage, self.job.split)
+            )
             found[stage] = [(counts.block(*kind), number) for kind, number in blocks.items()]
             found[stage] += [(counts.embedding(), 1)] * (stage == 0)
             found[stage] += [(counts.loss(), 1)] * (stage == len(self.job.split) - 1)

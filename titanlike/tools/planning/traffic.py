@@ -60,7 +60,8 @@ def _passes(job: Job, rank: int, totals: Totals) -> dict[int, Stage]:
             _tensor(job, block, totals)
         if job.layout.context > 1:
             _context(job, block, totals)
-        exchanged_tokens(job, block.recomputed, block.needs_grad or block.adapts_attention, totals)
+        if block.has_experts:
+            exchanged_tokens(job, block.recomputed, block.needs_grad or block.adapts_attention, totals)
         _activation_maxima(job, block, totals)
     return stages
 
@@ -121,6 +122,11 @@ class Block:
     adapted: frozenset[str]  # linear layers with LoRA's matrices
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the block has a mixture of experts."""
+        return any(layer.experts for layer in self.layers)
+
+    @property
     def adapts_attention(self) -> bool:
         """Whether the input of the feed-forward layer has a gradient for LoRA's sake."""
         return any(name.startswith("attention") for name in self.adapted)
@@ -138,16 +144,16 @@ class Layer:
 def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
     """Yields the blocks of a pipeline rank."""
     model, checkpointing = job.recipe.model, job.recipe.activation_checkpoint
-    matrices, rowwise_matrices, experts = model.block_matrices(), model.rowwise_matrices, model.expert_parameters()
     for number, stage in stages.items():
         needs_grad = (number > 0 or job.recipe.trains_all_weights) and not job.forward_only
-        for parameters in stage.blocks.values():
+        for index, parameters in stage.blocks.items():
+            experts = model.has_experts(index)
             named = {parameter.name: parameter for parameter in parameters}
             layers = []
-            for owner, names in groupby(matrices, lambda name: name.partition(".")[0]):
+            for owner, names in groupby(model.block_matrices(index), lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
-                rowwise = linears.intersection(rowwise_matrices)
-                layers.append(Layer(linears - rowwise, rowwise, bool(experts) and owner != "attention"))
+                rowwise = linears.intersection(model.rowwise_matrices)
+                layers.append(Layer(linears - rowwise, rowwise, experts and owner != "attention"))
             if experts and not layers[-1].experts:
                 layers.append(Layer(frozenset(), frozenset(), experts=True))
             adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
@@ -234,39 +240,43 @@ def _replicated(job: Job, stage: Stage, totals: Totals) -> None:
 def _context(job: Job, block: Block, totals: Totals) -> None:
     """Attention gathers the keys and values of the full sequence. The backward pass scatters their gradients."""
     model = job.recipe.model
-    heads = model.num_kv_heads // job.layout.tensor
-    size = job.tokens * job.layout.context * heads * model.head_dim * DTYPE_BYTES[job.recipe.training.compute_dtype]
-    calls = 2 * job.num_microbatches
+    elements = job.tokens * job.layout.context * (model.num_kv_heads // job.layout.tensor)
     forwards = 1 + block.recomputed + job.frozen_forwards
-    totals.add("all-gather", "context", "keys and values", calls * forwards, size)
-    for name in ("attention.wk", "attention.wv"):
-        if block.needs_grad or name in block.adapted:
+    for name, width in (("attention.wk", model.head_dim), ("attention.wv", model.v_head_dim)):
+        size = elements * width * DTYPE_BYTES[job.recipe.training.compute_dtype]
+        totals.add("all-gather", "context", "keys and values", job.num_microbatches * forwards, size)
+        of_latent = model.latent_matrices and {"attention.wkv_a", "attention.wkv_b"} & block.adapted
+        if block.needs_grad or name in block.adapted or of_latent:
             totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
 
 
 def _weight_maxima(job: Job, stage: Stage, totals: Totals) -> None:
     """Those of all sharded weights of a stage are reduced together, once per step."""
     float8, layout = job.recipe.float8, job.layout
-    number = sum(parameter.float8 for parameter in stage.parameters)
+    sharded = [parameter.sharded for parameter in stage.parameters if parameter.float8]
+    number = len(sharded)
     if float8.scaling != "tensorwise" or not number or not (float8.all_gather or layout.tensor > 1):
         return
     # Without float8 all-gather, the forward pass starts with it, and several stages of a rank have been gathered before.
     gathered = not float8.all_gather and job.schedule.stages_per_rank > 1 and layout.pipeline > 1
     if job.num_shards > 1 and not gathered:
-        totals.add("all-reduce", fsdp_axis(job), "float8 maxima", 1, number * FLOAT32)
+        # Apart, those of the weights that tensor-parallel ranks shard and replicate.
+        for count in (sharded.count(True), sharded.count(False)) if layout.tensor > 1 else (number,):
+            totals.add("all-reduce", fsdp_axis(job), "float8 maxima", count > 0, count * FLOAT32)
     if layout.tensor > 1:
-        totals.add("all-reduce", "tensor", "float8 maxima", 1, number * FLOAT32)
+        totals.add("all-reduce", "tensor", "float8 maxima", 1, sum(sharded) * FLOAT32)
 
 
 def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
     """Those of the inputs and the gradients of float8 matmuls are reduced over the ranks that share a micro-batch."""
     if job.recipe.float8.scaling != "tensorwise":
         return
-    inputs = 0
+    inputs, latent = 0, frozenset(job.recipe.model.latent_matrices)
     for layer in block.layers:
         one_gather = job.layout.tensor > 1 and not layer.experts
         shares_input = one_gather and layer.colwise <= block.float8  # cast once, before it is gathered
-        inputs += (1 if shares_input else len(layer.colwise & block.float8)) + len(layer.rowwise & block.float8)
+        others = layer.rowwise | latent & layer.colwise
+        inputs += (1 if shares_input else len((layer.colwise - latent) & block.float8)) + len(others & block.float8)
     calls = inputs * (1 + block.recomputed + job.frozen_forwards) + len(block.float8) * (not job.forward_only)
     _add_maxima(job, calls, totals)
 
@@ -343,7 +353,7 @@ def _whole_matrices(job: Job, stages: list[int], totals: Totals) -> None:
     for matrices in rounds(job, stages):
         shards = [matrix.shard(job) for matrix in matrices]
         if size > 1:  # the first rank owns the first matrix
-            exchanged = max(sum(shards[:size]), matrices[0].size) * element_size(job)
+            exchanged = max(sum(shards[:size]), matrices[0].received(job)) * element_size(job)
             axis = fsdp_axis(job) if job.num_shards > 1 else "tensor"
             totals.add("all-to-all", axis, "whole matrices", 2, exchanged)
         if job.layout.replicate > 1:
