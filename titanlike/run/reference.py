@@ -105,7 +105,8 @@ def _compute(
             places = places_of(batch, mesh)
             answers = answers_of(model, batch, places, mesh)
             rows = mesh.data_rank * len(batch.labels) + torch.arange(len(batch.labels), device=training.device)
-            found = answers.is_pair & (first + rows < dataset.num_sequences)[:, None]  # the others are again the first ones
+            is_new = first + rows < dataset.num_sequences  # the others are again the first ones
+            found = answers.is_pair & is_new[:, None]
             table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
     for module in model.modules():
         if isinstance(module, FSDPModule):
