@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case.startswith("*") else []) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.every if case.startswith("*") else []) for case in CASES]
 )
 def test_a_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, case: str) -> None:
     plain = tiny(tmp_path, "plain", **CASES[case])

@@ -33,8 +33,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [each for each in found if len(each) > 1]
 
 
-@pytest.mark.slow
-@pytest.mark.minutes
+@pytest.mark.every
 def test_the_debug_recipe_learns_to_predict_masked_tokens(tmp_path: Path) -> None:
     done = run(tmp_path, DEBUG, **{"run.name": "run", "metrics.trackers": "[]", "training.steps": "60"})
     assert done.returncode == 0, done.stderr

@@ -125,7 +125,7 @@ def test_a_shipped_recipe_shards_over_its_number_of_processes(name: str, overrid
             local = {name: local_tensor(parameter) for name, parameter in model.named_parameters()}
             held = sum(sizes[name] for name in local)
             assert held == pytest.approx(count / layout.pipeline, rel=0 if layout.pipeline == 1 else 0.1)
-            assert sum(shard.numel() for shard in local.values()) == pytest.approx(held / shards, rel=1e-3)
+            assert sum(shard.numel() for shard in local.values()) == pytest.approx(held / shards, rel=2e-3)
             assert {shard.dtype for shard in local.values()} == {torch.float32}
         finally:
             dist.destroy_process_group()
