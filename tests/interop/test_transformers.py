@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
 from transformers.utils import logging
 
-from tests.interop.models import CONFIGS, LLAMA, export_model, model_of
+from tests.interop import models
+from tests.interop.models import LLAMA, export_model, model_of
 from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
@@ -27,7 +28,19 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
+# transformers 4 lacks the scale of YaRN in DeepSeek-V2, and its V3 selects masked experts where all scores are negative.
+CONFIGS = {
+    name: config
+    for name, config in models.CONFIGS.items()
+    if not (__version__.startswith("4.") and name.startswith("DeepSeek"))
+}
 NASTY = "Héllo  wörld\n\n\t 12345678 '' ''s I'LL don't 漢字 \U0001f600\u200d\U0001f525 \0 \ufeff e\u0301 \r\n a\u00a0b _x_  "
+
+
+def config_of(name: str) -> Any:
+    if name not in CONFIGS:
+        pytest.skip("transformers 4 computes DeepSeek in another way")
+    return CONFIGS[name]
 
 
 def load(folder: Path) -> Any:
@@ -179,7 +192,7 @@ def test_gradients_with_the_balance_loss_equal_those_of_transformers(name: str, 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3"])
 def test_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    config = CONFIGS[name]
+    config = config_of(name)
     model = model_of(config)
     reference = load(export_model(model, config, tmp_path / "hf"))
     tokens = tokens_of(config)[:, :64]
@@ -214,7 +227,7 @@ DEEPSEEK_ERRORS: dict[str, dict[str, Any]] = {
     "wrong", [pytest.param(each, marks=[pytest.mark.slow] * (each != "groups")) for each in DEEPSEEK_ERRORS]
 )
 def test_the_comparison_finds_errors_of_deepseek(wrong: str, tmp_path: Path) -> None:
-    config = CONFIGS["DeepSeek-V3"]
+    config = config_of("DeepSeek-V3")
     model = model_of(config)
     folder = export_model(model, config, tmp_path / "hf")
     values = json.loads((folder / "config.json").read_text())
@@ -258,7 +271,7 @@ def test_the_comparison_finds_errors_of_the_rope_of_gemma3(kind: str, change: di
 
 @pytest.mark.parametrize("name", ["tied", "GPT-2", "Qwen3-MoE", "Mixtral", "DeepSeek-V3"])
 def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
-    config = CONFIGS[name]
+    config = config_of(name)
     export_model(model_of(config), config, tmp_path / "first", dtype="bfloat16")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "first", torch_dtype=torch.bfloat16)
     reference.save_pretrained(tmp_path / "saved")

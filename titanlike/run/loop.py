@@ -108,7 +108,7 @@ def forward_backward(
             batches = accumulate_gradients(model, microbatches, parallelism.gradient_sync)
         for batch in batches:
             loss = model(**batch.inputs, labels=batch.labels) / num_tokens
-            (loss * loss_scale).backward()
+            loss.backward(torch.full_like(loss, loss_scale))
             local_loss += loss.detach()
     unscale_gradients(model, loss_scale)
     return collectives.all_reduce_sum(local_loss.clone(), [*mesh.loss_groups, mesh.pipeline.get_group()]), local_loss

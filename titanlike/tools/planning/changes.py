@@ -170,11 +170,8 @@ def combinations(job: Job, hardware: Hardware) -> Iterator[list[dict[str, Any]]]
     state = {} if getattr(recipe.optimizer, "state_dtype", "8bit") == "8bit" else {"optimizer.state_dtype": "8bit"}
     if state:
         yield [changes | state for changes in group]
-    host: dict[str, Any] = {}
-    for name in ("activation_checkpoint.offload", "parallelism.cpu_offload"):
-        if not value_of(recipe, name):
-            host |= {name: True}
-            yield [changes | state | host for changes in group]
+    if not job.layout.cpu_offload:
+        yield [changes | state | {"parallelism.cpu_offload": True} for changes in group]
 
 
 def _differing(recipe: PretrainRecipe, changes: Changes) -> dict[str, Any]:
