@@ -234,8 +234,10 @@ class TransformerConfig:
         """Returns the linear layers of all blocks by full name, as `block_matrices` does, and the LM head even if it is tied."""
         matrices = {
             f"layers.{index}.{name}": size
-            for index in range(self.num_layers)
-            for name, size in self.block_matrices(index, tensor).items()
+            for first, number in self.kinds_of_blocks()
+            for kind in [self.block_matrices(first, tensor)]  # once: plans call this often
+            for index in range(first, first + number)
+            for name, size in kind.items()
         }
         return matrices | {"output": (self.vocab_size // tensor, self.dim)}
 
