@@ -108,10 +108,9 @@ def _compute(
             for name, dtype, size in ((IDS, np.int32, k), (LOG_PROBS, np.float32, k + 1)):
                 path = _file(partial, name, number)
                 files[name] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(*shape, size))
-        for first, batch in batches_in_order(dataset, training, mesh):
+        for first, rows, batch in batches_in_order(dataset, training, mesh):
             with teacher(batch) as logits:
                 found = top_k_of(logits, k, section.temperature, recipe.training.loss_chunk, mesh.vocab_group)
-            rows = mesh.data_rank * len(batch.labels) + torch.arange(len(batch.labels), device=training.device)
             num_rows = min(len(batch.labels) * mesh.num_data_ranks, dataset.num_sequences - first)
             for name, values in ((IDS, found.ids), (LOG_PROBS, found.log_probs)):
                 of_all = values.new_zeros(len(batch.labels) * mesh.num_data_ranks, *shape[1:], values.shape[-1])

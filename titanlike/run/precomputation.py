@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from titanlike.data.batches.loader import Batch, BatchLoader
 from titanlike.data.batches.packed_dataset import SequenceBatch, SequenceDataset
@@ -15,9 +17,14 @@ from titanlike.parallelisms.mesh import Mesh
 NO_SHARE = (2**30, 2**30 + 1)  # of the files of a checkpoint to verify: those that are loaded are verified
 
 
-def batches_in_order(dataset: SequenceDataset, training: BatchLoader, mesh: Mesh) -> Iterator[tuple[int, Batch]]:
-    """Yields the sequences of a dataset in order, each once, and then others: micro-batches of this rank, of the shape of those in
-    training, each with the index of the first sequence of all ranks."""
+def batches_in_order(
+    dataset: SequenceDataset, training: BatchLoader, mesh: Mesh
+) -> Iterator[tuple[int, Tensor, Batch]]:
+    """Yields the sequences of a dataset in order, each once, and then the first ones again, which fill the last micro-batch.
+
+    Yields micro-batches of this rank, of the shape of those in training, each with the index of the first sequence of all ranks,
+    and the places of this rank's sequences after it.
+    """
     batch_size = training.local_batch_size * mesh.num_data_ranks
     loader = BatchLoader(
         _InOrder(dataset, batch_size), global_batch_size=batch_size, local_batch_size=training.local_batch_size,
@@ -26,7 +33,8 @@ def batches_in_order(dataset: SequenceDataset, training: BatchLoader, mesh: Mesh
     )  # fmt: skip
     for step in range(1, -(-dataset.num_sequences // batch_size) + 1):
         (batch,) = loader.microbatches(step)
-        yield (step - 1) * batch_size, batch
+        places = mesh.data_rank * len(batch.labels) + torch.arange(len(batch.labels), device=training.device)
+        yield (step - 1) * batch_size, places, batch
 
 
 class _InOrder:

@@ -101,11 +101,10 @@ def _compute(
     size = 2 * max(dataset.first_pair + dataset.num_pairs_in_all for dataset in datasets)
     table = torch.zeros(size, device=training.device, dtype=collectives.sum_dtype(training.device))
     for dataset in datasets:
-        for first, batch in batches_in_order(dataset, training, mesh):
+        for first, rows, batch in batches_in_order(dataset, training, mesh):
             places = places_of(batch, mesh)
             answers = answers_of(model, batch, places, mesh)
-            rows = mesh.data_rank * len(batch.labels) + torch.arange(len(batch.labels), device=training.device)
-            is_new = first + rows < dataset.num_sequences  # the others are again the first ones
+            is_new = first + rows < dataset.num_sequences
             found = answers.is_pair & is_new[:, None]
             table[places.document_ids[found].flatten()] = answers.log_probs[found].flatten()
     for module in model.modules():
