@@ -75,7 +75,9 @@ class Profiler(AbstractContextManager["Profiler"]):
             self._mark.__enter__()
 
     def _stop(self) -> None:
-        self._synchronize()  # all kernels of the last step belong to the trace
+        # All kernels of the last step belong to the trace. No collective may run: with gloo, that would corrupt the heap. At the
+        # end of a step none does.
+        self._synchronize()
         self._mark_step(0)
         current, self._profile = self._profile, None
         if current is None:
