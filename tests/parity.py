@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, SHARED_EXPERTS
+from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE, SHARED_EXPERTS
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.optimizer import OptimizerGroup
 
@@ -33,7 +33,7 @@ FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 
 MOE_MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
-MOE_MODELS |= {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3}
+MOE_MODELS |= {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3, "gpt_oss": GPT_OSS}
 MOE_MODELS["few experts"] = replace(QWEN3_MOE, num_experts=3)
 
 # The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
@@ -83,6 +83,17 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "MLA, EP x TP, compiled": ("deepseek_v2", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
     "MLA, TP x FSDP, Muon": ("deepseek_v3", dict(tensor=2, shard=2), 2, {"optimizer": MUON_ATTENTION}),
     "MLA, EP x TP, LoRA": ("deepseek_v3", dict(shard=2, tensor=2, expert=2), 2, LORA),
+    "Sinks, FSDP": ("gpt_oss", dict(shard=2), 2, {}),
+    "Sinks, TP": ("gpt_oss", dict(tensor=2), 4, {}),
+    "Sinks, CP x TP": ("gpt_oss", dict(context=2, tensor=2), 4, {}),
+    "Sinks, CP, documents": ("gpt_oss", dict(context=2), 4, {"data": dict(document_masks=True)}),
+    "Sinks, PP zbv x TP": ("gpt_oss", dict(pipeline=2, pipeline_schedule="zbv", tensor=2), 2, {}),
+    "Sinks, EP x TP": ("gpt_oss", dict(shard=2, tensor=2, expert=2), 2, {}),
+    "Sinks, EP x PP 1f1b": ("gpt_oss", dict(pipeline=2, shard=2, expert=2), 1, {}),
+    "Sinks, TP x FSDP, compiled, selective": ("gpt_oss", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "Sinks, EP x FSDP, compiled, full": ("gpt_oss", dict(shard=4, expert=2), 1, COMPILED | FULL),
+    "Sinks, EP x FSDP, Muon": ("gpt_oss", dict(shard=4, expert=2), 1, {"optimizer": MUON}),
+    "Sinks, EP x TP, LoRA": ("gpt_oss", dict(shard=2, tensor=2, expert=2), 2, LORA),
 }
 
 

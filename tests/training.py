@@ -28,6 +28,7 @@ from titanlike.models.bert_config import BertConfig
 from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.init import initialize
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.modernbert_config import ModernBertConfig
@@ -81,6 +82,11 @@ DEEPSEEK: dict[str, Any] = dict(
 )  # fmt: skip
 DEEPSEEK_V2 = DeepseekV2Config(**DEEPSEEK)
 DEEPSEEK_V3 = DeepseekV3Config(**DEEPSEEK, q_lora_rank=24, balance_bias_rate=0.01)
+# The window is shorter than what a context-parallel rank holds, and the limit of the gate is that of published models.
+GPT_OSS = GptOssConfig(
+    dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
+    experts_per_token=3, sliding_window=11, rope_scaling=4.0, rope_original_seq_len=16, balance_loss=0.1,
+)  # fmt: skip
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
 TINY: dict[str, dict[str, Any]] = dict(

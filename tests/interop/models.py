@@ -16,6 +16,7 @@ from titanlike.models.bert_config import BertConfig
 from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.modernbert_config import ModernBertConfig
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
@@ -44,6 +45,10 @@ DEEPSEEK: dict[str, Any] = SIZES | dict(
     v_head_dim=28,
 )
 YARN: dict[str, Any] = dict(rope_scaling=8.0, rope_original_seq_len=200)  # fmt: skip
+# Widths that MXFP4 has blocks of; the window is shorter than the sequences.
+GPT_OSS = GptOssConfig(
+    **GROUPED | YARN | dict(head_dim=24, ffn_dim=96, num_experts=6, experts_per_token=3, sliding_window=40)
+)
 CONFIGS: dict[str, TransformerConfig] = {
     "grouped-query": LLAMA,
     "tied": dataclasses.replace(LLAMA, tied_head=True, norm_eps=1e-3),
@@ -66,6 +71,8 @@ CONFIGS: dict[str, TransformerConfig] = {
     "Moonlight": DeepseekV3Config(
         **DEEPSEEK | dict(q_lora_rank=0, num_expert_groups=1, groups_per_token=1, norm_eps=1e-3)
     ),
+    "GPT-OSS": GPT_OSS,
+    "GPT-OSS, no window": dataclasses.replace(GPT_OSS, sliding_window=0, rope_scaling=1.0, rope_original_seq_len=4096),
     "GPT-2": GPTConfig(**SIZES, num_heads=4),
 }
 

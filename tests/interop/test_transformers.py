@@ -13,9 +13,11 @@ from transformers.utils import logging
 
 from tests.interop import models
 from tests.interop.models import LLAMA, export_model, model_of
+from titanlike.checkpoint.format import ShardRange
 from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
+from titanlike.interop.hf_parameters import whole
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
@@ -190,7 +192,7 @@ def test_gradients_with_the_balance_loss_equal_those_of_transformers(name: str, 
         assert float((one.grad - other.grad).abs().max() / other.grad.abs().max()) < 5e-5
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3", "GPT-OSS"])
 def test_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     config = config_of(name)
     model = model_of(config)
@@ -251,6 +253,99 @@ def test_the_comparison_finds_errors_of_deepseek(wrong: str, tmp_path: Path) -> 
     assert difference(model, reference, config) > 1e-3
 
 
+GPT_OSS_ERRORS: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 41}, "blocks": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "limit": {"swiglu_limit": 4.0}, "slope": {"swiglu_alpha": 1.6}, "experts": {"num_experts_per_tok": 2},
+    "factor": {"factor": 4.0}, "truncate": {"truncate": True}, "length": {"original_max_position_embeddings": 100},
+    "sinks": {}, "router bias": {}, "gates": {}, "gate bias": {}, "down bias": {}, "output bias": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("sinks", "gates"))) for each in GPT_OSS_ERRORS],
+)
+def test_the_comparison_finds_errors_of_gpt_oss(wrong: str, tmp_path: Path) -> None:
+    config = config_of("GPT-OSS")
+    model = model_of(config)
+    folder = export_model(model, config, tmp_path / "hf")
+    values = json.loads((folder / "config.json").read_text())
+    for key, value in GPT_OSS_ERRORS[wrong].items():
+        for table in (values, values["rope_parameters"], values["rope_scaling"]):
+            table.update({key: value} if key in table else {})
+    (folder / "config.json").write_text(json.dumps(values))
+    reference = load(folder)
+    attention, mixture = reference.model.layers[1].self_attn, reference.model.layers[1].mlp
+    with torch.no_grad():
+        experts = mixture.experts
+        if wrong == "gates":  # one half after the other, as other models have them
+            experts.gate_up_proj.copy_(torch.cat((experts.gate_up_proj[..., ::2], experts.gate_up_proj[..., 1::2]), -1))
+        changed = {
+            "sinks": attention.sinks, "router bias": mixture.router.bias, "gate bias": experts.gate_up_proj_bias,
+            "down bias": experts.down_proj_bias, "output bias": attention.o_proj.bias,
+        }  # fmt: skip
+        if wrong in changed:
+            changed[wrong].copy_(changed[wrong].flip(-1).clone())
+    assert difference(model, reference, config) > 1e-3
+
+
+def mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Replaces the experts in a folder of GPT-OSS by random ones in MXFP4, as it is published. Returns these in bfloat16, by
+    transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    [file] = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    generator, expected = torch.Generator().manual_seed(0), {}
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        num_experts, inputs, outputs = tensors.pop(name).shape
+        shape = (num_experts, outputs, inputs // 32, 16)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        scales = torch.randint(118, 124, shape[:-1], dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return expected
+
+
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    config = config_of("GPT-OSS")
+    folder = export_model(model_of(config), config, tmp_path / "hf", dtype="bfloat16")
+    expected = mxfp4(folder)
+    assert len(expected) == 2 * config.num_layers
+    weights = open_weights(folder)
+    assert weights.config == config
+    # The export has what transformers makes of the blocks, to the bit, beside the other weights.
+    export(weights, tmp_path / "again")
+    again = {
+        key: v
+        for file in (tmp_path / "again").glob("*.safetensors")
+        for key, v in safetensors.torch.load_file(file).items()
+    }
+    for name, value in expected.items():
+        assert again[name].dtype == torch.bfloat16 and torch.equal(again[name], value), name
+    model = build_model(config)
+    load_weights(model, weights)
+    assert difference(model.float(), load(tmp_path / "again").float(), config) < 1e-5
+
+
+def test_a_shard_of_experts_in_mxfp4_is_that_of_the_whole(tmp_path: Path) -> None:
+    config = config_of("GPT-OSS")
+    folder = export_model(model_of(config), config, tmp_path / "hf", dtype="bfloat16")
+    mxfp4(folder)
+    weights = open_weights(folder)
+    for name in ("w1", "w2", "w3", "w3_bias"):
+        name = f"layers.1.feed_forward.experts.{name}"
+        shape = config.parameters()[name].shape
+        full = weights.read(name, whole(shape))
+        # Neither of whole experts nor of whole blocks.
+        offset, size = (1, 17, 45)[: len(shape)], (3, 30, 37 if shape[-1] > 64 else 13)[: len(shape)]
+        found = weights.read(name, ShardRange(shape, offset, size))
+        assert torch.equal(found, full[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change"),
@@ -269,7 +364,7 @@ def test_the_comparison_finds_errors_of_the_rope_of_gemma3(kind: str, change: di
     assert difference(model, load(folder), config) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["tied", "GPT-2", "Qwen3-MoE", "Mixtral", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["tied", "GPT-2", "Qwen3-MoE", "Mixtral", "DeepSeek-V3", "GPT-OSS"])
 def test_an_import_is_exported_byte_for_byte(name: str, tmp_path: Path) -> None:
     config = config_of(name)
     export_model(model_of(config), config, tmp_path / "first", dtype="bfloat16")

@@ -17,7 +17,7 @@ from titanlike.config import UserError
 from titanlike.data.tokens.tokenizer import Tokenizer, build_tokenizer
 from titanlike.interop.generation_config import GENERATION_CONFIG, generation_config, trained_template
 from titanlike.interop.hf_folder import CONFIG, INDEX
-from titanlike.interop.hf_parameters import stored_tensors
+from titanlike.interop.hf_parameters import join_parts, stored_tensors
 from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import CheckpointWeights, Weights
 from titanlike.utils.files import atomic_write_text, fsync_directory
@@ -128,8 +128,7 @@ class _Plan:
         """Returns the values of a tensor."""
         tensor, spec = self.tensors[stored], self.specs[stored]
         parts = [self.weights.read(*part).to(spec.dtype) for _, part in sorted(tensor.parts.items())]
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (values.t() if tensor.transposed else values).contiguous().view(spec.shape)
+        return join_parts(tensor.spec, parts).contiguous().view(spec.shape)
 
 
 def _write_tensors(folder: Path, plan: _Plan, shard_size: int) -> int:

@@ -67,8 +67,11 @@ def read_config(path: Path, config_classes: tuple[type[TransformerConfig], ...])
             f"{file}: architectures = {shown(json.dumps(architectures))} is not supported; choose a model of "
             f"{', '.join(sorted(known))}"
         )
-    if values.get("quantization_config"):
-        raise UserError(f"{file}: the weights are quantized; use a folder with float32, float16 or bfloat16 weights")
+    quantization = values.get("quantization_config")
+    if quantization and not (isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"):
+        raise UserError(
+            f"{file}: the weights are quantized, and not in MXFP4; use a folder with float32, float16 or bfloat16 weights"
+        )
     _check_types(file, values)
     try:
         config = known[found].from_hugging_face(values)

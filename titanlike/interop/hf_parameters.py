@@ -1,10 +1,16 @@
 """Which tensors a model's Hugging Face checkpoint has, and where each parameter is in them."""
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from titanlike.checkpoint.format import ShardRange
 from titanlike.config import UserError
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
+
+T = TypeVar("T")
 
 
 def hf_parameters(config: TransformerConfig) -> dict[str, ParameterSpec]:
@@ -24,7 +30,8 @@ class StoredTensor:
     """A tensor of a Hugging Face checkpoint."""
 
     shape: tuple[int, ...]
-    transposed: bool
+    spec: ParameterSpec
+    """Of a parameter in it."""
     parts: dict[int, tuple[str, ShardRange]]
     """What it consists of, along the output dimension: parameters, or elements of stacked parameters."""
 
@@ -38,11 +45,44 @@ def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
         if spec.is_stacked:
             ranges = [ShardRange(shape, (i, *(0 for _ in shape[1:])), (1, *shape[1:])) for i in range(shape[0])]
             parts = [(spec.at(i).hf_name, shape[1:], one) for i, one in enumerate(ranges)]
-        for hf_name, (outputs, *inputs), shard_range in parts:
-            full = (outputs * spec.num_parts, *inputs)
-            tensor = StoredTensor(full[::-1] if spec.transposed else full, spec.transposed, {})
+        for hf_name, part_shape, shard_range in parts:
+            full = list(part_shape)
+            full[output_dim(spec)] *= spec.num_parts
+            tensor = StoredTensor(tuple(_as_stored(spec, full)), spec, {})
             stored.setdefault(hf_name, tensor).parts[spec.part] = (name, shard_range)
     return stored
+
+
+def output_dim(spec: ParameterSpec) -> int:
+    """Returns the dimension of a parameter, or of a tensor of a stack, in which it is one of several parts."""
+    return 1 if spec.style == "experts" and not spec.is_stacked else 0
+
+
+def join_parts(spec: ParameterSpec, parts: list[Tensor]) -> Tensor:
+    """Returns the values of a stored tensor, from those of its parts in order. `spec` is that of any of them."""
+    values = torch.stack(parts, 2).flatten(1, 2) if output_dim(spec) else torch.cat(parts)
+    return values.mT if spec.transposed else values
+
+
+def stored_part(spec: ParameterSpec, shard_range: ShardRange) -> list[slice]:
+    """Returns where the values of a shard of a parameter are in a stored tensor, with those of other parts that are between."""
+    start, size, dim = list(shard_range.offset), list(shard_range.shape), output_dim(spec)
+    if dim:
+        start[dim], size[dim] = start[dim] * spec.num_parts, size[dim] * spec.num_parts
+    else:
+        start[0] += spec.part * shard_range.global_shape[0]
+    return _as_stored(spec, [slice(first, first + number) for first, number in zip(start, size, strict=True)])
+
+
+def select_part(spec: ParameterSpec, values: Tensor) -> Tensor:
+    """Returns the values of a shard of a parameter, from those at its `stored_part`."""
+    values = values.mT if spec.transposed else values
+    return values[:, spec.part :: spec.num_parts] if output_dim(spec) else values
+
+
+def _as_stored(spec: ParameterSpec, dimensions: list[T]) -> list[T]:
+    """Returns what a list has for each dimension in the order in which they are stored."""
+    return [*dimensions[:-2], *reversed(dimensions[-2:])] if spec.transposed else dimensions
 
 
 def whole(shape: tuple[int, ...]) -> ShardRange:

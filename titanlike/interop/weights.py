@@ -23,7 +23,8 @@ from titanlike.config.finetune import Lora
 from titanlike.config.sections import Tokenizer
 from titanlike.distributed import process_group
 from titanlike.interop.hf_folder import CONFIG, config_problems, is_hf_folder, read_config, read_json, tensor_files
-from titanlike.interop.hf_parameters import hf_parameters, stored_tensors, whole
+from titanlike.interop.hf_parameters import hf_parameters, select_part, stored_part, stored_tensors, whole
+from titanlike.interop.mxfp4 import read_stored, with_mxfp4
 from titanlike.models import lora
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.models.registry import registered_configs
@@ -133,6 +134,7 @@ class HFWeights(Weights):
                         f"{shown(name)} is in {self._found[name][0]} and in {header.file}; remove one of them"
                     )
                 self._found[name] = header.file, entry
+        self._found = with_mxfp4(self._found)
         if len(self._found) < self.config.num_layers:  # before a model with this number of layers is built
             raise UserError(
                 f"{path}: {CONFIG} describes {self.config.num_layers:,} layers, but the folder has {len(self._found):,} tensors"
@@ -198,12 +200,8 @@ class HFWeights(Weights):
             self._fill(spec.at(shard_range.offset[0] + index), target[index], of_element)
 
     def _fill(self, spec: ParameterSpec, target: Tensor, shard_range: ShardRange) -> None:
-        file, entry = self._found[spec.hf_name]
-        start = [offset for offset in shard_range.offset]
-        start[0] += spec.part * shard_range.global_shape[0]
-        part = [slice(first, first + size) for first, size in zip(start, shard_range.shape, strict=True)]
-        values = read_part(file, entry, part[::-1] if spec.transposed else part)
-        target.copy_(values.t() if spec.transposed else values)
+        values = read_stored(*self._found[spec.hf_name], stored_part(spec, shard_range))
+        target.copy_(select_part(spec, values))
 
 
 class CheckpointWeights(Weights):

@@ -23,9 +23,9 @@ class ParameterSpec(NamedTuple):
     """The tensor-parallel style of its module; see `parallelisms/tensor.py`."""
     hf_name: str = ""
     """Name of the tensor in Hugging Face's checkpoints, in which the first `*` stands for the index of a block. A parameter is a
-    stack of tensors, as the matrices of experts are, if there is another `*`: the index in its first dimension."""
+    stack of tensors, as the matrices of experts can be, if there is another `*`: the index in its first dimension."""
     part: int = 0
-    """Which of several parameters that are stored as one tensor, in order along the output dimension."""
+    """Which of several parameters that are stored as one tensor: in order along the output dimension; those of stacks alternate."""
     num_parts: int = 1
     transposed: bool = False
     """Whether the matrix is stored as (inputs, outputs)."""
@@ -71,6 +71,8 @@ class TransformerConfig:
     """Whether RMSNorm multiplies by 1 + weight, in float32, and not by the weight."""
     logit_soft_cap: float = 0.0
     attention_soft_cap: float = 0.0
+    has_sinks: ClassVar[bool] = False
+    """Whether the softmax of each head of attention has a further logit in its denominator, which is a parameter."""
     sliding_window: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -245,7 +247,10 @@ class TransformerConfig:
         """Returns the number of parameters that multiply every token: all but lookup tables, norms and biases."""
         kinds = [(self.parameters_of(first).values(), number) for first, number in self.kinds_of_blocks()]
         blocks = sum(
-            number * math.prod(spec.shape) for specs, number in kinds for spec in specs if len(spec.shape) == 2
+            number * math.prod(spec.shape)
+            for specs, number in kinds
+            for spec in specs
+            if len(spec.shape) == 2 and spec.style != "experts"  # biases
         )
         return blocks + self.num_head_parameters()
 

@@ -31,6 +31,7 @@ FAMILIES = {
     "mixtral": Family("moe_config", "MixtralConfig", "moe", "MoeLlama"),
     "deepseek_v2": Family("deepseek_config", "DeepseekV2Config", "deepseek", "Deepseek"),
     "deepseek_v3": Family("deepseek_config", "DeepseekV3Config", "deepseek", "Deepseek"),
+    "gpt_oss": Family("gpt_oss_config", "GptOssConfig", "gpt_oss", "GptOss"),
     "gemma2": Family("gemma_config", "Gemma2Config", "llama", "Llama"),
     "gemma3": Family("gemma_config", "Gemma3Config", "llama", "Llama"),
     "gpt": Family("gpt_config", "GPTConfig", "gpt", "GPT"),

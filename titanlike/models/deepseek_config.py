@@ -17,6 +17,7 @@ from titanlike.config.base import (
 from titanlike.models.base_config import ParameterSpec, require
 from titanlike.models.llama_config import LAYER
 from titanlike.models.moe_config import MoeConfig
+from titanlike.models.rope_config import yarn_problems
 
 # The fields of each published size that differ from the defaults below.
 _PUBLISHED = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
@@ -155,11 +156,7 @@ class DeepseekConfig(MoeConfig):
                 f"model.num_expert_groups = {groups} are groups of {size} expert, but the score of a group is the sum of its best "
                 f"{self.experts_of_group_score}; use {self.num_experts // self.experts_of_group_score} or fewer groups"
             )
-        if self.rope_scaling > 1.0 and self.rope_theta <= 1.0:
-            problems.append(f"model.rope_theta = {self.rope_theta}, but YaRN requires more than 1; use 10000.0")
-        if self.rope_scaling < 1.0:
-            problems.append(f"model.rope_scaling = {self.rope_scaling}, but YaRN lengthens sequences; use 1.0 or more")
-        return problems
+        return problems + yarn_problems(self)
 
     def head_dim_problems(self) -> list[str]:
         size = self.qk_rope_head_dim

@@ -7,12 +7,12 @@ Shapes: B sequences, T queries, S keys, H query heads, K key/value heads, E head
 """
 
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 Mask: TypeAlias = Tensor | BlockMask
 
@@ -130,31 +130,47 @@ def document_block_mask(
     )
 
 
-def block_mask_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, soft_cap: float = 0.0) -> Tensor:
+def block_mask_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, soft_cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """Computes FlexAttention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E), with soft-capped scores if
-    `soft_cap` is not 0. Compiles it, even if the model is not compiled: in eager mode it would materialize the scores of all pairs
-    of tokens."""
+    `soft_cap` is not 0, and with attention sinks (H,). Compiles it, even if the model is not compiled: in eager mode it
+    would materialize the scores of all pairs of tokens."""
 
     def cap_score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return soft_cap * torch.tanh(score / soft_cap)
 
     attention: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     score_mod = cap_score if soft_cap else None
-    out: Tensor = attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    return out
+    options: dict[str, Any] = dict(score_mod=score_mod, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    if sinks is None:
+        return cast(Tensor, attention(q, k, v, **options))
+    out, statistics = attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    # With the sinks in the denominators of the softmax, all probabilities have this factor.
+    return cast(Tensor, out * (statistics.lse - sinks.float()[:, None]).sigmoid()[..., None].to(out.dtype))
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0) -> Tensor:
-    """Computes attention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E) with a dense mask (B, 1, T, S).
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Computes attention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E) with a dense mask (B, 1, T, S) and,
+    optionally, a sink of each head (H,): a further logit in the denominator of the softmax.
 
-    With soft-capped scores, all of them (B, H, T, S) are in memory at once: no kernel of scaled dot product attention caps them.
+    With soft-capped scores or sinks, all scores (B, H, T, S) are in memory at once: no kernel of scaled dot product attention has
+    either.
     """
-    if not soft_cap:
+    if not soft_cap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     grouped = q.unflatten(1, (k.shape[1], -1))  # (B, K, H / K, T, E)
-    scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 / soft_cap)
-    scores = (soft_cap * scores.tanh()).masked_fill(~mask[:, :, None], -torch.inf)
-    return (scores.softmax(-1).to(v.dtype) @ v[:, :, None]).flatten(1, 2)
+    scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+    scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+    if sinks is None:
+        probs = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        probs = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return (probs.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
 @cache

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.models.grouped_matmul import grouped_matmul
+from titanlike.models.grouped_matmul import add_bias_of_group, grouped_matmul
 from titanlike.models.loss import IGNORE
 from titanlike.models.moe_config import MoeConfig
 from titanlike.utils import compat
@@ -48,13 +48,15 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         bias = torch.empty(config.num_experts) if config.has_expert_bias else None
         self.expert_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Routes:
         """Selects the experts of x (B, T, D)."""
         config = self.config
-        logits = F.linear(x, self.weight.to(x.dtype)).float()  # (B, T, E)
+        linear_bias = None if self.bias is None else self.bias.to(x.dtype)
+        logits = F.linear(x, self.weight.to(x.dtype), linear_bias).float()  # (B, T, E)
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         bias = self.expert_bias
         ranking = scores.detach() if bias is None else scores.detach() + bias.to(x.dtype).float()
@@ -126,14 +128,19 @@ class BalanceLoss(nn.Module):
 
 
 class Experts(nn.Module):
-    """Feed-forward layers with a SiLU gate, whose matrices are stacked."""
+    """Feed-forward layers with a gate, whose matrices are stacked, as are their biases, if they have some."""
 
     casts_parameters = True
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         shapes = {name.rpartition(".")[2]: shape for name, shape in config.expert_parameters().items()}
+        self.limit, self.slope = config.swiglu_limit, config.swiglu_slope
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.empty(shapes[name])) for name in ("w1", "w2", "w3"))
+        self.w1_bias, self.w2_bias, self.w3_bias = (
+            nn.Parameter(torch.empty(shapes[f"{name}_bias"])) if config.expert_biases else None
+            for name in ("w1", "w2", "w3")
+        )
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, load: Tensor) -> Tensor:
         """Returns the weighted sum of the results of each token's experts (B, T, D), for what a router returns for x (B, T, D)."""
@@ -148,12 +155,27 @@ class Experts(nn.Module):
         """Returns the results (M, D) for rows (M, D) that are sorted by expert, of which each expert has a count (E,)."""
         ends = counts.cumsum(0).to(torch.int32)
 
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return grouped_matmul(x, weight.to(x.dtype), ends)
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            out = grouped_matmul(x, weight.to(x.dtype), ends)
+            return out if bias is None else add_bias_of_group(out, bias.to(x.dtype), ends)
 
-        return product(
-            F.silu(product(rows, self.w1)) * product(rows, self.w3), self.w2
-        )  # the product in between is (M, F)
+        # Nested, so that no product lives longer than it is read. That in between is (M, F).
+        return linear(
+            self.gate(linear(rows, self.w1, self.w1_bias)) * self.gated(linear(rows, self.w3, self.w3_bias)),
+            self.w2,
+            self.w2_bias,
+        )
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Returns the gate: SiLU, or with bounds a steeper one."""
+        if not self.limit:
+            return F.silu(x)
+        x = x.clamp(max=self.limit)
+        return x * (self.slope * x).sigmoid()
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Returns what the gate multiplies."""
+        return x.clamp(-self.limit, self.limit) + 1.0 if self.limit else x
 
 
 class MixtureOfExperts(nn.Module):

@@ -40,13 +40,14 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.soft_cap, self.window, self.causal = soft_cap, window, causal
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
+        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E) and, optionally, attention sinks (H,), which
+        require a mask."""
         if mask is None:
-            assert not self.soft_cap
+            assert not self.soft_cap and sinks is None
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
         attention: Any = masked_attention if isinstance(mask, Tensor) else block_mask_attention
-        return cast(Tensor, attention(q, k, v, mask, self.soft_cap))
+        return cast(Tensor, attention(q, k, v, mask, self.soft_cap, sinks))
 
 
 class UnitOffsetRMSNorm(nn.RMSNorm):

@@ -25,8 +25,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        # Soft-capped scores have no causal kernel.
-        always = config.attention_soft_cap > 0
+        # Soft-capped scores and sinks have no causal kernel.
+        always = config.attention_soft_cap > 0 or config.has_sinks
         self.document_mask = DocumentMask(always=always)
         self.local_mask = DocumentMask(window=config.sliding_window, always=always)
         # A ModuleDict, not a ModuleList: names must survive when a pipeline stage deletes the blocks of other stages.
@@ -151,6 +151,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.q_norm, self.k_norm = (rms_norm(config, config.head_dim) if config.qk_norm else None for _ in range(2))
         self.attend = DotProductAttention(soft_cap=config.attention_soft_cap, window=window, causal=config.causal)
+        self.sinks: nn.Module | None = None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None = None) -> Tensor:
         # Take the number of heads from the projections: under tensor parallelism a rank has only some of them.
@@ -158,7 +159,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        h = self.attend(apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v, mask)  # (B, H, T, E)
+        sinks = () if self.sinks is None else (self.sinks(),)
+        h = self.attend(apply_rope(q, rope, self.query_scale), apply_rope(k, rope), v, mask, *sinks)  # (B, H, T, E)
         return self.wo(h.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
@@ -200,7 +202,8 @@ def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor, *, local: boo
     elif config.rope_scaling != 1.0 and config.rope_scaling_type == "yarn":
         from titanlike.models.yarn import yarn_frequencies
 
-        frequencies = yarn_frequencies(frequencies, theta, config.rope_scaling, config.rope_original_seq_len)
+        options: Any = (config.rope_scaling, config.rope_original_seq_len, config.rope_truncate)
+        frequencies = yarn_frequencies(frequencies, theta, *options)
     elif config.rope_scaling != 1.0:
         frequencies = scale_rope_frequencies(frequencies, config.rope_scaling, config.rope_original_seq_len)
     angles = position_ids.float()[:, None, :, None] * frequencies

@@ -44,6 +44,8 @@ class LlamaFamilyConfig(TransformerConfig):
     rope_local_theta = 0.0
     rope_scaling_type: ClassVar[Literal["llama3", "linear", "yarn"]] = "llama3"
     """What `rope_scaling` means: of the low frequencies, of all, or YaRN."""
+    rope_truncate: ClassVar[bool] = True
+    """Whether YaRN rounds the indices between which it interpolates."""
     own_head_dim: ClassVar[int] = 0
     """The `head_dim` of a `config.json` that has none, if it is a field, and does not follow from the other fields."""
     qkv_bias: ClassVar[bool] = False
@@ -190,7 +192,7 @@ class LlamaFamilyConfig(TransformerConfig):
             "vocab_size": values["vocab_size"],
             "max_seq_len": values.get("max_position_embeddings", 2048),
             **own,
-            **rope_fields(values, cls.rope_types),
+            **rope_fields(values, cls.rope_types, cls.rope_truncate),
         }
 
 

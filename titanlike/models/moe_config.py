@@ -62,6 +62,14 @@ class MoeConfig(LlamaFamilyConfig):
     balance_bias_rate = 0.0
     num_expert_groups = 1
     groups_per_token = 1
+    router_bias: ClassVar[bool] = False
+    """Whether the router's linear layer has a bias, which is learned."""
+    expert_biases: ClassVar[bool] = False
+    """Whether the matrices of experts have biases."""
+    swiglu_limit: ClassVar[float] = 0.0
+    """Bounds what the gate of an expert reads, and adds 1 to what it multiplies. 0: SiLU without bounds."""
+    swiglu_slope: ClassVar[float] = 1.702
+    """Of the sigmoid of a gate with bounds."""
     hf_experts: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
         "w1": "mlp.experts.*.gate_proj",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from titanlike.config.optimizer import Optimizer, OptimizerGroup
+from titanlike.config.optimizer import Optimizer, OptimizerGroup, is_matrix
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import local_tensor
 
@@ -22,14 +22,14 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_matrix = parameter.dim() >= 2
-            group = section.group_of(name, is_matrix=is_matrix) or default
-            members.setdefault((group, is_matrix), []).append(parameter)
+            decays = is_matrix(name, parameter.dim())
+            group = section.group_of(name, is_matrix=decays) or default
+            members.setdefault((group, decays), []).append(parameter)
     groups: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}
-    for (group, is_matrix), parameters in members.items():
+    for (group, decays), parameters in members.items():
         decay = group.weight_decay
         if decay is None:
-            decay = section.weight_decay if is_matrix else 0.0
+            decay = section.weight_decay if decays else 0.0
         groups[group.optimizer].append({"params": parameters, "weight_decay": decay, "lr_scale": group.lr_scale})
     adamw = _build_adamw(model, section, groups["adamw"], seed)
     optimizers: list[torch.optim.Optimizer] = [adamw]

@@ -94,9 +94,11 @@ class ContextParallelAttention(DotProductAttention):
         super().__init__(soft_cap=soft_cap, window=window, causal=causal)
         self.mesh = mesh
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
-        return context_parallel_attention(q, k, v, mask, mesh=self.mesh, soft_cap=self.soft_cap, causal=self.causal)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
+        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E), and attention sinks (H,)."""
+        return context_parallel_attention(
+            q, k, v, mask, mesh=self.mesh, soft_cap=self.soft_cap, causal=self.causal, sinks=sinks
+        )
 
 
 class ContextParallelMask(DocumentMask):
@@ -126,9 +128,10 @@ def context_parallel_attention(
     mesh: DeviceMesh,
     soft_cap: float = 0.0,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention of local queries (B, H, T, E) over the keys and values (B, K, T, E) of all ranks, with soft-capped scores
-    if `soft_cap` is not 0, which requires a mask. Without a mask it is causal, or bidirectional.
+    if `soft_cap` is not 0, and with the sinks (H,) of these heads. Both require a mask. Without one it is causal, or bidirectional.
 
     Keys and values are gathered before they are repeated for grouped query heads, which minimizes the bytes sent.
     """
@@ -139,7 +142,7 @@ def context_parallel_attention(
             "that makes the mask as model= of apply_context"
         )
     if mask is not None and not isinstance(mask, Tensor):
-        return block_mask_attention(q, keys, values, mask, soft_cap)
+        return block_mask_attention(q, keys, values, mask, soft_cap, sinks)
     if not causal:
         return DotProductAttention(soft_cap=soft_cap, causal=False)(q, keys, values, mask)
     length, rank = q.shape[2] // 2, mesh.get_local_rank()
@@ -149,15 +152,17 @@ def context_parallel_attention(
         prefix = slice((chunk + 1) * length)  # later keys are masked for every query of this chunk
         chunk_mask = None if mask is None else mask[:, :, queries, prefix]
         part = q[:, :, queries], keys[:, :, prefix], values[:, :, prefix]
-        outputs.append(prefix_attention(*part, chunk_mask, soft_cap))
+        outputs.append(prefix_attention(*part, chunk_mask, soft_cap, sinks))
     return torch.cat(outputs, dim=2)
 
 
-def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0) -> Tensor:
+def prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """Computes causal attention of queries (B, H, T, E) at the last T positions of the keys and values (B, K, S, E), or attention
     with a mask (B, 1, T, S)."""
     if mask is not None:
-        return masked_attention(q, k, v, mask, soft_cap)
+        return masked_attention(q, k, v, mask, soft_cap, sinks)
     if q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         padding = q.shape[-1] - v.shape[-1]  # the kernel takes heads of one size
         out = compat.flash_attention_of_last_queries(q, k, F.pad(v, (0, padding)) if padding else v)

@@ -14,6 +14,7 @@ FSDP, checkpoints and gradient norms know their layout. The module that it repla
 | `sequence_parallel` | norm | replicated parameters; computes the local tokens | computes all tokens |
 | `replicated` | norm or `nn.Linear` inside of attention | replicated parameters; computes local heads, or all tokens | the same |
 | `router` | router of a mixture of experts | replicated parameters; routes all tokens | the same |
+| `head_parallel` | a vector with a number for each head | shards the heads | the same |
 | `experts` | stacked experts | shards the hidden dimension; reduce-scatters the output | all-reduces the output |
 | `vocab_parallel` | `nn.Embedding` | shards the vocabulary; reduce-scatters the output | all-reduces the output |
 | `position_embedding` | `nn.Embedding` | replicated parameters; looks up the local tokens | looks up all tokens |
@@ -104,7 +105,8 @@ class TensorParallelModule(ParameterOwner):
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
                 local = parameter.to_local(grad_placements=parameter.placements)
-                sums = (self.style.partial_gradient or name in LORA) and parameter.placements[0].is_replicate()
+                # The last dimension of the mesh: that of experts may be before it.
+                sums = (self.style.partial_gradient or name in LORA) and parameter.placements[-1].is_replicate()
                 shards[name] = all_reduce_gradient(local, self.group) if sums else local
         return shards
 
@@ -117,6 +119,10 @@ class TensorParallelModule(ParameterOwner):
 
 class LocalTokens(TensorParallelModule):
     """A norm, router or other layer whose parameters are replicated. It computes the tokens or heads that it gets."""
+
+
+class HeadParallel(TensorParallelModule):
+    """A vector of which a rank has the numbers of its heads."""
 
 
 class AllGatherInput(TensorParallelModule):
@@ -176,6 +182,12 @@ class RowwiseLinear(TensorParallelModule):
 class TensorParallelExperts(RowwiseLinear):
     """Stacked experts that compute a shard of their hidden dimension."""
 
+    def local_shards(self, parameters: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Returns this rank's shards of parameters. The results of an expert have weights, so that its bias cannot be added after
+        the sum over the ranks: each adds a part."""
+        shards = super().local_shards(parameters)
+        return shards | {name: bias / self.mesh.size() for name, bias in shards.items() if name == "w2_bias"}
+
 
 class VocabParallelEmbedding(TensorParallelModule):
     """An embedding of which each rank holds a part of the vocabulary."""
@@ -213,10 +225,11 @@ STYLES = {
     "sequence_parallel": Style(LocalTokens),
     "replicated": Style(LocalTokens),
     "router": Style(LocalTokens),
+    "head_parallel": Style(HeadParallel, Shard(0)),
     "experts": Style(
         TensorParallelExperts,
         reduce_output="reduce_scatter",
-        by_field=(("w1", Shard(1)), ("w2", Shard(2)), ("w3", Shard(1))),
+        by_field=(("w1", Shard(1)), ("w1_bias", Shard(1)), ("w2", Shard(2)), ("w3", Shard(1)), ("w3_bias", Shard(1))),
     ),
     "vocab_parallel": Style(
         VocabParallelEmbedding, Shard(0), REPLICATED, reduce_output="reduce_scatter", module_class=nn.Embedding
@@ -354,7 +367,7 @@ def _styles_by_module(
                 style,
                 input_layout=layouts.get(style.input_layout, style.input_layout),
                 reduce_output="all_reduce" if style.reduce_output else "",
-                partial_gradient=style_name in ("replicated", "router"),
+                partial_gradient=style_name in ("replicated", "router", "experts"),
             )
         found[name] = style_name, style
     return found

@@ -116,9 +116,9 @@ class CachedAttention(nn.Module):
         self.padding: Tensor | None = None
         self.cache: tuple[Tensor, ...] | None = None  # keys and values (B, K, S, E)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E)."""
-        return self.attend(q, *self.append(mask, k, v))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
+        """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E), and attention sinks (H,)."""
+        return self.attend(q, *self.append(mask, k, v), sinks)
 
     def append(self, mask: Mask | None, *new: Tensor) -> list[Tensor]:
         """Adds tensors of the new tokens (B, K, T, E) to the cache. Returns those of all tokens."""
@@ -130,19 +130,19 @@ class CachedAttention(nn.Module):
             cached[:, :, first : self.length] = x
         return [cached[:, :, : self.length] for cached in self.cache]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Returns the attention of the new tokens over all."""
         first = self.length - q.shape[2]
         # The new tokens attend to none before the window of the first of them.
         start = max(0, first + 1 - self.window) if self.window else 0
         keys, values = keys[:, :, start:], values[:, :, start:]
-        if self.padding is None and not self.soft_cap:
+        if self.padding is None and not self.soft_cap and sinks is None:
             options: dict[str, Any] = {"enable_gqa": q.shape[1] != keys.shape[1]}
             if q.shape[2] == 1:  # the last token attends to all
                 return F.scaled_dot_product_attention(q, keys, values, **options)
             if not first and not 0 < self.window < self.length:
                 return F.scaled_dot_product_attention(q, keys, values, is_causal=True, **options)
-        return masked_attention(q, keys, values, self._mask(first, start, q.device), self.soft_cap)
+        return masked_attention(q, keys, values, self._mask(first, start, q.device), self.soft_cap, sinks)
 
     def resize(self, length: int, max_length: int) -> None:
         self.length, self.max_length = length, max_length

@@ -11,7 +11,13 @@ from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import ParameterSpec, TransformerConfig
 from titanlike.tools.planning.job import Job
 
-SHARDED = {"vocab_parallel": 0, "lm_head": 0, "colwise": 0, "rowwise": 1}  # dimension that tensor-parallel ranks shard
+SHARDED = {
+    "vocab_parallel": 0,
+    "lm_head": 0,
+    "colwise": 0,
+    "head_parallel": 0,
+    "rowwise": 1,
+}  # dimension that tensor-parallel ranks shard
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,8 @@ def _parameter(
     name: str, spec: ParameterSpec, lora: Lora, tensor: int, expert: int = 1, converted: bool = False
 ) -> Parameter:
     shape, is_expert = list(spec.shape), spec.style == "experts"
-    dim = (2 if name.endswith(".w2") else 1) if is_expert else SHARDED.get(spec.style, len(shape))
+    of_outputs = 2 if ".w2" in name else 1  # the matrices and biases of w2 have no hidden dimension among the outputs
+    dim = of_outputs if is_expert else SHARDED.get(spec.style, len(shape))
     if is_expert:
         shape[0] //= expert
     if sharded := dim < len(shape):
