@@ -33,8 +33,8 @@ GPUS = {
         "qwen3_4b", "qwen3_8b"),
     32: ("study/baseline", "study/compile", "study/float8", "study/float8_all_gather"),
     64: ("gemma2_27b", "gemma3_27b", "llama3_8b_128k", "llama3_8b_128k_float8", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_32b",
-        "deepseek_v2_lite"),
-    256: ("llama3_70b", "llama3_70b_float8"),
+        "deepseek_v2_lite", "gpt_oss_20b"),
+    256: ("gpt_oss_120b", "llama3_70b", "llama3_70b_float8"),
     512: ("llama3_405b", "llama3_405b_float8"),
     1024: ("deepseek_v3_671b",),
 }  # fmt: skip

@@ -173,8 +173,8 @@ def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, na
     for error in ranks(2).run(_error_without, entry):
         assert error == (
             f"the tensor-parallel plan of Llama does not name {name}; add it with one of the styles colwise, "
-            "rowwise, all_gather_input, sequence_parallel, replicated, router, experts, vocab_parallel, position_embedding, "
-            "lm_head, colwise_gather_output"
+            "rowwise, all_gather_input, sequence_parallel, replicated, router, head_parallel, experts, vocab_parallel, "
+            "position_embedding, lm_head, colwise_gather_output"
         )
 
 

@@ -21,6 +21,7 @@ from titanlike.data.batches.loader import Batch
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.moe_config import MixtralConfig
 from titanlike.models.qwen2_config import Qwen2Config
@@ -60,6 +61,10 @@ DEEPSEEK_V3 = DeepseekV3Config(
     q_lora_rank=48,
 )
 
+GPT_OSS = GptOssConfig(
+    dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=2048, num_experts=4, sliding_window=40
+)
+
 CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "one process": (dict(), {}),
     "one process, GPT": (dict(), dict(model=GPT)),
@@ -76,6 +81,8 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "MoE, EP": (dict(shard=2, expert=2), dict(model=MIXTRAL)),
     "MoE, EP x FSDP": (dict(shard=4, expert=2), dict(model=MIXTRAL)),
     "MLA, EP x FSDP": (dict(shard=4, expert=2), dict(model=DEEPSEEK_V3)),
+    "Sinks, FSDP": (dict(shard=2), dict(model=GPT_OSS)),
+    "Sinks, EP x FSDP": (dict(shard=4, expert=2), dict(model=GPT_OSS)),
     "CP x FSDP": (dict(context=2, shard=2), {}),
     "PP x FSDP": (dict(pipeline=2, shard=2), {}),
     "FSDP, float8": (

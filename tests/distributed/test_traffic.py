@@ -17,6 +17,7 @@ from tests.training import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GEMMA2,
+    GPT_OSS,
     MODELS,
     MODERNBERT,
     QWEN2,
@@ -175,6 +176,18 @@ OTHERS |= {
     "*MLA, TP x FSDP, Muon": (TP | FSDP, DEEPSEEK_V3, {"optimizer": MUON_ATTENTION, "run": dict(device="cpu")}),
     "*MLA, TP, LoRA": (TP, DEEPSEEK_V3, lora("attention")),
     "*MLA, CP, LoRA": (CP, DEEPSEEK_V2, lora("wq", "layers.2.attention.wkv_b")),
+}
+OTHERS |= {
+    "Sinks, EP x TP": (FSDP | TP | EP, GPT_OSS, {}),
+    "*Sinks, TP": (TP, GPT_OSS, {}),
+    "*Sinks, CP x TP, full checkpointing": (CP | TP, GPT_OSS, FULL),
+    "*Sinks, CP, document masks": (CP, GPT_OSS, MASKS),
+    "*Sinks, EP x TP x FSDP": (FSDP4 | TP | EP, GPT_OSS, {}),
+    "*Sinks, FSDP, fewer experts than ranks": (FSDP4, replace(GPT_OSS, num_experts=3), {}),
+    "*Sinks, EP x PP zbv x FSDP": (FSDP | PP | ZBV | EP, GPT_OSS, TWO),
+    "*Sinks, TP x FSDP, float8 all-gather": (TP | FSDP, GPT_OSS, GATHER),
+    "*Sinks, TP x FSDP, Muon": (TP | FSDP, GPT_OSS, {"optimizer": MUON_ATTENTION, "run": dict(device="cpu")}),
+    "*Sinks, EP x FSDP, LoRA": (FSDP4 | EP, GPT_OSS, lora("attention")),
 }
 PAIRS = {"data": PreferenceData(source="synthetic_preference")}
 UNBALANCED = replace(QWEN3_MOE, balance_loss=0.0)

@@ -70,6 +70,7 @@ KEYS = (
     "topk_method",
     "q_lora_rank",
     "qk_rope_head_dim",
+    "swiglu_limit",
     "routed_scaling_factor",
     "query_pre_attn_scalar",
     "final_logit_softcapping",

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 # For several processes: sizes that two divide.
 EVEN: dict[str, TransformerConfig] = {
     name: dataclasses.replace(CONFIGS[name], vocab_size=320)
-    for name in ("grouped-query", "GPT-2", "Gemma 2", "Qwen3-MoE", "DeepSeek-V3")  # type: ignore[type-var]
+    for name in ("grouped-query", "GPT-2", "Gemma 2", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS")  # type: ignore[type-var]
 }
 
 
@@ -38,7 +38,9 @@ def cached(model: nn.Module, mesh: Mesh, config: TransformerConfig, count: int) 
     return CachedLogits(model, mesh, max_new_tokens=count, max_length=config.max_seq_len, device=CPU)
 
 
-@pytest.mark.parametrize("name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3", "Mixtral", "DeepSeek-V2"])
+@pytest.mark.parametrize(
+    "name", ["grouped-query", "GPT-2", "Gemma 2", "Gemma 3", "Qwen3", "Mixtral", "DeepSeek-V2", "GPT-OSS"]
+)
 def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) -> None:
     config, mesh, count = CONFIGS[name], build_mesh("cpu"), 40
     model = model_of(config)
@@ -59,7 +61,7 @@ def test_greedy_tokens_with_a_cache_equal_those_without(name: str, alone: None) 
     )
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma 2", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma 2", "DeepSeek-V3", "GPT-OSS"])
 def test_logits_after_a_batch_of_prompts_are_those_of_each_prompt(name: str, alone: None) -> None:
     config = CONFIGS[name]
     model = model_of(config)
@@ -89,7 +91,7 @@ def document_masks(model: nn.Module) -> list[DocumentMask]:
     return [module for module in model.modules() if isinstance(module, DocumentMask)]
 
 
-@pytest.mark.parametrize("name", ["grouped-query", "Gemma 2", "Gemma 3", "DeepSeek-V3", "DeepSeek-V2-Lite"])
+@pytest.mark.parametrize("name", ["grouped-query", "Gemma 2", "Gemma 3", "DeepSeek-V3", "DeepSeek-V2-Lite", "GPT-OSS"])
 def test_the_cache_takes_several_tokens_at_a_time(name: str) -> None:
     config = CONFIGS[name]
     if "Gemma" in name:
@@ -172,7 +174,7 @@ def _refusal() -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        *("Llama 3.1", "Gemma 3", "Qwen3-MoE", "DeepSeek-V3"),
+        *("Llama 3.1", "Gemma 3", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Gemma 2", "Mixtral", "DeepSeek-V2")),
     ],
 )

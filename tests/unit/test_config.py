@@ -155,7 +155,7 @@ def test_a_custom_program_adds_sections(tmp_path: Path) -> None:
         (
             '[model]\nname = "lama"',
             'model.name = "lama" is not valid; did you mean "llama"? choose from llama, qwen2, qwen3, qwen3_moe, mixtral, '
-            "deepseek_v2, deepseek_v3, gemma2, gemma3, gpt",
+            "deepseek_v2, deepseek_v3, gpt_oss, gemma2, gemma3, gpt",
         ),
         ('[model]\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 3-8B,'),
         ('[model]\nname = "gpt"\nsize = "9B"', 'model.size = "9B" is not valid; choose from debug, 124M,'),
@@ -258,7 +258,7 @@ def test_booleans_of_python_are_booleans(tmp_path: Path) -> None:
 def test_keys_of_a_family_are_in_its_section_only() -> None:
     keys = {config.name: {field.name for field in fields(config)} for config in all_configs()}  # type: ignore[arg-type]
     own = {
-        "sliding_window": "gemma2 gemma3 modernbert",
+        "sliding_window": "gemma2 gemma3 gpt_oss modernbert",
         "sliding_window_pattern query_scalar": "gemma2 gemma3",
         "global_attention_every rope_local_theta": "modernbert",
         "num_token_types": "bert",
@@ -269,11 +269,11 @@ def test_keys_of_a_family_are_in_its_section_only() -> None:
         "router_score normalize_router": "qwen3_moe",
         "balance_bias_rate": "qwen3_moe deepseek_v3",
         "num_shared_experts router_scale": "qwen3_moe deepseek_v2 deepseek_v3",
-        "num_experts balance_loss": "qwen3_moe mixtral deepseek_v2 deepseek_v3",
-        "rope_original_seq_len": "llama deepseek_v2 deepseek_v3",
+        "num_experts balance_loss": "qwen3_moe mixtral deepseek_v2 deepseek_v3 gpt_oss",
+        "rope_original_seq_len": "llama deepseek_v2 deepseek_v3 gpt_oss",
         "num_dense_layers dense_ffn_dim q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim": "deepseek_v2 deepseek_v3",
         "v_head_dim num_expert_groups groups_per_token rope_mscale": "deepseek_v2 deepseek_v3",
-        "head_dim": "qwen3 qwen3_moe gemma2 gemma3",
+        "head_dim": "qwen3 qwen3_moe gemma2 gemma3 gpt_oss",
     }
     for names, families in own.items():
         for name in names.split():

@@ -24,6 +24,7 @@ from titanlike.models.deepseek_config import (
 )
 from titanlike.models.gemma_config import GEMMA2_SIZES, GEMMA3_SIZES, Gemma2Config, Gemma3Config, GemmaConfig
 from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
+from titanlike.models.gpt_oss_config import GPT_OSS_SIZES, GptOssConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
 from titanlike.models.llama import rotary_angles, scale_rope_frequencies
@@ -62,6 +63,10 @@ TINY_DEEPSEEK: dict[str, Any] = dict(
 )  # fmt: skip
 TINY_DEEPSEEK_V2 = DeepseekV2Config(**TINY_DEEPSEEK)
 TINY_DEEPSEEK_V3 = DeepseekV3Config(**TINY_DEEPSEEK, q_lora_rank=9, num_expert_groups=3)
+TINY_GPT_OSS = GptOssConfig(
+    dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=24, vocab_size=37, rope_theta=100.0, num_experts=6,
+    sliding_window=5,
+)  # fmt: skip
 TINY_BERT = BertConfig(dim=32, num_layers=2, num_heads=4, ffn_dim=48, vocab_size=37, max_seq_len=64)
 TINY_MODERNBERT = ModernBertConfig(
     dim=32, num_layers=4, num_heads=4, ffn_dim=48, vocab_size=37, rope_theta=100.0, sliding_window=6
@@ -77,6 +82,7 @@ CAUSAL = [
     TINY_GPT,
     TINY_DEEPSEEK_V2,
     TINY_DEEPSEEK_V3,
+    TINY_GPT_OSS,
 ]
 ENCODERS: list[TransformerConfig] = [TINY_BERT, TINY_MODERNBERT]
 CONFIGS: list[TransformerConfig] = [*CAUSAL, *ENCODERS]
@@ -224,6 +230,7 @@ def test_rope_scaling_of_1_is_off() -> None:
     + [(MixtralConfig, size, fields) for size, fields in MIXTRAL_SIZES.items()]
     + [(DeepseekV2Config, size, fields) for size, fields in DEEPSEEK_V2_SIZES.items()]
     + [(DeepseekV3Config, size, fields) for size, fields in DEEPSEEK_V3_SIZES.items()]
+    + [(GptOssConfig, size, fields) for size, fields in GPT_OSS_SIZES.items()]
     + [(Qwen3MoeConfig, "debug", dict(num_shared_experts=2, balance_bias_rate=0.001))]
     + [(Gemma2Config, size, fields) for size, fields in GEMMA2_SIZES.items()]
     + [(Gemma3Config, size, fields) for size, fields in GEMMA3_SIZES.items()]
@@ -241,7 +248,8 @@ def test_parameter_counts_of_the_config_match_the_module(
     assert list(config.parameters()) == [name for name, _ in model.named_parameters()]  # checkpoints have this order
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
     # every matrix multiplies each token; the embedding only if it is tied to the LM head
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embeddings" not in name)
+    parameters = {name: p for name, p in model.named_parameters() if not name.endswith("bias")}
+    matrices = sum(p.numel() for name, p in parameters.items() if p.dim() == 2 and "embeddings" not in name)
     if isinstance(config, MoeConfig):  # of the stacked matrices of experts, a token multiplies some
         stacks = sum(p.numel() for p in model.parameters() if p.dim() == 3)
         matrices += stacks * config.experts_per_token // config.num_experts
@@ -295,6 +303,8 @@ def test_sizes_of_qwen2_5_have_the_published_parameter_counts(size: str, paramet
         (DeepseekV2Config, "236B", 235_741_434_880, 21.4e9),
         (DeepseekV3Config, "671B", 671_026_419_200, 37.5e9),
         (DeepseekV3Config, "Moonlight-16B", 15_960_110_208, 2.91e9),
+        (GptOssConfig, "20B", 20_914_757_184, 4.19e9),
+        (GptOssConfig, "120B", 116_829_156_672, 5.71e9),
     ],
 )
 def test_sizes_with_experts_have_the_published_parameter_counts(
@@ -373,6 +383,8 @@ def test_initialization_has_the_documented_standard_deviation(config: Transforme
     for name, value in build(config).named_parameters():
         if name.endswith("bias"):
             assert not value.any()
+        elif "sinks" in name:  # a few numbers
+            assert 0 < value.abs().max() < 0.1
         elif "norm" in name:
             assert torch.equal(value, torch.full_like(value, 0.0 if isinstance(config, GemmaConfig) else 1.0))
         else:

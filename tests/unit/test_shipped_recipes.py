@@ -48,6 +48,8 @@ SHIPPED = {
     "mixtral_8x7b": (46_702_792_704, 64),
     "deepseek_v2_lite": (15_706_484_224, 64),
     "deepseek_v3_671b": (671_026_419_200, 1024),
+    "gpt_oss_20b": (20_914_757_184, 64),
+    "gpt_oss_120b": (116_829_156_672, 256),
     "gemma2_2b": (2_614_341_888, 1),
     "gemma2_9b": (9_241_705_984, 8),
     "gemma2_27b": (27_227_128_320, 64),
@@ -68,7 +70,7 @@ SHIPPED = {
 # Those whose sharding the default tests compute: one of each family and kind of layout.
 OF_EACH_KIND = (
     "gpt2_124m", "qwen2_5_7b", "qwen3_8b", "qwen3_30b_a3b", "gemma3_4b", "llama3_8b_float8", "llama3_8b_128k", "llama3_405b",
-    "deepseek_v2_lite",
+    "deepseek_v2_lite", "gpt_oss_20b",
 )  # fmt: skip
 AT_SCALE = [name for name, (_, processes) in SHIPPED.items() if processes > 8]
 

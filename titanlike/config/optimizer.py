@@ -72,11 +72,6 @@ class Optimizer:
         return None
 
 
-def is_matrix(name: str, num_dimensions: int) -> bool:
-    """Whether a parameter is a matrix or a stack of some, and no stack of biases, as experts have."""
-    return num_dimensions > 1 and not name.endswith("bias")
-
-
 @section
 class Schedule:
     """Learning rate schedule: warmup, stable, decay."""

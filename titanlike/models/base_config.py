@@ -211,7 +211,7 @@ class TransformerConfig:
 
     def expert_parameters(self) -> dict[str, tuple[int, ...]]:
         """Returns the stacked matrices of a block's routed experts by parameter name, each as (experts, outputs, inputs)."""
-        return self._of_style("experts")
+        return {name: shape for name, shape in self._of_style("experts").items() if len(shape) == 3}
 
     def router_parameters(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the parameters of a block's router by name."""
@@ -245,12 +245,11 @@ class TransformerConfig:
 
     def num_matmul_parameters(self) -> int:
         """Returns the number of parameters that multiply every token: all but lookup tables, norms and biases."""
-        kinds = [(self.parameters_of(first).values(), number) for first, number in self.kinds_of_blocks()]
         blocks = sum(
             number * math.prod(spec.shape)
-            for specs, number in kinds
-            for spec in specs
-            if len(spec.shape) == 2 and spec.style != "experts"  # biases
+            for first, number in self.kinds_of_blocks()
+            for spec in self.parameters_of(first).values()
+            if len(spec.shape) == 2 and spec.style != "experts"  # not of stacked biases
         )
         return blocks + self.num_head_parameters()
 

@@ -156,8 +156,7 @@ def masked_attention(
     """Computes attention (B, H, T, E) of queries (B, H, T, E), keys and values (B, K, S, E) with a dense mask (B, 1, T, S) and,
     optionally, a sink of each head (H,): a further logit in the denominator of the softmax.
 
-    With soft-capped scores or sinks, all scores (B, H, T, S) are in memory at once: no kernel of scaled dot product attention has
-    either.
+    With either option, all scores (B, H, T, S) are in memory at once: no kernel of scaled dot product attention has it.
     """
     if not soft_cap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
@@ -165,12 +164,10 @@ def masked_attention(
     scores = (grouped @ k[:, :, None].transpose(-1, -2)).float() * q.shape[-1] ** -0.5
     scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
     scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
-    if sinks is None:
-        probs = scores.softmax(-1)
-    else:
-        sink = sinks.float().view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        probs = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    return (probs.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
+    if sinks is not None:  # as of a further key, which has no value
+        logits = sinks.float().view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, logits), -1)
+    return (scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
 @cache

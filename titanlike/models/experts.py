@@ -138,8 +138,7 @@ class Experts(nn.Module):
         self.limit, self.slope = config.swiglu_limit, config.swiglu_slope
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.empty(shapes[name])) for name in ("w1", "w2", "w3"))
         self.w1_bias, self.w2_bias, self.w3_bias = (
-            nn.Parameter(torch.empty(shapes[f"{name}_bias"])) if config.expert_biases else None
-            for name in ("w1", "w2", "w3")
+            nn.Parameter(torch.empty(shapes[name][:2])) if config.expert_biases else None for name in ("w1", "w2", "w3")
         )
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, load: Tensor) -> Tensor:

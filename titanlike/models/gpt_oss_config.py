@@ -25,8 +25,8 @@ GPT_OSS_SIZES: dict[str, dict[str, Any]] = {
 
 @section
 class GptOssConfig(MoeConfig):
-    """GPT-OSS: each head has an attention sink, a logit in the denominator of its softmax. Every second block, from the first one on,
-    has sliding-window attention. All linear layers of a block have biases, those of the experts too."""
+    """GPT-OSS: each head has an attention sink, a logit in the denominator of its softmax. Blocks 0, 2, 4, ... have
+    sliding-window attention. All linear layers of a block have biases, those of the experts too."""
 
     name: Literal["gpt_oss"] = "gpt_oss"
     """Architecture. It decides which keys this section has."""
@@ -75,7 +75,7 @@ class GptOssConfig(MoeConfig):
         }
 
     def feed_forward_parameters(self) -> dict[str, ParameterSpec]:
-        parameters = {}
+        parameters, biases = dict[str, ParameterSpec](), dict[str, ParameterSpec]()
         for name, shape in (("weight", (self.num_experts, self.dim)), ("bias", (self.num_experts,))):
             parameters[f"router.{name}"] = ParameterSpec(shape, "router", f"{LAYER}.mlp.router.{name}")
         # All experts of a block are one stored tensor, and the outputs of w1 and w3 alternate in it.
@@ -86,9 +86,8 @@ class GptOssConfig(MoeConfig):
             stored = f"{LAYER}.mlp.experts.{hf_name}"
             shape = (self.num_experts, outputs, inputs)
             parameters[f"experts.{name}"] = ParameterSpec(shape, "experts", stored, part, num_parts, transposed=True)
-            bias = ParameterSpec(shape[:2], "experts", f"{stored}_bias", part, num_parts)
-            parameters[f"experts.{name}_bias"] = bias
-        return {f"feed_forward.{name}": spec for name, spec in parameters.items()}
+            biases[f"experts.{name}_bias"] = ParameterSpec(shape[:2], "experts", f"{stored}_bias", part, num_parts)
+        return {f"feed_forward.{name}": spec for name, spec in (parameters | biases).items()}
 
     def num_active_parameters(self) -> int:
         biases = 2 * self.ffn_dim + self.dim

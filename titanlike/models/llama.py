@@ -195,28 +195,13 @@ def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor, *, local: boo
     # Not theta**-exponents, whose last bit differs from that of published models: 5e-3 in a cosine at position 131,071.
     theta = config.rope_local_theta if local and config.rope_local_theta else config.rope_theta
     frequencies = 1.0 / theta**exponents  # (E/2,)
-    if local and config.rope_local_theta:
-        pass
-    elif config.rope_scaling_type == "linear":
-        frequencies = frequencies / config.rope_scaling
-    elif config.rope_scaling != 1.0 and config.rope_scaling_type == "yarn":
-        from titanlike.models.yarn import yarn_frequencies
+    if config.rope_scaling != 1.0 and not (local and config.rope_local_theta):
+        from titanlike.models.rope_scaling import scaled_frequencies
 
-        options: Any = (config.rope_scaling, config.rope_original_seq_len, config.rope_truncate)
-        frequencies = yarn_frequencies(frequencies, theta, *options)
-    elif config.rope_scaling != 1.0:
-        frequencies = scale_rope_frequencies(frequencies, config.rope_scaling, config.rope_original_seq_len)
+        frequencies = scaled_frequencies(frequencies, theta, config)
     angles = position_ids.float()[:, None, :, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): both halves of a head rotate by the same angles
     return angles.cos(), angles.sin()
-
-
-def scale_rope_frequencies(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor:
-    """Applies Llama 3.1's RoPE scaling: divides frequencies with less than one turn in the original length by `factor`, keeps those
-    with more than four, interpolates between."""
-    turns = original_seq_len / (2 * math.pi / frequencies)
-    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
-    return (1.0 - keep) * frequencies / factor + keep * frequencies
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:

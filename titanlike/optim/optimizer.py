@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from titanlike.config.optimizer import Optimizer, OptimizerGroup, is_matrix
+from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.utils.counter_rng import derive_seed
 from titanlike.utils.dtensor import local_tensor
 
@@ -22,7 +22,7 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     members: dict[tuple[OptimizerGroup, bool], list[Tensor]] = {(default, True): [], (default, False): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = is_matrix(name, parameter.dim())
+            decays = parameter.dim() >= 2 and not name.endswith("bias")  # experts have stacks of biases
             group = section.group_of(name, is_matrix=decays) or default
             members.setdefault((group, decays), []).append(parameter)
     groups: dict[str, list[dict[str, Any]]] = {"adamw": [], "muon": []}

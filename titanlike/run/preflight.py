@@ -17,7 +17,6 @@ from titanlike.config import PretrainRecipe, UserError
 from titanlike.config.base import LIMIT, divisors, one_of, shown
 from titanlike.config.layout import BLOCK, SCHEDULES
 from titanlike.config.load import nearest
-from titanlike.config.optimizer import is_matrix
 from titanlike.config.sections import DTYPE_BYTES, Evaluation, Optimizer, Parallelism
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.configs import all_configs
@@ -210,7 +209,8 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
     # The LM head is a parameter of a pipeline even if it is tied.
     parameters = {**model.parameters(), **model.last_parameters()}
     parameters = {name: spec for name, spec in parameters.items() if not name.endswith("expert_bias")}
-    used = {optimizer.group_of(name, is_matrix=is_matrix(name, len(spec.shape))) for name, spec in parameters.items()}
+    matrices = {name for name, spec in parameters.items() if len(spec.shape) > 1 and not name.endswith("bias")}
+    used = {optimizer.group_of(name, is_matrix=name in matrices) for name in parameters}
     for group in dict.fromkeys(optimizer.groups):
         if group not in used:
             yield (
@@ -223,8 +223,7 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
     if recipe.parallelism.cpu_offload:
         yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
     last = model.num_layers - 1
-    names = [f"layers.{last}.{name}" for name, shape in model.expert_parameters().items() if len(shape) == 3]
-    stacks = [optimizer.group_of(name, is_matrix=True) for name in names]
+    stacks = [optimizer.group_of(f"layers.{last}.{name}", is_matrix=True) for name in model.expert_parameters()]
     if recipe.parallelism.tensor > 1 and any(group is not None and group.optimizer == "muon" for group in stacks):
         yield (
             f"{refused}parallelism.tensor = {recipe.parallelism.tensor} for experts, whose matrices it would divide; use "

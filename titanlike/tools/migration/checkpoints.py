@@ -312,11 +312,11 @@ def _tie(state: dict[str, Any], sources: dict[str, tuple[str, Part]]) -> None:
                 sources[prefix + copy] = sources[prefix + key]
 
 
-def _weight_decay(section: Optimizer, name: str, decays: bool) -> float:
-    group = section.group_of(name, is_matrix=decays)
+def _weight_decay(section: Optimizer, name: str, is_matrix: bool) -> float:
+    group = section.group_of(name, is_matrix=is_matrix)
     if group and group.weight_decay is not None:
         return group.weight_decay
-    return section.weight_decay if decays else 0.0
+    return section.weight_decay if is_matrix else 0.0
 
 
 def _torchtitan_options(
