@@ -27,13 +27,14 @@ from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.gpt_oss_config import GPT_OSS_SIZES, GptOssConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
-from titanlike.models.llama import rotary_angles, scale_rope_frequencies
+from titanlike.models.llama import rotary_angles
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.models.modernbert_config import MODERNBERT_SIZES, ModernBertConfig
 from titanlike.models.moe_config import MIXTRAL_SIZES, QWEN3_MOE_SIZES, MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import QWEN2_SIZES, Qwen2Config
 from titanlike.models.qwen3_config import QWEN3_SIZES, Qwen3Config
 from titanlike.models.registry import build_model
+from titanlike.models.rope_scaling import scaled_frequencies
 from titanlike.tools import doctor
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)
@@ -179,7 +180,8 @@ def test_rope_scaling_keeps_high_and_divides_low_frequencies() -> None:
     original, factor = 8192, 8.0
     fast, slow = 2 * math.pi * 4.5 / original, 2 * math.pi * 0.9 / original
     middle = 2 * math.pi * 2.5 / original  # between one and four rotations
-    scaled = scale_rope_frequencies(torch.tensor([fast, slow, middle]), factor, original)
+    config = LlamaConfig(rope_scaling=factor, rope_original_seq_len=original)
+    scaled = scaled_frequencies(torch.tensor([fast, slow, middle]), config.rope_theta, config)
     torch.testing.assert_close(scaled, torch.tensor([fast, slow / factor, middle * (0.5 + 0.5 / factor)]))
 
 

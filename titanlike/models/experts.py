@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlike.models.clamped_swiglu import clamped_swiglu
 from titanlike.models.grouped_matmul import add_bias_of_group, grouped_matmul
 from titanlike.models.loss import IGNORE
 from titanlike.models.moe_config import MoeConfig
@@ -135,10 +136,10 @@ class Experts(nn.Module):
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         shapes = {name.rpartition(".")[2]: shape for name, shape in config.expert_parameters().items()}
-        self.limit, self.slope = config.swiglu_limit, config.swiglu_slope
+        self.limit, self.has_biases = config.swiglu_limit, config.expert_biases
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.empty(shapes[name])) for name in ("w1", "w2", "w3"))
         self.w1_bias, self.w2_bias, self.w3_bias = (
-            nn.Parameter(torch.empty(shapes[name][:2])) if config.expert_biases else None for name in ("w1", "w2", "w3")
+            nn.Parameter(torch.empty(shapes[name][:2])) if self.has_biases else None for name in ("w1", "w2", "w3")
         )
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, load: Tensor) -> Tensor:
@@ -153,28 +154,21 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the results (M, D) for rows (M, D) that are sorted by expert, of which each expert has a count (E,)."""
         ends = counts.cumsum(0).to(torch.int32)
+        experts = ends  # that of each row (M,)
+        if self.has_biases:
+            experts = torch.bucketize(torch.arange(len(rows), device=rows.device), ends, right=True)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             out = grouped_matmul(x, weight.to(x.dtype), ends)
-            return out if bias is None else add_bias_of_group(out, bias.to(x.dtype), ends)
+            return out if bias is None else add_bias_of_group(out, bias.to(x.dtype), experts, ends)
 
-        # Nested, so that no product lives longer than it is read. That in between is (M, F).
-        return linear(
-            self.gate(linear(rows, self.w1, self.w1_bias)) * self.gated(linear(rows, self.w3, self.w3_bias)),
-            self.w2,
-            self.w2_bias,
-        )
+        def hidden() -> Tensor:  # (M, F); nested, so that no product lives longer than it is read
+            if self.limit:
+                gate, x = linear(rows, self.w1, self.w1_bias), linear(rows, self.w3, self.w3_bias)
+                return clamped_swiglu(gate, x, self.limit)
+            return F.silu(linear(rows, self.w1, self.w1_bias)) * linear(rows, self.w3, self.w3_bias)
 
-    def gate(self, x: Tensor) -> Tensor:
-        """Returns the gate: SiLU, or with bounds a steeper one."""
-        if not self.limit:
-            return F.silu(x)
-        x = x.clamp(max=self.limit)
-        return x * (self.slope * x).sigmoid()
-
-    def gated(self, x: Tensor) -> Tensor:
-        """Returns what the gate multiplies."""
-        return x.clamp(-self.limit, self.limit) + 1.0 if self.limit else x
+        return linear(hidden(), self.w2, self.w2_bias)
 
 
 class MixtureOfExperts(nn.Module):

@@ -55,8 +55,8 @@ class GptOssConfig(MoeConfig):
     rope_truncate = False
     hf_architecture = "GptOssForCausalLM"
     hf_model_type = "gpt_oss"
-    # transformers 4 has no key of the slope: it is this constant.
-    hf_fixed: ClassVar = {"attention_bias": True, "swiglu_limit": swiglu_limit, "swiglu_alpha": MoeConfig.swiglu_slope}
+    # transformers 4 has no key of the slope of the sigmoid, which has this value.
+    hf_fixed: ClassVar = {"attention_bias": True, "swiglu_limit": swiglu_limit, "swiglu_alpha": 1.702}
     sizes = GPT_OSS_SIZES
 
     @property

@@ -78,24 +78,24 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
 _grouped_matmul.register_autograd(_backward, setup_context=_setup_context)
 
 
-def add_bias_of_group(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """Returns x (M, N) plus the bias (E, N) of the group of each row. `ends` is that of `grouped_matmul`."""
-    return _AddBias.apply(x, bias, ends)
+def add_bias_of_group(x: Tensor, bias: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
+    """Returns x (M, N) plus the bias (E, N) of the group of each row (M,). `ends` is that of `grouped_matmul`."""
+    return _AddBias.apply(x, bias, groups, ends)
 
 
 class _AddBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
-        return x + bias[torch.bucketize(torch.arange(x.shape[0], device=x.device), ends, right=True)]
+        return bias[groups].add_(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         # The sum of the rows of each group, without the atomic additions of the gradient of indexing.
         (ends,) = ctx.saved_tensors
         ones = gradient.new_ones(gradient.shape[0], ALIGNMENT // gradient.element_size())
         sums = torch.ops.titanlike.grouped_matmul_weight_gradient(gradient.contiguous(), ones, ends)  # (E, N, ...)
-        return gradient, sums[..., 0], None
+        return gradient, sums[..., 0], None, None
 
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:

@@ -67,9 +67,7 @@ class MoeConfig(LlamaFamilyConfig):
     expert_biases: ClassVar[bool] = False
     """Whether the matrices of experts have biases."""
     swiglu_limit: ClassVar[float] = 0.0
-    """Bounds what the gate of an expert reads, and adds 1 to what it multiplies. 0: SiLU without bounds."""
-    swiglu_slope: ClassVar[float] = 1.702
-    """Of the sigmoid of a gate with bounds."""
+    """Bounds what the gate of an expert reads, which is that of `clamped_swiglu.py` then. 0: SiLU without bounds."""
     hf_experts: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
         "w1": "mlp.experts.*.gate_proj",
