@@ -31,8 +31,9 @@ class _ClampedSwiGLU(torch.autograd.Function):
         gate, x = ctx.saved_tensors
         bounded = gate.clamp(max=ctx.limit)
         sigmoid = bounded.mul(SLOPE).sigmoid_()
-        of_x = bounded.mul(sigmoid).mul_(gradient).masked_fill_(x.abs() > ctx.limit, 0.0)
-        # The derivative of gate * sigmoid(SLOPE * gate), times the other factor.
-        of_gate = bounded.mul_(SLOPE).mul_(1.0 - sigmoid).add_(1.0).mul_(sigmoid)
-        of_gate.mul_(x.clamp(-ctx.limit, ctx.limit).add_(1.0)).mul_(gradient).masked_fill_(gate > ctx.limit, 0.0)
-        return of_gate, of_x, None
+        # The derivative of gate * sigmoid(SLOPE * gate): sigmoid * (1 + SLOPE * gate * (1 - sigmoid)).
+        of_gate = bounded.mul(SLOPE)
+        of_gate.addcmul_(of_gate, sigmoid, value=-1.0).add_(1.0).mul_(sigmoid)
+        of_x = bounded.mul_(sigmoid).mul_(gradient).masked_fill_((x > ctx.limit).logical_or_(x < -ctx.limit), 0.0)
+        other = sigmoid.copy_(x).clamp_(-ctx.limit, ctx.limit).add_(1.0)  # in the memory of the sigmoid
+        return of_gate.mul_(other).mul_(gradient).masked_fill_(gate > ctx.limit, 0.0), of_x, None

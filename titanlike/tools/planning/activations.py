@@ -52,6 +52,7 @@ def block_activations(job: Job) -> BlockActivations:
     else:
         intermediates = (4 if is_gated else 2) * ffn
         copies = out if layout.context > 1 else 0.0  # both parts of the output, and their concatenation
+        copies += out if model.has_sinks else 0.0  # the output before it is scaled
     # QK-norm reads its inputs and their root mean squares in the backward pass.
     qk_norm = queries + keys + 4 * (model.num_heads + model.num_kv_heads) / tensor if model.qk_norm else 0.0
     norm_input = stream

@@ -41,8 +41,9 @@ def routed_activations(job: Job, model: MoeConfig) -> RoutedActivations:
     ffn = element * number * model.ffn_dim / layout.tensor
     # Scores in float32, indices and permutations in int64, and the weights of a token's experts.
     router = 4 * model.num_experts + number * (8 + 4 + element + 8 * (4 if exchanged else 2))
-    # The inputs of w1 and w3, their products, SiLU and the product with it, and the results, which the router's gradients read.
-    kept = 2 * rows + (3 if compiled else 4) * ffn + router
+    # The inputs of w1 and w3, their products, SiLU and the product with it, and the results, which the router's gradients read. A
+    # gate with bounds keeps no result of its function.
+    kept = 2 * rows + (3 if compiled or model.swiglu_limit else 4) * ffn + router
     # The router and w3, and what all-to-alls return.
     selective = element * model.num_experts + ffn + (2 * rows if exchanged else 0)
     held = 2 * rows if exchanged else 0.0  # by functions that wait for the experts: what is sent, and what is received
@@ -112,6 +113,14 @@ def expert_launches(job: Job, casts: bool = True, index: int = -1) -> int:
     return 3 * (number - 1) + 2 * CAST_KERNELS * number * (casts and float8_experts(job))
 
 
+def bias_launches(job: Job, model: MoeConfig) -> tuple[int, int]:
+    """Returns the kernels of the biases of a rank's experts and of their gate, beyond those of experts without biases, forward and
+    backward. With expert parallelism, they are not compiled."""
+    if not model.expert_biases:
+        return 0, 0
+    return (13, 31) if job.layout.expert > 1 or job.recipe.compile.mode == "none" else (0, 6)
+
+
 def routing_bytes(job: Job, load: float = 1.0, index: int = -1) -> tuple[float, float]:
     """Returns the bytes of the router's scores, of the permutations of tokens, of the elementwise operations of the experts and of
     their casts, forward and backward. With expert parallelism, experts are not compiled, and permute twice as often if all-to-alls
@@ -136,6 +145,10 @@ def routing_bytes(job: Job, load: float = 1.0, index: int = -1) -> tuple[float, 
     forward = permutations + (2 if compiled else 6) * rows + 2 * tokens * model.dim + (6 if compiled else 10) * hidden
     backward = permutations + (4 if compiled else 8) * rows + 8 * rows + (10 if compiled else 18) * hidden
     backward += (6 + 2) * tokens * model.dim  # the router reads the same input as the experts
+    if (
+        model.expert_biases and not compiled
+    ):  # a copy of the bias of each row, and each operation of the gate in a kernel
+        forward, backward = forward + 8 * (2 * hidden + rows) + 22 * hidden, backward + 62 * hidden
     if float8_experts(job):  # as of other matrices: the inputs, and the gradients of the outputs
         forward += 5 * (rows + hidden) * job.program.cast_share
         backward += (3 * (rows + hidden) + 6 * (rows + 2 * hidden)) * job.program.cast_share

@@ -35,23 +35,28 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 @contextmanager
 def gpu_operators(device: str, flex: bool) -> Iterator[None]:
-    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, soft-capped attention, of
-    which FlexAttention keeps no scores, and attention of context-parallel ranks, which needs no mask on GPUs."""
+    """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, attention with
+    soft-capped scores or sinks, of which FlexAttention keeps no scores, and that of context-parallel ranks, which needs no mask on GPUs."""
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
         return _FusedRMSNorm.apply(x, weight)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out if sinks is None else out * (out[..., :1] - sinks[:, None, None]).sigmoid()  # of its statistics
 
     def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if q.shape[-1] == v.shape[-1]:
             return original(q, k, v, **options)
         return efficient_attention(q, k, v)
 
-    def prefix_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0) -> Tensor:
+    def prefix_attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, soft_cap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
         if mask is not None:
-            return attention(q, k, v, mask, soft_cap)
+            return attention(q, k, v, mask, soft_cap, sinks)
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])) if q.shape[-1] != v.shape[-1] else v
         return compat.flash_attention_of_last_queries(q, k, padded)[..., : v.shape[-1]]
 

@@ -12,6 +12,7 @@ from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.experts import (
+    bias_launches,
     ends_with_experts,
     expert_launches,
     largest_load,
@@ -137,7 +138,10 @@ class Counts:
         if isinstance(model, MoeConfig) and model.has_experts(index):
             extra = (20 if self.compiled else 36) + (25 if job.layout.expert > 1 else 0) + expert_launches(job)
             groups = 20 * (model.groups_per_token < model.num_expert_groups)
-            forward, backward = forward + extra + groups, backward + extra
+            biases = bias_launches(job, model)
+            forward, backward = forward + extra + groups + biases[0], backward + extra + biases[1]
+        if model.has_sinks:  # what FlexAttention computes of its statistics, and biases of all projections
+            forward, backward = forward + 5, backward + 29
         return forward, backward
 
     def _recomputed(self, matmuls: list[Matmul], forward: Workload, index: int) -> Workload:
