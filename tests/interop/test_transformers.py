@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, __version__
 from transformers.utils import logging
 
 from tests.interop import models
@@ -22,6 +22,7 @@ from titanlike.interop.tokenizer_files import tokenizer_files
 from titanlike.interop.weights import load_weights, open_weights
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.experts import routers
+from titanlike.models.gpt_oss_config import GPT_OSS_SIZES, GptOssConfig
 from titanlike.models.loss import IGNORE
 from titanlike.models.registry import build_model
 from titanlike.tools.data.train_tokenizer import train
@@ -84,6 +85,15 @@ def test_logits_equal_those_of_transformers(config: TransformerConfig, tmp_path:
     load_weights(again, weights)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("size", ["20B", "120B"])
+def test_sizes_of_gpt_oss_have_the_parameters_of_transformers(size: str) -> None:
+    config = GptOssConfig(**{"size": size, **GPT_OSS_SIZES[size]})
+    values = config.to_hugging_face()
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
 
 
 @pytest.mark.parametrize("wrong", ["theta", "scaling", "norm_eps", "permuted", "transposed", "q_norm", "k_bias"])

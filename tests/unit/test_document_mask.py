@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.documents import documents, zigzag
-from tests.training import GEMMA2, GPT_, LLAMA
+from tests.training import GEMMA2, GPT_, GPT_OSS, LLAMA
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import (
     BLOCK_SIZE,
@@ -153,6 +153,30 @@ def test_soft_capped_attention_with_a_window_equals_the_formula(
     assert not torch.allclose(DotProductAttention()(q, k, v, mask), expected, atol=0.1)
 
 
+@pytest.mark.filterwarnings("ignore")  # FlexAttention warns in eager mode
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("flex", [False, True])
+def test_attention_with_sinks_equals_that_with_a_further_key(
+    flex_on_cpu: pytest.MonkeyPatch, kv_heads: int, flex: bool
+) -> None:
+    """Whose score is the sink, and whose value is 0; and so do the gradients."""
+    ids, positions = documents(320, 60), torch.arange(320)
+    arguments = positions, positions, ids, ids, 25
+    dense = document_dense_mask(*arguments)
+    inputs = [torch.randn(2, heads, 320, 16, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0], requires_grad=True)
+    q, k, v = inputs
+    found = DotProductAttention()(q, k, v, document_block_mask(*arguments) if flex else dense, sinks)
+    k, v = (x.double().repeat_interleave(4 // kv_heads, 1) for x in (k, v))
+    scores = (q.double() @ k.mT / 4.0).masked_fill(~dense, -torch.inf)
+    column = sinks.double()[:, None, None].expand(2, 4, 320, 1)
+    expected = torch.cat((scores, column), -1).softmax(-1) @ F.pad(v, (0, 0, 0, 1))
+    torch.testing.assert_close(found, expected.float())
+    probe = torch.randn(found.shape)
+    gradients = [torch.autograd.grad((out * probe).sum(), [*inputs, sinks]) for out in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("length", "ranks"), [(1024, 2), (1536, 4), (48, 2)])
 def test_a_block_mask_equals_the_dense_mask_under_context_parallelism(length: int, ranks: int) -> None:
     ids = documents(length, 300)
@@ -199,7 +223,7 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
 )  # FlexAttention warns in eager mode, torch.compile when it traces an autograd.Function
 @pytest.mark.parametrize(("config", "mode", "checkpoint"), [
     (LLAMA, "none", "full"), (GPT_, "block", "none"), (LLAMA, "block", "full"), (LLAMA, "block", "selective"),
-    (GPT_, "model", "none"), (GEMMA2, "block", "none"),
+    (GPT_, "model", "none"), (GEMMA2, "block", "none"), (GPT_OSS, "block", "none"),
 ])  # fmt: skip
 def test_a_model_has_the_same_gradients_with_block_masks(
     flex_on_cpu: pytest.MonkeyPatch, config: TransformerConfig, mode: Any, checkpoint: Any
@@ -216,7 +240,7 @@ def test_a_model_has_the_same_gradients_with_block_masks(
     for seed in range(3):
         ids = documents(200, 50, seed=seed)
         torch.testing.assert_close(loss_and_gradients(model, ids), loss_and_gradients(dense, ids), rtol=1e-4, atol=1e-6)
-        kinds = 2 if config is GEMMA2 else 1  # of blocks
+        kinds = 2 if config in (GEMMA2, GPT_OSS) else 1  # of blocks
         assert backend.frame_count == (0 if mode == "none" else kinds)
 
 

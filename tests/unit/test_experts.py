@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from titanlike.models.experts import BalanceLoss, MixtureOfExperts, Router, routers
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.grouped_matmul import grouped_matmul
 from titanlike.models.loss import IGNORE
 from titanlike.models.moe import build_feed_forward
@@ -103,6 +104,36 @@ def test_a_layer_equals_a_loop_over_tokens_and_experts(options: dict[str, Any]) 
     assert load.tolist() == counts
     if config.normalize_router:
         torch.testing.assert_close(weights.sum(-1), torch.full((2, 9), config.router_scale))
+
+
+def test_experts_with_biases_and_bounds_equal_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over tokens and experts, with the softmax of the selected ones. The bounds apply to both sides."""
+    monkeypatch.setattr(GptOssConfig, "swiglu_limit", 0.7)
+    config = GptOssConfig(
+        dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, num_experts=6, experts_per_token=3
+    )
+    layer, x = layer_of(config)
+    x.requires_grad_()
+    w = dict(layer.named_parameters())
+    rows, bounded = [], 0
+    for token in x.flatten(0, 1):
+        logits = w["router.weight"] @ token + w["router.bias"]
+        chosen = logits.topk(3).indices
+        out = torch.zeros_like(token)
+        for weight, expert in zip(logits[chosen].softmax(0), chosen.tolist(), strict=True):
+            gate, linear = (w[f"experts.{n}"][expert] @ token + w[f"experts.{n}_bias"][expert] for n in ("w1", "w3"))
+            bounded += int((gate > 0.7).sum()) * int((linear > 0.7).sum()) * int((linear < -0.7).sum())
+            gate, linear = gate.clamp(max=0.7), linear.clamp(-0.7, 0.7)
+            hidden = gate / (1 + (-1.702 * gate).exp()) * (linear + 1)
+            out = out + weight * (w["experts.w2"][expert] @ hidden + w["experts.w2_bias"][expert])
+        rows.append(out)
+    assert bounded
+    found, expected = layer(x).flatten(0, 1), torch.stack(rows)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    probe = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    gradients = [torch.autograd.grad((out * probe).sum(), (x, *w.values())) for out in (found, expected)]
+    for name, one, other in zip(("x", *w), *gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_the_bias_changes_the_selection_only() -> None:

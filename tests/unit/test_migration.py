@@ -252,6 +252,7 @@ def test_unknown_keys_are_named_and_wrong_ones_refused(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('"llama3"', '"deepseek_v3"', "multi-head latent attention is no model"),
+        ('"llama3"', '"gpt_oss"', "its jobs are not converted; write a recipe with model.name = 'gpt_oss'"),
         ('"llama3"', '"flux"', "it generates images"),
         ('"llama3"', '"mine"', "those are llama3 and qwen3"),
         ('"8B"', '"9B"', "no flavor of llama3 in torchtitan 0.1 to 0.2.2"),

@@ -5,12 +5,15 @@ import torch
 from torch import nn
 
 from titanlike.config import UserError
+from titanlike.config.optimizer import OptimizerGroup
 from titanlike.config.sections import Optimizer, Schedule, Training
 from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.loss import IGNORE, cross_entropy_sum, num_valid
 from titanlike.models.registry import build_model
 from titanlike.optim.clipping import Norms, clip_gradients, gradient_norms
+from titanlike.optim.muon import Muon
 from titanlike.optim.non_finite import LossScale, NonFiniteGuard
 from titanlike.optim.optimizer import AdamW, build_optimizer
 from titanlike.optim.schedule import learning_rate
@@ -43,6 +46,24 @@ def test_learning_rate(decay: str, decay_ratio: float, at: dict[int, float]) -> 
     section = Schedule(warmup_steps=10, decay=decay, decay_ratio=decay_ratio, min_ratio=0.1)  # type: ignore[arg-type]
     for step, ratio in at.items():
         assert learning_rate(step, 110, 2.0, section) == pytest.approx(2.0 * ratio), step
+
+
+def test_stacks_of_biases_of_experts_are_no_matrices() -> None:
+    """They have two dimensions, but no weight decay, and Muon does not update them."""
+    model = build_model(GptOssConfig(dim=32, num_layers=2, ffn_dim=16, num_experts=4))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for groups in ((), (OptimizerGroup(pattern="experts", optimizer="muon"),)):
+        optimizer = build_optimizer(model, Optimizer(groups=groups))
+        decaying = {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+        assert decaying == {name for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("_bias")}
+        updated = {
+            names[p]
+            for one in getattr(optimizer, "optimizers", ())
+            if isinstance(one, Muon)
+            for group in one.param_groups
+            for p in group["params"]
+        }
+        assert len(updated) == (2 * 3 if groups else 0) and not any(name.endswith("bias") for name in updated)
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(0.2, 20), (0.25, 25), (0.204, 20), (0.001, 1), (0.9, 90)])

@@ -118,7 +118,8 @@ class CachedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
         """Returns (B, H, T, E) for queries (B, H, T, E), keys and values (B, K, T, E), and attention sinks (H,)."""
-        return self.attend(q, *self.append(mask, k, v), sinks)
+        keys, values = self.append(mask, k, v)
+        return self.attend(q, keys, values, sinks)
 
     def append(self, mask: Mask | None, *new: Tensor) -> list[Tensor]:
         """Adds tensors of the new tokens (B, K, T, E) to the cache. Returns those of all tokens."""
@@ -175,7 +176,7 @@ class CachedLatentAttention(CachedAttention):
     """The same with a cache of latent vectors, from which keys and values are computed: (B, 1, S, R + P), as `LatentAttention` has
     them, instead of 2 x H x E values of each token."""
 
-    def forward(self, q: Tensor, latent: Tensor, attention: Any, mask: Mask | None = None) -> Tensor:
+    def forward(self, q: Tensor, latent: Tensor, attention: Any, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
         """Returns (B, H, T, E) for queries (B, H, T, E) and the latent vectors of the new tokens (B, 1, T, R + P)."""
         (latents,) = self.append(mask, latent)
         if q.shape[2] > 1:  # of a prompt, expanded heads take fewer operations
