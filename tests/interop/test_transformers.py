@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, __vers
 from transformers.utils import logging
 
 from tests.interop import models
-from tests.interop.models import LLAMA, export_model, model_of
+from tests.interop.models import GPT_OSS, LLAMA, export_model, model_of
 from titanlike.checkpoint.format import ShardRange
+from titanlike.config import UserError
 from titanlike.config.sections import Tokenizer
 from titanlike.data.tokens.tokenizer import build_tokenizer
 from titanlike.interop.export import export
@@ -339,6 +340,28 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     model = build_model(config)
     load_weights(model, weights)
     assert difference(model.float(), load(tmp_path / "again").float(), config) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("scales", None, "lacks model.layers.0.mlp.experts.down_proj"),
+        ("scales", torch.Tensor.float, "which is not MXFP4; download the folder again"),
+        ("blocks", lambda blocks: blocks[..., 1:].contiguous(), "which is not MXFP4; download the folder again"),
+    ],
+    ids=["missing", "dtype", "shape"],
+)
+def test_damaged_experts_in_mxfp4_are_refused(kind: str, change: Any, message: str, tmp_path: Path) -> None:
+    folder = export_model(model_of(GPT_OSS), GPT_OSS, tmp_path / "hf", dtype="bfloat16")
+    mxfp4(folder)
+    [file] = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    name = f"model.layers.0.mlp.experts.down_proj_{kind}"
+    damaged = tensors.pop(name)
+    tensors |= {name: change(damaged)} if change else {}
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        open_weights(folder)
 
 
 def test_a_shard_of_experts_in_mxfp4_is_that_of_the_whole(tmp_path: Path) -> None:
