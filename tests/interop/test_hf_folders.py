@@ -278,7 +278,7 @@ def test_a_shard_of_experts_is_a_slice_and_reads_no_other_expert(
         num_read.append(math.prod(entry.shape))
         return reader.read_part(file, entry, part)
 
-    monkeypatch.setattr(mxfp4, "read_part", read_part)  # which reads other experts too
+    monkeypatch.setattr(mxfp4, "read_part", read_part)
     for name in (f"layers.1.feed_forward.experts.{matrix}" for matrix in ("w1", "w2", "w3")):
         shape = tuple(parameters[name].shape)
         bounds = [one.indices(size) for one, size in zip_longest(slices, shape, fillvalue=slice(None))]

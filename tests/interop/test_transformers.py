@@ -266,7 +266,7 @@ def test_the_comparison_finds_errors_of_deepseek(wrong: str, tmp_path: Path) -> 
 
 GPT_OSS_ERRORS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 41}, "blocks": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    "limit": {"swiglu_limit": 4.0}, "slope": {"swiglu_alpha": 1.6}, "experts": {"num_experts_per_tok": 2},
+    "limit": {}, "slope": {}, "experts": {"num_experts_per_tok": 2},
     "factor": {"factor": 4.0}, "truncate": {"truncate": True}, "length": {"original_max_position_embeddings": 100},
     "sinks": {}, "router bias": {}, "gates": {}, "gate bias": {}, "down bias": {}, "output bias": {},
 }  # fmt: skip
@@ -289,6 +289,8 @@ def test_the_comparison_finds_errors_of_gpt_oss(wrong: str, tmp_path: Path) -> N
     attention, mixture = reference.model.layers[1].self_attn, reference.model.layers[1].mlp
     with torch.no_grad():
         experts = mixture.experts
+        experts.limit = 4.0 if wrong == "limit" else experts.limit
+        experts.alpha = 1.6 if wrong == "slope" else experts.alpha
         if wrong == "gates":  # one half after the other, as other models have them
             experts.gate_up_proj.copy_(torch.cat((experts.gate_up_proj[..., ::2], experts.gate_up_proj[..., 1::2]), -1))
         changed = {
