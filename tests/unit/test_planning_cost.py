@@ -19,6 +19,7 @@ from titanlike.config.sections import ActivationCheckpoint, Compile, Float8, Opt
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config
 from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama import rotary_angles
 from titanlike.models.llama_config import LlamaConfig
 from titanlike.models.lora import apply_lora
@@ -116,9 +117,10 @@ MIXTRAL = MixtralConfig(**{"size": "8x7B", **MixtralConfig.sizes["8x7B"]})
 
 
 DEEPSEEK = DeepseekV3Config(**{"size": "671B", **DeepseekV3Config.sizes["671B"]})
+GPT_OSS = GptOssConfig(**{"size": "20B", **GptOssConfig.sizes["20B"]})
 
 
-@pytest.mark.parametrize("model", [QWEN3_MOE, MIXTRAL, replace(QWEN3_MOE, num_shared_experts=1), DEEPSEEK])
+@pytest.mark.parametrize("model", [QWEN3_MOE, MIXTRAL, replace(QWEN3_MOE, num_shared_experts=1), DEEPSEEK, GPT_OSS])
 @pytest.mark.parametrize("layout", [{}, dict(expert=8), dict(tensor=2, expert=4), dict(context=4, expert=2)])
 def test_flops_of_a_mixture_of_experts(model: MoeConfig, layout: dict[str, int]) -> None:
     plan = replace(job(8, sequences=2, seq_len=2048, model=model, layout=layout), program=Program(load_variation=0.0))

@@ -20,6 +20,7 @@ from titanlike.metrics.hardware import device_name
 from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.gemma_config import Gemma2Config, Gemma3Config
 from titanlike.models.gpt_config import GPTConfig
+from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.run import preflight
@@ -109,6 +110,14 @@ def test_the_defaults_are_valid() -> None:
         (
             dict(training=dict(attention="flash"), model=DeepseekV3Config(num_layers=2)), 1,
             "attention = 'flash' requires heads of one dimension; set training.attention = 'auto'",
+        ),
+        (
+            dict(training=dict(attention="efficient"), model=GptOssConfig(num_kv_heads=4)), 1,
+            "attention = 'efficient' does not compute the attention sinks of model.name = 'gpt_oss'; set",
+        ),
+        (
+            dict(training=dict(attention="flash"), run=dict(device="cuda"), model=GptOssConfig()), 1,
+            "attention = 'flash' does not support the mask of the attention sinks of model.name = 'gpt_oss'",
         ),
         (
             dict(training=dict(attention="efficient"), model=LlamaConfig(num_kv_heads=2)), 1,

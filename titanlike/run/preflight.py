@@ -123,6 +123,7 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
     kernel, model, context = recipe.training.attention, recipe.model, recipe.parallelism.context
     reasons = {
         f"model.attention_soft_cap = {model.attention_soft_cap}": model.attention_soft_cap > 0,
+        f"the attention sinks of model.name = {model.name!r}": model.has_sinks,
         recipe.data.masks_documents: recipe.data.masks_documents != "",
         f"model.sliding_window = {model.sliding_window}": model.num_local() > 0
         and model.sliding_window < recipe.training.seq_len,
@@ -149,6 +150,7 @@ def _attention(recipe: PretrainRecipe) -> Iterator[str]:
         ("cudnn flash flash3 flash4", masked, f"does not support the mask of {what}"),
         ("flash", context == 1 and model.v_head_dim != model.head_dim, "requires heads of one dimension"),
         ("efficient", model.attention_soft_cap > 0, f"does not bound scores as {what} asks"),
+        ("efficient", model.has_sinks, f"does not compute {what}"),
         (
             "cudnn efficient math flash3 flash4",
             context > 1 and not what,
