@@ -188,8 +188,8 @@ def test_every_gradient_is_that_of_transformers(ranks: Ranks, tmp_path: Path, ba
             slices = zip(part.offset, part.shape, strict=True)
             parts.append(found[parameter][tuple(slice(start, start + size) for start, size in slices)])
         value = torch.cat([each.flatten(0, -3) if each.dim() == 3 else each for each in parts])
-        value = value.reshape(tensor.shape[::-1] if tensor.transposed else tensor.shape)
-        value = value.t() if tensor.transposed else value
+        value = value.reshape(tensor.shape[::-1] if tensor.spec.transposed else tensor.shape)
+        value = value.t() if tensor.spec.transposed else value
         if name in expected:  # experts are stacked in transformers
             difference = (value.double() - expected[name]).abs().max().item()
             assert difference <= 1e-6 * largest + 1e-5 * expected[name].abs().max().item(), name
