@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, SHARED_EXPERTS
+from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, SHARED_EXPERTS
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.optimizer import OptimizerGroup
 
@@ -34,6 +34,7 @@ ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 
 MOE_MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
 MOE_MODELS |= {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3}
+MOE_MODELS["multi-token"] = MULTI_TOKEN
 MOE_MODELS["few experts"] = replace(QWEN3_MOE, num_experts=3)
 
 # The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
@@ -82,6 +83,11 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "MLA, TP x FSDP, compiled, selective": ("deepseek_v3", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
     "MLA, EP x TP, compiled": ("deepseek_v2", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
     "MLA, TP x FSDP, Muon": ("deepseek_v3", dict(tensor=2, shard=2), 2, {"optimizer": MUON_ATTENTION}),
+    "MTP, FSDP": ("multi-token", dict(shard=2), 2, {}),
+    "MTP, CP x TP, documents": ("multi-token", dict(context=2, tensor=2), 4, {"data": dict(document_masks=True)}),
+    "MTP, EP x TP": ("multi-token", dict(shard=2, tensor=2, expert=2), 2, {}),
+    "MTP, EP x FSDP, full checkpointing": ("multi-token", dict(shard=4, expert=2), 1, FULL),
+    "MTP, TP x FSDP, compiled, selective": ("multi-token", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
     "MLA, EP x TP, LoRA": ("deepseek_v3", dict(shard=2, tensor=2, expert=2), 2, LORA),
 }
 

@@ -40,9 +40,45 @@ ERRORS = {
     ),
     "loss": Planted(
         "titanlike/models/loss.py",
-        "for first in range(0, x.shape[0], chunk):",
-        "for first in range(0, max(chunk, x.shape[0] - chunk + 1), chunk):",
+        "(*range(0, num_main, chunk), ",
+        "(*range(0, max(chunk, num_main - chunk + 1), chunk), ",
         "tests/unit/test_loss.py",
+    ),
+    "shift of further tokens": Planted(
+        "titanlike/data/batches/next_tokens.py",
+        "= tokens[:, ahead:]",
+        "= tokens[:, : tokens.shape[1] - ahead]",
+        "tests/interop/test_multi_token.py",
+    ),
+    "documents of further tokens": Planted(
+        "titanlike/data/batches/next_tokens.py",
+        "if document_ids is not None:",
+        "if document_ids is None:",
+        "tests/interop/test_multi_token.py",
+    ),
+    "weight of further tokens": Planted(
+        "titanlike/models/multi_token.py",
+        "config.mtp_loss_weight / number",
+        "config.mtp_loss_weight",
+        "tests/interop/test_multi_token.py",
+    ),
+    "order of multi-token prediction": Planted(
+        "titanlike/models/multi_token.py",
+        "(self.enorm(embedding), self.hnorm(h))",
+        "(self.hnorm(h), self.enorm(embedding))",
+        "tests/interop/test_multi_token.py",
+    ),
+    "norm of multi-token prediction": Planted(
+        "titanlike/models/multi_token.py",
+        "self.hnorm(h)",
+        "h",
+        "tests/interop/test_multi_token.py",
+    ),
+    "gradient of further tokens": Planted(
+        "titanlike/models/loss.py",
+        "loss = inplace(logits, labels[rows], vocab_group, z_loss, soft_cap, scale)",
+        "loss = inplace(logits, labels[rows], vocab_group, z_loss, soft_cap)",
+        "tests/interop/test_multi_token.py",
     ),
     "masked tokens": Planted(
         "titanlike/data/batches/masked_tokens.py",

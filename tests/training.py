@@ -81,6 +81,7 @@ DEEPSEEK: dict[str, Any] = dict(
 )  # fmt: skip
 DEEPSEEK_V2 = DeepseekV2Config(**DEEPSEEK)
 DEEPSEEK_V3 = DeepseekV3Config(**DEEPSEEK, q_lora_rank=24, balance_bias_rate=0.01)
+MULTI_TOKEN = dataclasses.replace(DEEPSEEK_V3, num_mtp_layers=2, mtp_loss_weight=3.0)  # a weight that shows
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
 TINY: dict[str, dict[str, Any]] = dict(

@@ -42,6 +42,9 @@ def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
             full = (outputs * spec.num_parts, *inputs)
             tensor = StoredTensor(full[::-1] if spec.transposed else full, spec.transposed, {})
             stored.setdefault(hf_name, tensor).parts[spec.part] = (name, shard_range)
+    for hf_name, name in config.hf_copies().items():
+        shape = config.parameters()[name].shape
+        stored[hf_name] = StoredTensor(shape, False, {0: (name, whole(shape))})
     return stored
 
 

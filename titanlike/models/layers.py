@@ -94,8 +94,8 @@ class LMHead(nn.Linear):
         super().__init__(dim, vocab_size, bias=bias, **factory)
         self.soft_cap = soft_cap
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return head_output(self, x, self.weight, labels)
+    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: tuple[int, float] | None = None) -> Tensor:
+        return head_output(self, x, self.weight, labels, auxiliary)
 
 
 class TiedLMHead(nn.Module):
@@ -120,8 +120,8 @@ class TiedLMHead(nn.Module):
         """The weight of the embedding."""
         return self.embedding[0].weight
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return head_output(self, x, self.weight, labels)
+    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: tuple[int, float] | None = None) -> Tensor:
+        return head_output(self, x, self.weight, labels, auxiliary)
 
 
 def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
@@ -134,11 +134,21 @@ def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
     cast(Any, head).loss = loss
 
 
-def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:
-    """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V)."""
+def head_output(
+    head: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    labels: Tensor | None,
+    auxiliary: tuple[int, float] | None = None,
+) -> Tensor:
+    """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V).
+
+    `auxiliary` is that of `chunked_linear_cross_entropy`, which a loss of one's own need not have.
+    """
     bias = head.bias
     if labels is not None:
-        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap, bias))
+        options = {} if auxiliary is None else {"auxiliary": auxiliary}
+        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap, bias, **options))
     logits = x if weight is None else F.linear(x, weight.to(x.dtype))
     logits = logits if bias is None else logits + bias.to(logits.dtype)
     return soft_capped(logits, head.soft_cap) if head.soft_cap else logits

@@ -295,6 +295,13 @@ def _pipeline(recipe: PretrainRecipe) -> Iterator[str]:
     pipeline, name, split = parallelism.pipeline, parallelism.pipeline_schedule, parallelism.pipeline_split
     if pipeline == 1 or any(parallelism.problems()):
         return
+    if recipe.model.num_mtp_layers:
+        yield (
+            f"parallelism.pipeline = {pipeline}: model.num_mtp_layers = {recipe.model.num_mtp_layers} embeds further tokens after "
+            "the last block, but the embedding is in the first stage; use parallelism.shard, tensor, context or expert instead, "
+            "or num_mtp_layers = 0"
+        )
+        return
     schedule = SCHEDULES[name]
     per_rank = len(split) // pipeline or parallelism.pipeline_stages or schedule.stages_per_rank
     num_stages = per_rank * pipeline
