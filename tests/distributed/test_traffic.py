@@ -19,6 +19,7 @@ from tests.training import (
     GEMMA2,
     MODELS,
     MODERNBERT,
+    MULTI_TOKEN,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -175,6 +176,13 @@ OTHERS |= {
     "*MLA, TP x FSDP, Muon": (TP | FSDP, DEEPSEEK_V3, {"optimizer": MUON_ATTENTION, "run": dict(device="cpu")}),
     "*MLA, TP, LoRA": (TP, DEEPSEEK_V3, lora("attention")),
     "*MLA, CP, LoRA": (CP, DEEPSEEK_V2, lora("wq", "layers.2.attention.wkv_b")),
+}
+MULTI_TOKEN = replace(MULTI_TOKEN, v_head_dim=24)
+OTHERS |= {
+    "MTP, EP x TP": (FSDP | TP | EP, MULTI_TOKEN, {}),
+    "*MTP, CP x TP, full checkpointing": (CP | TP, MULTI_TOKEN, FULL),
+    "*MTP, TP x FSDP, chunks": (TP | FSDP, MULTI_TOKEN, training(loss_chunk=20)),
+    "*MTP, TP, float8": (TP, MULTI_TOKEN, float8()),
 }
 PAIRS = {"data": PreferenceData(source="synthetic_preference")}
 UNBALANCED = replace(QWEN3_MOE, balance_loss=0.0)

@@ -207,6 +207,23 @@ def test_the_published_model_has_the_published_number_of_parameters() -> None:
     assert config.label() == "deepseek_v3 671B"
 
 
+def test_flops_of_further_tokens() -> None:
+    config = MULTI_TOKEN
+    one = dataclasses.replace(config, num_mtp_layers=0)
+    keys, heads, matrix = 16, config.num_heads, config.dim * config.dim
+    queries = 24 * config.dim + heads * config.head_dim * 24
+    latent = (config.kv_lora_rank + config.qk_rope_head_dim) * config.dim
+    values = heads * (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank
+    out = heads * config.v_head_dim * config.dim
+    experts = 3 * config.ffn_dim * config.dim * (config.experts_per_token + config.num_shared_experts)
+    block = queries + latent + values + out + experts + config.num_experts * config.dim
+    each = (
+        6 * (block + 2 * matrix + config.vocab_size * config.dim)
+        + 6 * heads * (config.head_dim + config.v_head_dim) * keys
+    )
+    assert config.flops_per_token(keys) - one.flops_per_token(keys) == 2 * each
+
+
 def test_weights_have_the_published_names_and_may_be_left_out(tmp_path: Path) -> None:
     model = model_of(CONFIG)
     folder = export_model(model, CONFIG, tmp_path / "hf")
@@ -240,7 +257,7 @@ def test_programs_that_cannot_predict_further_tokens_refuse_them(program: str, t
     expected = {
         "pipeline": "the embedding is in the first stage",
         "dpo": "preference loss",
-        "distill": "a teacher has no",
+        "distill": "distillation is of the next token",
     }
     with pytest.raises(UserError, match=rf"model.num_mtp_layers = 2.*{expected[program]}"):
         check_recipe(recipe, 2)

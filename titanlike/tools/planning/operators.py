@@ -246,7 +246,7 @@ class Counts:
     def embedding(self) -> Passes:
         """Returns the work of the token embedding."""
         model = self.job.recipe.model
-        size = self.job.tokens * model.dim * self.element
+        size = self.job.num_predicted * self.job.tokens * model.dim * self.element
         gradient = model.vocab_size // self.job.layout.tensor * model.dim * self.element
         return Passes(
             forward=Workload(bytes=2.0 * size, kernels=4),
@@ -256,7 +256,7 @@ class Counts:
     def loss(self) -> Passes:
         """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too. Those of
         preference pairs are computed in the backward pass, from the logits that it computes again."""
-        recipe, tokens = self.job.recipe, self.job.tokens
+        recipe, tokens = self.job.recipe, self.job.tokens * self.job.num_predicted
         vocab, dim = recipe.model.vocab_size, recipe.model.dim
         if not self.job.program.whole_logits:
             vocab //= self.job.layout.tensor

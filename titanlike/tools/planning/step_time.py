@@ -110,7 +110,7 @@ class Rank:
         for stage in self.job.stages(self.index):
             model = self.job.recipe.model
             blocks = Counter(
-                (counts.float8_layers(i), model.is_local(i), 0 if i < model.num_dense_layers else -1)
+                (counts.float8_layers(i), model.is_local(i), model.kind_of_block(i))
                 for i in blocks_of(stage, self.job.split)
             )
             found[stage] = [(counts.block(*kind), number) for kind, number in blocks.items()]
