@@ -41,6 +41,7 @@ SLOW = (
     "FSDP, fewer experts than ranks", "PP zbv", "EP x FSDP", "EP x HSDP", "EP x CP x FSDP", "EP x TP, shared experts, selective",
     "EP x FSDP, compiled, selective", "EP x FSDP, Muon", "EP x TP, LoRA",
     "MLA, PP zbv x TP", "MLA, CP x TP", "MLA, TP x FSDP, Muon",
+    "MTP, CP x TP, documents", "MTP, EP x TP",
 )  # fmt: skip
 
 

@@ -27,22 +27,6 @@ BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def cross_entropy_sum(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_group: dist.ProcessGroup | None = None,
-    *,
-    z_loss: float | None = None,
-    soft_cap: float = 0.0,
-) -> Tensor:
-    """Returns the cross-entropy of logits (B, T, V), summed over the valid labels (B, T), in float32.
-
-    If the ranks of `vocab_group` share the vocabulary, each passes its shard of the logits, and all get the full sum. `z_loss` is
-    the coefficient of the squared log-sum-exp of each token's logits, which is added. `soft_cap` bounds the logits; 0: no bound.
-    """
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group, z_loss, soft_cap)
-
-
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
     """Returns logits bounded by `cap`, in float32 and then in their own dtype."""
     return ((logits.float() / cap).tanh() * cap).to(logits.dtype)
@@ -101,13 +85,10 @@ def chunked_linear_cross_entropy(
         logits = logits if bias is None else logits + bias.to(x.dtype)
         return full_vocab_loss(token_loss, logits.flatten(0, -2), labels.flatten(), vocab_group, soft_cap)
     if weight is None:
+        from titanlike.models.logits_loss import cross_entropy_of_logits
+
         x = x if bias is None else x + bias.to(x.dtype)
-        num_main = len(x) - (auxiliary[0] if auxiliary else 0)
-        loss = cross_entropy_sum(x[:num_main], labels[:num_main], vocab_group, z_loss=coefficient, soft_cap=soft_cap)
-        if auxiliary is None:
-            return loss
-        of_rest = cross_entropy_sum(x[num_main:], labels[num_main:], vocab_group, z_loss=coefficient, soft_cap=soft_cap)
-        return loss + auxiliary[1] * (of_rest - of_rest.detach())
+        return cross_entropy_of_logits(x, labels, vocab_group, coefficient, soft_cap, auxiliary)
     num_auxiliary = auxiliary[0] * labels.shape[1] if auxiliary else 0  # tokens
     x, labels = x.flatten(0, -2), labels.flatten()
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -251,27 +232,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def compiled(function: Any, backend: str) -> Any:
     """Returns the compiled function, or the function itself if there is no backend."""
     return torch.compile(function, backend=backend, fullgraph=True) if backend else function
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_group: dist.ProcessGroup | None,
-        z_loss: float | None,
-        soft_cap: float,
-    ) -> Tensor:
-        gradient = logits.clone()
-        loss = cross_entropy_inplace(gradient, labels, vocab_group, z_loss, soft_cap)
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return scaled(gradient, scale, gradient.dtype), None, None, None, None
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
