@@ -34,6 +34,7 @@ from titanlike.optim import (
     clip_gradients,
     gradient_norms,
     learning_rate,
+    optimizer_metrics,
     set_learning_rate,
 )
 from titanlike.parallelisms.mesh import build_mesh
@@ -119,7 +120,8 @@ def main(recipe: FinetuneRecipe, device: torch.device, watchdog: Watchdog) -> No
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()
-            monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **guard.metrics)
+            others = guard.metrics | optimizer_metrics(optimizer)
+            monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **others)
 
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue

@@ -29,6 +29,8 @@ LORA: dict[str, Any] = {"lora": dict(rank=4)}
 # Sections.
 MUON: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
 MUON_ATTENTION: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="attention", optimizer="muon"),))
+# Far below the logits of the first step, so that it scales the weights of many heads.
+CLIP: dict[str, Any] = MUON_ATTENTION | dict(muon_qk_clip=0.02)
 FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 
@@ -88,6 +90,21 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "MTP, EP x TP": ("multi-token", dict(shard=2, tensor=2, expert=2), 2, {}),
     "MTP, EP x FSDP, full checkpointing": ("multi-token", dict(shard=4, expert=2), 1, FULL),
     "MTP, TP x FSDP, compiled, selective": ("multi-token", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "MLA, TP x FSDP, QK-clip": ("deepseek_v3", dict(tensor=2, shard=2), 2, {"optimizer": CLIP}),
+    "MLA, TP x FSDP, QK-clip, compiled, selective": (
+        "deepseek_v3",
+        dict(tensor=2, shard=2),
+        2,
+        {"optimizer": CLIP} | COMPILED | SELECTIVE,
+    ),
+    "CP x TP, QK-clip, documents": (
+        "mixtral",
+        dict(context=2, tensor=2),
+        4,
+        {"optimizer": CLIP, "data": dict(document_masks=True)},
+    ),
+    "CP, QK-clip, full checkpointing": ("mixtral", dict(context=2), 4, {"optimizer": CLIP} | FULL),
+    "PP x FSDP, QK-clip": ("mixtral", dict(pipeline=2, shard=2), 1, {"optimizer": CLIP}),
     "MLA, EP x TP, LoRA": ("deepseek_v3", dict(shard=2, tensor=2, expert=2), 2, LORA),
 }
 

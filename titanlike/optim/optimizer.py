@@ -34,13 +34,14 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     adamw = _build_adamw(model, section, groups["adamw"], seed)
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if groups["muon"]:
-        from titanlike.optim.muon import Muon
+        from titanlike.optim.muon import Muon, QKClip
 
         muon = Muon(
             groups["muon"],
             lr=section.lr,
             momentum=section.muon_momentum,
             lr_scaling=section.muon_lr_scaling,
+            qk_clip=QKClip(model, section.muon_qk_clip) if section.muon_qk_clip else None,
         )
         optimizers.append(muon)
     # With LoRA, the routers are frozen.
@@ -55,6 +56,12 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     from titanlike.optim.combined import CombinedOptimizer
 
     return CombinedOptimizer(optimizers)
+
+
+def optimizer_metrics(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns what to record of each step: what Muon has."""
+    parts: list[Any] = getattr(optimizer, "optimizers", [])
+    return next((part.metrics for part in parts if hasattr(part, "metrics")), {})
 
 
 def _build_adamw(

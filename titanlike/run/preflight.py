@@ -221,6 +221,10 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
     refused = "optimizer = 'muon' does not support "
     if recipe.parallelism.cpu_offload:
         yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
+    if optimizer.muon_qk_clip:
+        from titanlike.run.qk_clip_problems import qk_clip_problems
+
+        yield from qk_clip_problems(recipe, optimizer.muon_qk_clip)
     last = model.num_layers - 1
     stacks = [optimizer.group_of(f"layers.{last}.{name}", is_matrix=True) for name in model.expert_parameters()]
     if recipe.parallelism.tensor > 1 and any(group is not None and group.optimizer == "muon" for group in stacks):
