@@ -80,6 +80,36 @@ ERRORS = {
         "loss = inplace(logits, labels[rows], vocab_group, z_loss, soft_cap)",
         "tests/interop/test_multi_token.py",
     ),
+    "QK-clip of rotated channels": Planted(
+        "titanlike/optim/qk_clip.py",
+        "factor[:, None].expand(-1, attention.rope_dim)",
+        "root.expand(-1, attention.rope_dim)",
+        "tests/unit/test_qk_clip.py",
+    ),
+    "QK-clip of groups": Planted(
+        "titanlike/optim/qk_clip.py",
+        "grouped.amin(1).sqrt()",
+        "grouped.amax(1)",
+        "tests/unit/test_qk_clip.py",
+    ),
+    "QK-clip of several ranks": Planted(
+        "titanlike/optim/qk_clip.py",
+        "if mesh.size(dimension) > 1:",
+        "if mesh.size(dimension) > 64:",
+        "tests/distributed/test_moe.py",
+    ),
+    "positions of QK-clip": Planted(
+        "titanlike/parallelisms/context.py",
+        "return gather_sequence(k, 2, self.mesh), positions",
+        "return gather_sequence(k, 2, self.mesh), positions.sort(descending=True).values",
+        "tests/distributed/test_moe.py",
+    ),
+    "blocks of QK-clip": Planted(
+        "titanlike/models/attention_logits.py",
+        "end = min(first + rows, num_keys)",
+        "end = min(max(first, 1), num_keys)",
+        "tests/unit/test_qk_clip.py",
+    ),
     "masked tokens": Planted(
         "titanlike/data/batches/masked_tokens.py",
         "labels = np.where(is_label, tokens, IGNORE)",

@@ -177,6 +177,12 @@ OTHERS |= {
     "*MLA, TP, LoRA": (TP, DEEPSEEK_V3, lora("attention")),
     "*MLA, CP, LoRA": (CP, DEEPSEEK_V2, lora("wq", "layers.2.attention.wkv_b")),
 }
+CLIP = {"optimizer": MUON_ATTENTION | dict(muon_qk_clip=1.0), "run": dict(device="cpu")}
+OTHERS |= {
+    "QK-clip, TP x FSDP": (TP | FSDP, DEEPSEEK_V3, CLIP),
+    "*QK-clip, CP x TP, full checkpointing": (CP | TP, DEEPSEEK_V2, CLIP | FULL),
+    "*QK-clip, PP x FSDP": (FSDP | PP, DEEPSEEK_V3, CLIP | TWO),
+}
 MULTI_TOKEN = replace(MULTI_TOKEN, v_head_dim=24)
 OTHERS |= {
     "MTP, EP x TP": (FSDP | TP | EP, MULTI_TOKEN, {}),

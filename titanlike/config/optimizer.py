@@ -55,8 +55,8 @@ class Optimizer:
 
     muon_qk_clip: NonNegativeFloat = 0.0
     """QK-clip: after each step, scales the weights of queries and keys of heads whose largest attention logit in the step was above
-    this. Kimi K2 has 100. It computes the logits again, in blocks, which takes about a third of the time of the forward pass of
-    attention. For decoders without QK-norm. 0 disables it."""
+    this. Kimi K2 has 100. It computes the logits again, in blocks, which slows long sequences down: compare plans with and without
+    it. For decoders without QK-norm. 0 disables it."""
 
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""

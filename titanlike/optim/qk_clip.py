@@ -51,7 +51,8 @@ class QKClip:
         maxima = local.new_full((len(local), local.shape[1] * self.num_tensor), -torch.inf)
         maxima[:, rank * local.shape[1] : (rank + 1) * local.shape[1]] = local
         for dimension in range(0 if mesh is None else mesh.ndim):
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, mesh.get_group(dimension))
+            if mesh.size(dimension) > 1:
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, mesh.get_group(dimension))
         self.max_logit = maxima.max()
         factors = torch.where(maxima > self.threshold, self.threshold / maxima, 1.0)
         for attention, factor in zip(self.attentions, factors, strict=True):

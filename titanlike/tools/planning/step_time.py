@@ -313,7 +313,8 @@ class Rank:
             parts["orthogonalization"] = sum(self._orthogonalization(matrices[0]) for matrices in rounds_of_muon)
         for axis in {each.axis for each in self.collectives}:
             maxima = ("float8 maxima",) if axis in ("shard", "replicate") else ()
-            parts[f"exposed {axis}"] = self._seconds(axis, "scalars", "tied gradients", "whole matrices", *maxima)
+            others = ("scalars", "attention logits", "tied gradients", "whole matrices")
+            parts[f"exposed {axis}"] = self._seconds(axis, *others, *maxima)
         return parts
 
     def _orthogonalization(self, matrix: Matrix) -> float:

@@ -256,6 +256,8 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
         size = elements * width * DTYPE_BYTES[job.recipe.training.compute_dtype]
         totals.add("all-gather", "context", "keys and values", job.num_microbatches * forwards, size)
         of_latent = model.latent_matrices and {"attention.wkv_a", "attention.wkv_b"} & block.adapted
+        if name == "attention.wk" and clips(job):
+            totals.add("all-gather", "context", "keys and values", job.num_microbatches * (1 + block.recomputed), size)
         if block.needs_grad or name in block.adapted or of_latent:
             totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
 
@@ -317,6 +319,11 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
         totals.add("receive", "pipeline", "tied gradients", 1, size)
 
 
+def clips(job: Job) -> bool:
+    """Whether QK-clip reads the largest attention logits."""
+    return bool(getattr(job.recipe.optimizer, "muon_qk_clip", 0.0)) and not job.forward_only
+
+
 def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     """The number of tokens and the loss are summed over the batch, requests of a shutdown over all ranks, and the squares of
     gradients over the ranks that shard them, apart for each set of these ranks, and over stages."""
@@ -336,6 +343,9 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     for axis in batch:
         totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
         totals.add("all-reduce", axis, "scalars", 1, loss)
+    number = sum(len(stage.blocks) for stage in stages.values())
+    for axis in [*batch, *["tensor"] * (layout.tensor > 1)] if clips(job) and number else []:
+        totals.add("all-reduce", axis, "attention logits", 1, number * job.recipe.model.num_heads * FLOAT32)
     for axis in (axis for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)) if size > 1):
         totals.add("all-reduce", axis, "scalars", 1, INT64)
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]
