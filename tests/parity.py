@@ -103,7 +103,7 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
         4,
         {"optimizer": CLIP, "data": dict(document_masks=True)},
     ),
-    "CP, QK-clip, full checkpointing": ("mixtral", dict(context=2), 4, {"optimizer": CLIP} | FULL),
+    "CP x TP, QK-clip, full checkpointing": ("mixtral", dict(context=2, tensor=2), 4, {"optimizer": CLIP} | FULL),
     "PP x FSDP, QK-clip": ("mixtral", dict(pipeline=2, shard=2), 1, {"optimizer": CLIP}),
     "MLA, EP x TP, LoRA": ("deepseek_v3", dict(shard=2, tensor=2, expert=2), 2, LORA),
 }
