@@ -34,7 +34,6 @@ from titanlike.optim import (
     clip_gradients,
     gradient_norms,
     learning_rate,
-    optimizer_metrics,
     set_learning_rate,
 )
 from titanlike.parallelisms.mesh import build_mesh
@@ -117,7 +116,7 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()
-            others = guard.metrics | optimizer_metrics(optimizer)
+            others = guard.metrics | getattr(optimizer, "metrics", {})
             monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **others)
 
             # Validate, evaluate, save, stop.

@@ -26,13 +26,14 @@ from titanlike.models.gemma_config import GEMMA2_SIZES, GEMMA3_SIZES, Gemma2Conf
 from titanlike.models.gpt_config import GPT_SIZES, GPTConfig
 from titanlike.models.init import initialize
 from titanlike.models.layers import TiedLMHead
-from titanlike.models.llama import rotary_angles, scale_rope_frequencies
+from titanlike.models.llama import rotary_angles
 from titanlike.models.llama_config import LLAMA_SIZES, LlamaConfig
 from titanlike.models.modernbert_config import MODERNBERT_SIZES, ModernBertConfig
 from titanlike.models.moe_config import MIXTRAL_SIZES, QWEN3_MOE_SIZES, MixtralConfig, MoeConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import QWEN2_SIZES, Qwen2Config
 from titanlike.models.qwen3_config import QWEN3_SIZES, Qwen3Config
 from titanlike.models.registry import build_model
+from titanlike.models.yarn import scale_rope_frequencies
 from titanlike.tools import doctor
 
 TINY_LLAMA = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=37, max_seq_len=64)

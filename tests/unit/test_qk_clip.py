@@ -13,7 +13,7 @@ from tests.training import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, tiny
 from titanlike.config import UserError
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.models import attention_logits
-from titanlike.optim import build_optimizer, optimizer_metrics
+from titanlike.optim import build_optimizer
 from titanlike.optim.qk_clip import QKClip
 from titanlike.run.preflight import check_recipe
 
@@ -115,8 +115,8 @@ def test_muon_clips_after_its_step_and_records_the_largest_logit() -> None:
     for model, optimizer in ((first, plain), (second, clipped)):
         model(tokens, labels=tokens).backward()
         optimizer.step()
-    assert optimizer_metrics(plain) == {}
-    largest = float(optimizer_metrics(clipped)["max_attention_logit"])
+    assert plain.metrics == {}
+    largest = float(clipped.metrics["max_attention_logit"])
     one, other = (model.layers["1"].attention.wq_b.weight for model in (first, second))
     ratio = (other / one).detach().unflatten(0, (-1, config.head_dim))
     factors = torch.tensor([0.1 / float(value) for value in clipped.optimizers[1].qk_clip.maxima[1]]).clamp(max=1.0)

@@ -46,7 +46,7 @@ def record_logits(attention: nn.Module, num_heads: int, device: torch.device) ->
     """Has a `DotProductAttention` record the largest logit of each of this rank's heads in training. Returns the tensor (H,) that
     holds them, which starts with -inf."""
     maxima = torch.full((num_heads,), -torch.inf, device=device)
-    attention.logit_maxima = maxima  # type: ignore[assignment]
+    attention.logit_maxima = maxima
     attention.register_forward_pre_hook(_record)
     return maxima
 

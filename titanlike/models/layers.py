@@ -93,7 +93,7 @@ class LMHead(nn.Linear):
         super().__init__(dim, vocab_size, bias=bias, **factory)
         self.soft_cap = soft_cap
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: tuple[int, float] | None = None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: Any = None) -> Tensor:
         return head_output(self, x, self.weight, labels, auxiliary)
 
 
@@ -119,7 +119,7 @@ class TiedLMHead(nn.Module):
         """The weight of the embedding."""
         return self.embedding[0].weight
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: tuple[int, float] | None = None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: Any = None) -> Tensor:
         return head_output(self, x, self.weight, labels, auxiliary)
 
 
@@ -133,13 +133,7 @@ def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
     cast(Any, head).loss = loss
 
 
-def head_output(
-    head: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    labels: Tensor | None,
-    auxiliary: tuple[int, float] | None = None,
-) -> Tensor:
+def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None, auxiliary: Any = None) -> Tensor:
     """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V).
 
     `auxiliary` is that of `chunked_linear_cross_entropy`, which a loss of one's own need not have.

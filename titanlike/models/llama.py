@@ -222,18 +222,12 @@ def rotary_angles(config: LlamaFamilyConfig, position_ids: Tensor, *, local: boo
 
         frequencies = yarn_frequencies(frequencies, theta, config.rope_scaling, config.rope_original_seq_len)
     elif config.rope_scaling != 1.0:
+        from titanlike.models.yarn import scale_rope_frequencies
+
         frequencies = scale_rope_frequencies(frequencies, config.rope_scaling, config.rope_original_seq_len)
     angles = position_ids.float()[:, None, :, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # (B, 1, T, E): both halves of a head rotate by the same angles
     return angles.cos(), angles.sin()
-
-
-def scale_rope_frequencies(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor:
-    """Applies Llama 3.1's RoPE scaling: divides frequencies with less than one turn in the original length by `factor`, keeps those
-    with more than four, interpolates between."""
-    turns = original_seq_len / (2 * math.pi / frequencies)
-    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
-    return (1.0 - keep) * frequencies / factor + keep * frequencies
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:

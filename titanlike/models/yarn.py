@@ -1,4 +1,4 @@
-"""YaRN: RoPE for sequences that are longer than those of the training before."""
+"""RoPE for sequences that are longer than those of the training before: YaRN, and the scaling of Llama 3.1."""
 
 import math
 
@@ -17,3 +17,11 @@ def yarn_frequencies(frequencies: Tensor, theta: float, factor: float, original_
     indices = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
     scaled = ((indices - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return scaled * (frequencies / factor) + (1.0 - scaled) * frequencies
+
+
+def scale_rope_frequencies(frequencies: Tensor, factor: float, original_seq_len: int) -> Tensor:
+    """Applies Llama 3.1's RoPE scaling: divides frequencies with less than one turn in the original length by `factor`, keeps those
+    with more than four, interpolates between."""
+    turns = original_seq_len / (2 * math.pi / frequencies)
+    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
+    return (1.0 - keep) * frequencies / factor + keep * frequencies

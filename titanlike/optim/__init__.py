@@ -2,7 +2,7 @@
 
 from titanlike.optim.clipping import clip_gradients, gradient_norms
 from titanlike.optim.non_finite import NonFiniteGuard
-from titanlike.optim.optimizer import build_optimizer, optimizer_metrics
+from titanlike.optim.optimizer import build_optimizer
 from titanlike.optim.schedule import learning_rate, set_learning_rate
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "clip_gradients",
     "gradient_norms",
     "learning_rate",
-    "optimizer_metrics",
     "set_learning_rate",
 ]

@@ -58,12 +58,6 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     return CombinedOptimizer(optimizers)
 
 
-def optimizer_metrics(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns what to record of each step: what Muon has."""
-    parts: list[Any] = getattr(optimizer, "optimizers", [])
-    return next((part.metrics for part in parts if hasattr(part, "metrics")), {})
-
-
 def _build_adamw(
     model: nn.Module, section: Optimizer, groups: list[dict[str, Any]], seed: int
 ) -> torch.optim.Optimizer:

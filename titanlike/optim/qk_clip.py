@@ -46,7 +46,7 @@ class QKClip:
             return
         local = torch.stack(self.maxima)  # (layers, H of this rank)
         weight = queries_of(self.attentions[0]).weight
-        mesh = getattr(weight, "device_mesh", None)
+        mesh: Any = getattr(weight, "device_mesh", None)
         rank = mesh["tensor"].get_local_rank() if self.num_tensor > 1 else 0
         maxima = local.new_full((len(local), local.shape[1] * self.num_tensor), -torch.inf)
         maxima[:, rank * local.shape[1] : (rank + 1) * local.shape[1]] = local

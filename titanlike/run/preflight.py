@@ -222,7 +222,7 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
     if recipe.parallelism.cpu_offload:
         yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
     if optimizer.muon_qk_clip:
-        from titanlike.run.qk_clip_problems import qk_clip_problems
+        from titanlike.run.option_problems import qk_clip_problems
 
         yield from qk_clip_problems(recipe, optimizer.muon_qk_clip)
     last = model.num_layers - 1
@@ -300,11 +300,9 @@ def _pipeline(recipe: PretrainRecipe) -> Iterator[str]:
     if pipeline == 1 or any(parallelism.problems()):
         return
     if recipe.model.num_mtp_layers:
-        yield (
-            f"parallelism.pipeline = {pipeline}: model.num_mtp_layers = {recipe.model.num_mtp_layers} embeds further tokens after "
-            "the last block, but the embedding is in the first stage; use parallelism.shard, tensor, context or expert instead, "
-            "or num_mtp_layers = 0"
-        )
+        from titanlike.run.option_problems import multi_token_problem
+
+        yield multi_token_problem(recipe)
         return
     schedule = SCHEDULES[name]
     per_rank = len(split) // pipeline or parallelism.pipeline_stages or schedule.stages_per_rank

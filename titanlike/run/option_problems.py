@@ -1,4 +1,4 @@
-"""What QK-clip does not support. Does not import torch."""
+"""What options that few recipes have do not support. Does not import torch."""
 
 from collections.abc import Iterator
 
@@ -23,3 +23,12 @@ def qk_clip_problems(recipe: PretrainRecipe, threshold: float) -> Iterator[str]:
             f"{clip} reads dense masks, but that of {masked} is a block mask on GPUs; set training.attention = 'efficient' or "
             "'math', or optimizer.muon_qk_clip = 0"
         )
+
+
+def multi_token_problem(recipe: PretrainRecipe) -> str:
+    """Returns why multi-token prediction does not support pipelines."""
+    return (
+        f"parallelism.pipeline = {recipe.parallelism.pipeline}: model.num_mtp_layers = {recipe.model.num_mtp_layers} embeds "
+        "further tokens after the last block, but the embedding is in the first stage; use parallelism.shard, tensor, context or "
+        "expert instead, or num_mtp_layers = 0"
+    )
