@@ -57,7 +57,8 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
     tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     data = build_dataloaders(
         recipe.data, training, tokenizer, seed=seed, validate=recipe.validation.interval > 0, dropout=recipe.model.dropout > 0,
-        vocab_size=recipe.model.vocab_size, device=device, **mesh.data_shard(training.seq_len),
+        vocab_size=recipe.model.vocab_size, num_next_tokens=recipe.model.num_mtp_layers, device=device,
+        **mesh.data_shard(training.seq_len),
     )  # fmt: skip
     evaluator = Evaluator(recipe.evaluation, recipe.sample, recipe.data, training, recipe.model, tokenizer, seed)
 
@@ -115,7 +116,8 @@ def main(recipe: PretrainRecipe, device: torch.device, watchdog: Watchdog) -> No
                     clip_gradients(model, norms.total, training.max_norm)
                     optimizer.step()
             optimizer.zero_grad()
-            monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **guard.metrics)
+            others = guard.metrics | getattr(optimizer, "metrics", {})
+            monitor.step(step, loss=loss, grad_norm=norms.total, lr=optimizer.param_groups[0]["lr"], **others)
 
             # Validate, evaluate, save, stop.
             stop_signal = shutdown.result()  # the same on all ranks, received before the sum of this step; 0: continue

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE, SHARED_EXPERTS
+from tests.training import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, MULTI_TOKEN, QWEN3_MOE, SHARED_EXPERTS
 from titanlike.config.layout import DIMENSIONS
 from titanlike.config.optimizer import OptimizerGroup
 
@@ -29,11 +29,14 @@ LORA: dict[str, Any] = {"lora": dict(rank=4)}
 # Sections.
 MUON: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="layers", optimizer="muon"),))
 MUON_ATTENTION: dict[str, Any] = dict(groups=(OptimizerGroup(pattern="attention", optimizer="muon"),))
+# Far below the logits of the first step, so that it scales the weights of many heads.
+CLIP: dict[str, Any] = MUON_ATTENTION | dict(muon_qk_clip=0.02)
 FLOAT8: dict[str, Any] = dict(scaling="tensorwise", layers=("*",), emulate=True)
 ALL_GATHER: dict[str, Any] = FLOAT8 | dict(all_gather=True)
 
 MOE_MODELS: dict[str, Any] = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
 MOE_MODELS |= {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3, "gpt_oss": GPT_OSS}
+MOE_MODELS["multi-token"] = MULTI_TOKEN
 MOE_MODELS["few experts"] = replace(QWEN3_MOE, num_experts=3)
 
 # The model, the layout, the number of sequences in a micro-batch, and other sections of a recipe.
@@ -82,6 +85,26 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "MLA, TP x FSDP, compiled, selective": ("deepseek_v3", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
     "MLA, EP x TP, compiled": ("deepseek_v2", dict(shard=2, tensor=2, expert=2), 2, COMPILED),
     "MLA, TP x FSDP, Muon": ("deepseek_v3", dict(tensor=2, shard=2), 2, {"optimizer": MUON_ATTENTION}),
+    "MTP, FSDP": ("multi-token", dict(shard=2), 2, {}),
+    "MTP, CP x TP, documents": ("multi-token", dict(context=2, tensor=2), 4, {"data": dict(document_masks=True)}),
+    "MTP, EP x TP": ("multi-token", dict(shard=2, tensor=2, expert=2), 2, {}),
+    "MTP, EP x FSDP, full checkpointing": ("multi-token", dict(shard=4, expert=2), 1, FULL),
+    "MTP, TP x FSDP, compiled, selective": ("multi-token", dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "MLA, TP x FSDP, QK-clip": ("deepseek_v3", dict(tensor=2, shard=2), 2, {"optimizer": CLIP}),
+    "MLA, TP x FSDP, QK-clip, compiled, selective": (
+        "deepseek_v3",
+        dict(tensor=2, shard=2),
+        2,
+        {"optimizer": CLIP} | COMPILED | SELECTIVE,
+    ),
+    "CP x TP, QK-clip, documents": (
+        "mixtral",
+        dict(context=2, tensor=2),
+        4,
+        {"optimizer": CLIP, "data": dict(document_masks=True)},
+    ),
+    "CP x TP, QK-clip, full checkpointing": ("mixtral", dict(context=2, tensor=2), 4, {"optimizer": CLIP} | FULL),
+    "PP x FSDP, QK-clip": ("mixtral", dict(pipeline=2, shard=2), 1, {"optimizer": CLIP}),
     "MLA, EP x TP, LoRA": ("deepseek_v3", dict(shard=2, tensor=2, expert=2), 2, LORA),
     "Sinks, FSDP": ("gpt_oss", dict(shard=2), 2, {}),
     "Sinks, TP": ("gpt_oss", dict(tensor=2), 4, {}),

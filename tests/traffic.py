@@ -107,6 +107,8 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
         inputs["dropout_bits"] = torch.zeros_like(tokens)
     if recipe.data.masks_documents:
         inputs["document_ids"] = torch.zeros_like(tokens)
+    if further := recipe.model.num_mtp_layers:
+        inputs |= dict.fromkeys(("next_tokens", "next_labels"), tokens[..., None].expand(-1, -1, further))
     batch = Batch(inputs, tokens)
     objective: Any = None
     layout, none = recipe.parallelism.resolve(dist.get_world_size()), cast(Any, None)

@@ -87,6 +87,7 @@ GPT_OSS = GptOssConfig(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
     experts_per_token=3, sliding_window=11, rope_scaling=4.0, rope_original_seq_len=16, balance_loss=0.1,
 )  # fmt: skip
+MULTI_TOKEN = dataclasses.replace(DEEPSEEK_V3, num_mtp_layers=2, mtp_loss_weight=3.0)  # a weight that shows
 MODELS = {"llama": LLAMA, "gpt": GPT_}
 
 TINY: dict[str, dict[str, Any]] = dict(

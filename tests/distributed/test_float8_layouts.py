@@ -26,7 +26,7 @@ from titanlike.float8.all_gather import Float8Shard
 from titanlike.float8.linear import matmul_of
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.loss import cross_entropy_sum
+from titanlike.models.logits_loss import cross_entropy_sum
 from titanlike.optim.optimizer import build_optimizer
 from titanlike.parallelisms.context import context_position_ids
 from titanlike.utils.dtensor import local_tensor

@@ -36,12 +36,14 @@ from titanlike.tools.verify.recipe import Result, differences
 
 Ranks = Callable[[int], Pool]
 # Those of the default and of the slow tests; the others run with `-m every`.
-QUICK = ("TP x FSDP", "EP x TP", "MLA, EP x TP", "Sinks, EP x TP")
+QUICK = ("TP x FSDP", "EP x TP", "MLA, EP x TP", "Sinks, EP x TP", "CP x TP, QK-clip, full checkpointing")
 SLOW = (
     "FSDP, fewer experts than ranks", "PP zbv", "EP x FSDP", "EP x HSDP", "EP x CP x FSDP", "EP x TP, shared experts, selective",
     "EP x FSDP, compiled, selective", "EP x FSDP, Muon", "EP x TP, LoRA",
     "MLA, PP zbv x TP", "MLA, CP x TP", "MLA, TP x FSDP, Muon",
     "Sinks, PP zbv x TP", "Sinks, CP x TP", "Sinks, EP x FSDP, Muon",
+    "MTP, CP x TP, documents", "MTP, EP x TP",
+    "MLA, TP x FSDP, QK-clip, compiled, selective", "CP x TP, QK-clip, documents",
 )  # fmt: skip
 
 

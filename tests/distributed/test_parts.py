@@ -15,8 +15,10 @@ from tests.training import LLAMA, build, mesh_of, tiny
 from titanlike.config import UserError
 from titanlike.config.sections import Parallelism
 from titanlike.models.document_mask import DocumentMask
-from titanlike.models.layers import DotProductAttention, Dropout
-from titanlike.models.loss import chunked_linear_cross_entropy, cross_entropy_sum
+from titanlike.models.dropout import Dropout
+from titanlike.models.layers import DotProductAttention
+from titanlike.models.logits_loss import cross_entropy_sum
+from titanlike.models.loss import chunked_linear_cross_entropy
 from titanlike.models.registry import build_model
 from titanlike.parallelisms.context import (
     ContextParallelMask,

@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ CASES: dict[str, tuple[dict[str, int | str], dict[str, Any]]] = {
     "MLA, EP x FSDP": (dict(shard=4, expert=2), dict(model=DEEPSEEK_V3)),
     "Sinks, FSDP": (dict(shard=2), dict(model=GPT_OSS)),
     "Sinks, EP x FSDP": (dict(shard=4, expert=2), dict(model=GPT_OSS)),
+    "MTP, FSDP": (dict(shard=2), dict(model=replace(DEEPSEEK_V3, num_mtp_layers=1))),
     "CP x FSDP": (dict(context=2, shard=2), {}),
     "PP x FSDP": (dict(pipeline=2, shard=2), {}),
     "FSDP, float8": (
@@ -109,7 +111,10 @@ def _peaks_of_a_step(recipe: PretrainRecipe) -> tuple[int, int]:
         optimizer = build_optimizer(model, recipe.optimizer)
         length = recipe.training.seq_len // job.layout.context
         tokens = torch.zeros(job.sequences, length, dtype=torch.long)
-        batch = Batch({"tokens": tokens, "position_ids": tokens.clone()}, tokens)
+        inputs = {"tokens": tokens, "position_ids": tokens.clone()}
+        if further := recipe.model.num_mtp_layers:
+            inputs |= dict.fromkeys(("next_tokens", "next_labels"), tokens[..., None].expand(-1, -1, further))
+        batch = Batch(inputs, tokens)
         begins = []
         for step in range(1 + STEPS):
             gc.collect()  # reference cycles keep tensors until then

@@ -20,6 +20,7 @@ from tests.training import (
     GPT_OSS,
     MODELS,
     MODERNBERT,
+    MULTI_TOKEN,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -188,6 +189,19 @@ OTHERS |= {
     "*Sinks, TP x FSDP, float8 all-gather": (TP | FSDP, GPT_OSS, GATHER),
     "*Sinks, TP x FSDP, Muon": (TP | FSDP, GPT_OSS, {"optimizer": MUON_ATTENTION, "run": dict(device="cpu")}),
     "*Sinks, EP x FSDP, LoRA": (FSDP4 | EP, GPT_OSS, lora("attention")),
+}
+CLIP = {"optimizer": MUON_ATTENTION | dict(muon_qk_clip=1.0), "run": dict(device="cpu")}
+OTHERS |= {
+    "QK-clip, TP x FSDP": (TP | FSDP, DEEPSEEK_V3, CLIP),
+    "*QK-clip, CP x TP, full checkpointing": (CP | TP, DEEPSEEK_V2, CLIP | FULL),
+    "*QK-clip, PP x FSDP": (FSDP | PP, DEEPSEEK_V3, CLIP | TWO),
+}
+MULTI_TOKEN = replace(MULTI_TOKEN, v_head_dim=24)
+OTHERS |= {
+    "MTP, EP x TP": (FSDP | TP | EP, MULTI_TOKEN, {}),
+    "*MTP, CP x TP, full checkpointing": (CP | TP, MULTI_TOKEN, FULL),
+    "*MTP, TP x FSDP, chunks": (TP | FSDP, MULTI_TOKEN, training(loss_chunk=20)),
+    "*MTP, TP, float8": (TP, MULTI_TOKEN, float8()),
 }
 PAIRS = {"data": PreferenceData(source="synthetic_preference")}
 UNBALANCED = replace(QWEN3_MOE, balance_loss=0.0)

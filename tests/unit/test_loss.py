@@ -17,13 +17,13 @@ from tests.training import Operations
 from titanlike.config.sections import Float8
 from titanlike.float8.linear import Float8Head, apply_float8
 from titanlike.models.layers import LMHead, TiedLMHead
+from titanlike.models.logits_loss import cross_entropy_sum
 from titanlike.models.loss import (
     IGNORE,
     HeadLoss,
     chunked_linear_cross_entropy,
     compiled,
     cross_entropy_inplace,
-    cross_entropy_sum,
 )
 from titanlike.parallelisms.mixed_precision import apply_mixed_precision
 

@@ -10,7 +10,8 @@ from titanlike.config.sections import Optimizer, Schedule, Training
 from titanlike.models.gpt_config import GPTConfig
 from titanlike.models.gpt_oss_config import GptOssConfig
 from titanlike.models.llama_config import LlamaConfig
-from titanlike.models.loss import IGNORE, cross_entropy_sum, num_valid
+from titanlike.models.logits_loss import cross_entropy_sum
+from titanlike.models.loss import IGNORE, num_valid
 from titanlike.models.registry import build_model
 from titanlike.optim.clipping import Norms, clip_gradients, gradient_norms
 from titanlike.optim.muon import Muon

@@ -78,7 +78,8 @@ def passes(counts: Counts) -> list[Passes]:
     """The work of all blocks and of both ends."""
     model = counts.job.recipe.model
     blocks = [
-        counts.block(counts.float8_layers(index), model.is_local(index), index) for index in range(model.num_layers)
+        counts.block(counts.float8_layers(index), model.is_local(index), index)
+        for index in range(model.num_layers + model.num_mtp_layers)
     ]
     return [*blocks, counts.embedding(), counts.loss()]
 
@@ -118,17 +119,21 @@ MIXTRAL = MixtralConfig(**{"size": "8x7B", **MixtralConfig.sizes["8x7B"]})
 
 DEEPSEEK = DeepseekV3Config(**{"size": "671B", **DeepseekV3Config.sizes["671B"]})
 GPT_OSS = GptOssConfig(**{"size": "20B", **GptOssConfig.sizes["20B"]})
+MULTI_TOKEN = replace(DEEPSEEK, num_mtp_layers=1)
 
 
-@pytest.mark.parametrize("model", [QWEN3_MOE, MIXTRAL, replace(QWEN3_MOE, num_shared_experts=1), DEEPSEEK, GPT_OSS])
+@pytest.mark.parametrize(
+    "model", [QWEN3_MOE, MIXTRAL, replace(QWEN3_MOE, num_shared_experts=1), DEEPSEEK, GPT_OSS, MULTI_TOKEN]
+)
 @pytest.mark.parametrize("layout", [{}, dict(expert=8), dict(tensor=2, expert=4), dict(context=4, expert=2)])
 def test_flops_of_a_mixture_of_experts(model: MoeConfig, layout: dict[str, int]) -> None:
     plan = replace(job(8, sequences=2, seq_len=2048, model=model, layout=layout), program=Program(load_variation=0.0))
     found = sum(flops(each.forward, each.backward_input, each.backward_weight) for each in passes(Counts(plan)))
     # Tensor-parallel ranks shard all but the router, and the matrices of latent vectors.
-    replicated = (model.num_layers - model.num_dense_layers) * model.num_experts * model.dim
-    if model is DEEPSEEK:
-        replicated += model.num_layers * model.dim * (1536 + 512 + 64)
+    num_blocks = model.num_layers + model.num_mtp_layers
+    replicated = (num_blocks - model.num_dense_layers) * model.num_experts * model.dim
+    if isinstance(model, DeepseekV3Config):
+        replicated += num_blocks * model.dim * (1536 + 512 + 64) + model.num_mtp_layers * 2 * model.dim**2
     expected = (model.num_matmul_parameters() - replicated) / plan.layout.tensor + replicated
     assert found == pytest.approx(6 * expected * plan.tokens)
     recomputed = Counts(replace_mode(plan, "full")).block(frozenset())

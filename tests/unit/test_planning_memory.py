@@ -10,6 +10,7 @@ from titanlike.config import PretrainRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.load import load
 from titanlike.models.bert_config import BERT_SIZES, BertConfig
+from titanlike.models.deepseek_config import DeepseekV3Config
 from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.tools.planning.job import Job
 from titanlike.tools.planning.memory import memory
@@ -32,11 +33,11 @@ def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
     return Job(replace(recipe, **changes), num_gpus)
 
 
-def mixture(published: Any, num_gpus: int = 8, **sections: dict[str, Any]) -> Job:
-    """Returns a published size with four blocks."""
+def mixture(published: Any, num_gpus: int = 8, *, further: int = 0, **sections: dict[str, Any]) -> Job:
+    """Returns a published size with four blocks, which predicts a number of further tokens."""
     base = job("llama3_8b", num_gpus, **{"training": dict(seq_len=4096, local_batch_size=1)} | sections)
     cls, size = published
-    model = cls(**{"size": size, **cls.sizes[size], "num_layers": 4})
+    model = cls(**{"size": size, **cls.sizes[size], "num_layers": 4} | ({"num_mtp_layers": further} if further else {}))
     return Job(replace(base.recipe, model=model), num_gpus)
 
 
@@ -52,6 +53,7 @@ PIPELINE = dict(pipeline=4, shard=2)
 FOUR = dict(num_layers=4)
 BOTH = dict(model=FOUR, teacher=FOUR)
 QWEN3_MOE, MIXTRAL = (Qwen3MoeConfig, "30B-A3B"), (MixtralConfig, "8x7B")
+MOONLIGHT = DeepseekV3Config, "Moonlight-16B"
 NONE, SELECTIVE, FULL = (dict(activation_checkpoint=dict(mode=mode)) for mode in ("none", "selective", "full"))
 LAST = dict(parallelism=dict(gradient_sync="last_microbatch"), training=dict(local_batch_size=1, global_batch_size=32))
 LONG = dict(model=FOUR, training=dict(global_batch_size=8), parallelism=dict(context=4))
@@ -98,6 +100,8 @@ SLOW_CASES: dict[str, tuple[Job, int]] = {
         0,
     ),
     "Distillation, LoRA, compiled": (job("distill_llama3_1b", 8, **BOTH, lora=dict(rank=16), compile=COMPILED), 0),
+    "MTP, FSDP": (mixture(MOONLIGHT, further=1, **NONE), 0),
+    "MTP, TP x FSDP, full": (mixture(MOONLIGHT, further=1, parallelism=dict(tensor=2), **FULL), 0),
     "MoE, EP, full": (mixture(MIXTRAL, parallelism=dict(expert=8), **FULL), 0),
 }
 

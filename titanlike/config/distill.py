@@ -94,6 +94,9 @@ class DistillRecipe(FinetuneRecipe):
                 f"training.seq_len = {self.training.seq_len} is longer than the teacher's max_seq_len = {teacher.max_seq_len}; use "
                 f"{teacher.max_seq_len} or less"
             )
+        for name, config in (("model", model), ("teacher", teacher)):
+            if config.num_mtp_layers:
+                yield f"{name}.num_mtp_layers = {config.num_mtp_layers}: distillation is of the next token only; set it to 0"
         if parallelism.pipeline > 1:
             yield (
                 f"parallelism.pipeline = {parallelism.pipeline}: the teacher's logits of a micro-batch are computed with those of "

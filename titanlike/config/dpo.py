@@ -117,6 +117,8 @@ class DpoRecipe(FinetuneRecipe):
                 f"model.balance_loss = {balance_loss} is no part of a preference loss; set it to 0, and "
                 "model.balance_bias_rate to balance the experts"
             )
+        if mtp := self.model.num_mtp_layers:
+            yield f"model.num_mtp_layers = {mtp}: further tokens are no part of a preference loss; set it to 0"
 
     def summary_lines(self) -> list[str]:
         """Returns a line about the loss and its reference, besides those of LoRA."""

@@ -53,8 +53,18 @@ class Optimizer:
     """How the size of Muon's update depends on the shape of a matrix. `rms`: its root mean square is about 0.2, as that of AdamW,
     so that both share a learning rate. `spectral`: its spectral norm is about sqrt(outputs / inputs), at least 1."""
 
+    muon_qk_clip: NonNegativeFloat = 0.0
+    """QK-clip: after each step, scales the weights of queries and keys of heads whose largest attention logit in the step was above
+    this. Kimi K2 has 100. It computes the logits again, in blocks, which slows long sequences down: compare plans with and without
+    it. For decoders without QK-norm. 0 disables it."""
+
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each contradiction among the keys."""
+        if self.muon_qk_clip and all(group.optimizer != "muon" for group in self.groups):
+            yield (
+                f"optimizer.muon_qk_clip = {self.muon_qk_clip} is an option of Muon; add a table [[optimizer.groups]] with "
+                "optimizer = 'muon', or set it to 0"
+            )
         if self.state_dtype == "bfloat16" and self.beta2 > 0.98:
             yield (
                 f"optimizer.state_dtype = 'bfloat16' cannot represent a second moment with beta2 = {self.beta2}: the change of "

@@ -317,7 +317,7 @@ class Parallelism:
             return list(self.pipeline_split)
         stages_per_rank = self.pipeline_stages or SCHEDULES[self.pipeline_schedule].stages_per_rank
         num_stages = self.pipeline * stages_per_rank if self.pipeline > 1 else 1
-        return split_blocks(model.num_layers, num_stages, model.lm_head_cost())
+        return split_blocks(model.num_layers + model.num_mtp_layers, num_stages, model.lm_head_cost())
 
 
 @section

@@ -128,8 +128,8 @@ class Float8Head(LMHead):
 
     matmul: Float8Matmul
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return head_output(self, self.matmul(x, self.weight), None, labels)
+    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: tuple[int, float] | None = None) -> Tensor:
+        return head_output(self, self.matmul(x, self.weight), None, labels, auxiliary)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, matmul={self.matmul}"

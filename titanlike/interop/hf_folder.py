@@ -15,7 +15,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Fields of a model config that describe its training or its limits, and not its tensors or what it computes from them.
-NOT_COMPARED = ("name", "size", "dropout", "max_seq_len", "balance_loss")
+NOT_COMPARED = ("name", "size", "dropout", "max_seq_len", "balance_loss", "num_mtp_layers", "mtp_loss_weight")
 
 OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 INTEGERS = [

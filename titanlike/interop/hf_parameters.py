@@ -50,6 +50,9 @@ def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
             full[output_dim(spec)] *= spec.num_parts
             tensor = StoredTensor(tuple(_as_stored(spec, full)), spec, {})
             stored.setdefault(hf_name, tensor).parts[spec.part] = (name, shard_range)
+    for hf_name, name in config.hf_copies().items():
+        shape = config.parameters()[name].shape
+        stored[hf_name] = StoredTensor(shape, False, {0: (name, whole(shape))})
     return stored
 
 

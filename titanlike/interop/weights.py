@@ -139,6 +139,7 @@ class HFWeights(Weights):
             raise UserError(
                 f"{path}: {CONFIG} describes {self.config.num_layers:,} layers, but the folder has {len(self._found):,} tensors"
             )
+        self.config = self.config.with_stored(self._found)
         self._plan = hf_parameters(self.config)
         # Where a head that is tied, which need not be stored, would be.
         self._head = self.config.last_parameters()["output.weight"].hf_name or LM_HEAD

@@ -4,7 +4,8 @@
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -81,6 +82,8 @@ class TransformerConfig:
     absent_parameters: ClassVar[tuple[str, ...]] = ()
     """Parameters that the table of a block has, and this one block has not."""
     num_dense_layers: int = 0
+    num_mtp_layers: int = 0
+    """Blocks of multi-token prediction, whose indices follow those of the others."""
     latent_matrices: ClassVar[tuple[str, ...]] = ()
     """Matrices of a block that do not read the input of attention, but a latent vector that is computed from it."""
     hf_architecture: ClassVar[str] = ""
@@ -123,7 +126,8 @@ class TransformerConfig:
         if self.size not in self.sizes:
             return self.name
         # A padded vocabulary, another context length or dropout is a common setting of the same size.
-        common = {name: getattr(self, name) for name in ("vocab_size", "max_seq_len")}
+        names = ("vocab_size", "max_seq_len", *(("num_mtp_layers", "mtp_loss_weight") if self.num_mtp_layers else ()))
+        common = {name: getattr(self, name) for name in names}
         if self.dropout:
             common["dropout"] = self.dropout
         if self == type(self)(**{"size": self.size, **self.sizes[self.size], **common}):
@@ -152,13 +156,17 @@ class TransformerConfig:
         raise NotImplementedError
 
     def parameters_of(self, index: int) -> dict[str, ParameterSpec]:
-        """Returns the parameters of one block by their names in it. -1 is the last one."""
+        """Returns the parameters of one block by their names in it. -1 is the last one before those of multi-token prediction."""
         return self.block_parameters()
 
     def kinds_of_blocks(self) -> list[tuple[int, int]]:
         """Returns the index of the first block of each kind, and the number of blocks of this kind."""
-        numbers = (0, self.num_dense_layers), (self.num_dense_layers, self.num_layers - self.num_dense_layers)
-        return [(first, number) for first, number in numbers if number]
+        ends = (0, self.num_dense_layers, self.num_layers, self.num_layers + self.num_mtp_layers)
+        return [(first, end - first) for first, end in pairwise(ends) if end > first]
+
+    def kind_of_block(self, index: int) -> int:
+        """Returns the index of the first block of the same kind."""
+        return max(first for first, _ in self.kinds_of_blocks() if first <= index)
 
     def last_parameters(self) -> dict[str, ParameterSpec]:
         """Returns the parameters after the blocks, by name, including the LM head even if it is tied."""
@@ -171,7 +179,7 @@ class TransformerConfig:
         """Returns the parameters of the model by name, in the order of the module."""
         blocks = {
             f"layers.{index}.{name}": spec.at(index)
-            for index in range(self.num_layers)
+            for index in range(self.num_layers + self.num_mtp_layers)
             for name, spec in self.parameters_of(index).items()
         }
         parameters = self.first_parameters() | blocks | self.last_parameters()
@@ -184,8 +192,10 @@ class TransformerConfig:
     def tensor_plan(self, blocks: Iterable[int] | None = None) -> dict[str, str]:
         """Returns the tensor-parallel style of each submodule, by name; `*` stands for the index of a block. `blocks` are the
         indices of those that a pipeline stage has."""
-        kinds = {i < self.num_dense_layers: i for i in (range(self.num_layers) if blocks is None else blocks)}
-        block = {f"layers.*.{name}": spec for i in kinds.values() for name, spec in self.parameters_of(i).items()}
+        kinds = (
+            {first for first, _ in self.kinds_of_blocks()} if blocks is None else set(map(self.kind_of_block, blocks))
+        )
+        block = {f"layers.*.{name}": spec for i in sorted(kinds) for name, spec in self.parameters_of(i).items()}
         parameters = self.first_parameters() | block | self.last_parameters()
         inputs = dict.fromkeys(("layers.*.attention", "layers.*.feed_forward"), "all_gather_input")
         return inputs | {name.rpartition(".")[0]: spec.style for name, spec in parameters.items()}
@@ -251,7 +261,7 @@ class TransformerConfig:
             for spec in self.parameters_of(first).values()
             if len(spec.shape) == 2 and spec.style != "experts"  # not of stacked biases
         )
-        return blocks + self.num_head_parameters()
+        return blocks + self.num_head_parameters() * (1 + self.num_mtp_layers)
 
     def num_head_parameters(self) -> int:
         """Returns the number of these after the blocks: those of the LM head, and of what transforms its input."""
@@ -267,7 +277,9 @@ class TransformerConfig:
         model FLOPs utilization counts them; with a sliding window, each token attends to all tokens of the window. Frozen
         weights have no gradients."""
         num_local = self.num_local()
-        keys = (self.num_layers - num_local) * seq_len + num_local * min(seq_len, self.sliding_window)
+        keys = (self.num_layers + self.num_mtp_layers - num_local) * seq_len + num_local * min(
+            seq_len, self.sliding_window
+        )
         attention = 6 * self.num_heads * (self.head_dim + self.v_head_dim) * keys
         return (4 if frozen else 6) * self.num_matmul_parameters() + attention
 
@@ -292,6 +304,14 @@ class TransformerConfig:
     def fields_from_hugging_face(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that a `config.json` describes. Raises `ValueError` for what this architecture does not have."""
         raise ValueError(f"model.name = {cls.name!r} has no equivalent in transformers")
+
+    def hf_copies(self) -> dict[str, str]:
+        """Returns further tensors of Hugging Face's checkpoints, by name, each with the parameter that it equals."""
+        return {}
+
+    def with_stored(self, names: Collection[str]) -> Self:
+        """Returns the config with what the names of the tensors in a Hugging Face checkpoint say, and `config.json` does not."""
+        return self
 
     @classmethod
     def hf_name_of(cls, stored: str) -> str:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from titanlike.models.bert_config import BertConfig, EncoderConfig
 from titanlike.models.document_mask import DocumentMask, Mask
+from titanlike.models.dropout import Dropout
 from titanlike.models.gpt import Attention
-from titanlike.models.layers import Dropout, TiedLMHead
+from titanlike.models.layers import TiedLMHead
 
 
 class Bert(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.models.deepseek_config import DeepseekConfig
+from titanlike.models.deepseek_config import DeepseekConfig, DeepseekV3Config
 from titanlike.models.document_mask import Mask
 from titanlike.models.layers import DotProductAttention
 from titanlike.models.llama import Block, FeedForward, apply_rope
@@ -23,9 +23,37 @@ class Deepseek(MoeLlama):
 
     config: DeepseekConfig
 
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config)
+        for index in range(config.num_layers, config.num_layers + config.num_mtp_layers):
+            self.layers[str(index)] = self.build_block(index)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        counts: Tensor | None = None,
+        next_tokens: Tensor | None = None,
+        next_labels: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns what `Llama` returns. In training with labels, `next_tokens` and `next_labels` (B, T, N) add the gradient of the
+        losses of further tokens."""
+        if labels is None or next_tokens is None or next_labels is None or not torch.is_grad_enabled():
+            return super().forward(tokens, position_ids, document_ids, labels, counts)
+        from titanlike.models.multi_token import multi_token_loss
+
+        return multi_token_loss(self, tokens, labels, next_tokens, next_labels, position_ids, document_ids)
+
     def build_block(self, index: int) -> nn.Module:
         """Returns a block with experts or, among the first, one without."""
         config = self.config
+        if index >= config.num_layers:
+            from titanlike.models.multi_token import MultiTokenBlock
+
+            assert isinstance(config, DeepseekV3Config)
+            return MultiTokenBlock(config, index, build_feed_forward(config), LatentAttention(config))
         is_dense = index < config.num_dense_layers
         feed_forward = FeedForward(config, config.dense_ffn_dim) if is_dense else build_feed_forward(config)
         return Block(config, index, feed_forward, LatentAttention(config))

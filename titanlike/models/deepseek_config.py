@@ -1,8 +1,12 @@
 """DeepSeek-V2 and V3: multi-head latent attention, and experts in all but the first blocks. Does not import torch."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from typing_extensions import Self
 
 from titanlike.config.base import (
     NonNegative,
@@ -257,6 +261,13 @@ class DeepseekV3Config(DeepseekConfig):
     more tokens than the average in a training step, and increases where it had less. 0: the bias does not change."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of RMSNorm, but for the latent vectors, which have 1e-6."""
+    num_mtp_layers: Annotated[int, Field(ge=0, le=8)] = 0
+    """Number of further tokens that each position learns to predict, with a block of multi-token prediction for each. Validation
+    and generation do not compute these blocks. The published 671B has 1. 0 disables it."""
+    mtp_loss_weight: PositiveFloat = 0.3
+    """Weight of the mean of the losses of further tokens, each normalized as the loss. They have a gradient only: the reported loss
+    does not contain them. DeepSeek-V3 had 0.3 for the first 10 of its 14.8 trillion tokens, and then 0.1. Unused if
+    `num_mtp_layers` is 0."""
 
     defaults: ClassVar = {
         "q_lora_rank": 96, "num_expert_groups": 4, "groups_per_token": 2, "router_scale": 2.5,
@@ -265,10 +276,35 @@ class DeepseekV3Config(DeepseekConfig):
     hf_architecture = "DeepseekV3ForCausalLM"
     hf_model_type = "deepseek_v3"
     hf_fixed: ClassVar = DeepseekConfig.hf_fixed | {"rope_interleave": True}
-    hf_unused: ClassVar = DeepseekConfig.hf_unused | {"num_nextn_predict_layers": 0}
     hf_experts: ClassVar = {**DeepseekConfig.hf_experts, "bias": "mlp.gate.e_score_correction_bias"}
     router_score = "sigmoid"
     sizes = DEEPSEEK_V3_SIZES
+
+    def parameters_of(self, index: int) -> dict[str, ParameterSpec]:
+        if index < self.num_layers:
+            return super().parameters_of(index)
+        own = {
+            "enorm.weight": self.norm("enorm"),
+            "hnorm.weight": self.norm("hnorm"),
+            # Tensor-parallel ranks compute their tokens, as they do in the norms.
+            "eh_proj.weight": ParameterSpec((self.dim, 2 * self.dim), "replicated", f"{LAYER}.eh_proj.weight"),
+            "head_norm.weight": self.norm("shared_head.norm"),
+        }
+        return self.block_parameters() | own
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        return super().to_hugging_face() | {"num_nextn_predict_layers": self.num_mtp_layers}
+
+    def hf_copies(self) -> dict[str, str]:
+        layers = [f"model.layers.{self.num_layers + i}" for i in range(self.num_mtp_layers)]
+        return {f"{layer}.embed_tokens.weight": "tok_embeddings.weight" for layer in layers} | {
+            f"{layer}.shared_head.head.weight": "output.weight" for layer in layers
+        }
+
+    def with_stored(self, names: Collection[str]) -> Self:
+        # transformers keeps the key of config.json in folders that it writes without these blocks.
+        number = sum(f"model.layers.{self.num_layers + i}.eh_proj.weight" in names for i in range(8))
+        return replace(self, num_mtp_layers=number)
 
     @classmethod
     def hf_topk_method(cls, limited: bool) -> str:

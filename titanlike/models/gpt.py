@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.document_mask import DocumentMask, Mask
+from titanlike.models.dropout import Dropout
 from titanlike.models.gpt_config import GPTConfig
-from titanlike.models.layers import DotProductAttention, Dropout, TiedLMHead
+from titanlike.models.layers import DotProductAttention, TiedLMHead
 
 
 class GPT(nn.Module):

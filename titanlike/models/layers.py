@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titanlike.config import UserError
 from titanlike.models.document_mask import Mask, block_mask_attention, masked_attention
 from titanlike.models.loss import HeadLoss, soft_capped
-from titanlike.utils.counter_rng import hash_u32
 from titanlike.utils.modules import without_owner
 
 # Scaled-dot-product-attention backends.
@@ -95,8 +94,8 @@ class LMHead(nn.Linear):
         super().__init__(dim, vocab_size, bias=bias, **factory)
         self.soft_cap = soft_cap
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return head_output(self, x, self.weight, labels)
+    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: Any = None) -> Tensor:
+        return head_output(self, x, self.weight, labels, auxiliary)
 
 
 class TiedLMHead(nn.Module):
@@ -121,8 +120,8 @@ class TiedLMHead(nn.Module):
         """The weight of the embedding."""
         return self.embedding[0].weight
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return head_output(self, x, self.weight, labels)
+    def forward(self, x: Tensor, labels: Tensor | None = None, auxiliary: Any = None) -> Tensor:
+        return head_output(self, x, self.weight, labels, auxiliary)
 
 
 def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
@@ -135,31 +134,15 @@ def set_loss(model: nn.Module, loss: Callable[..., Tensor]) -> None:
     cast(Any, head).loss = loss
 
 
-def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:
-    """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V)."""
+def head_output(head: Any, x: Tensor, weight: Tensor | None, labels: Tensor | None, auxiliary: Any = None) -> Tensor:
+    """Returns what an LM head returns for hidden states (B, T, D), or, if `weight` is None, for its product (B, T, V).
+
+    `auxiliary` is that of `chunked_linear_cross_entropy`, which a loss of one's own need not have.
+    """
     bias = head.bias
     if labels is not None:
-        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap, bias))
+        options = {} if auxiliary is None else {"auxiliary": auxiliary}
+        return cast(Tensor, head.loss(x, weight, labels, head.soft_cap, bias, **options))
     logits = x if weight is None else F.linear(x, weight.to(x.dtype))
     logits = logits if bias is None else logits + bias.to(logits.dtype)
     return soft_capped(logits, head.soft_cap) if head.soft_cap else logits
-
-
-class Dropout(nn.Module):
-    """Dropout from counter-based random numbers: a function of the token's bits, the site and the channel, not of a generator.
-
-    Recomputation and every parallel layout drop the same elements.
-    """
-
-    def __init__(self, p: float, site: int) -> None:
-        super().__init__()
-        self.p = p
-        self.site = site  # decorrelates the layers of a model
-
-    def forward(self, x: Tensor, bits: Tensor | None) -> Tensor:
-        """Drops elements of x (B, T, D). `bits` holds 32 random bits for each token (B, T); None disables dropout."""
-        if bits is None or not self.p:
-            return x
-        channels = torch.arange(x.shape[-1], device=x.device)
-        draws = hash_u32(bits[..., None] + self.site * 0x9E3779B1 + channels * 0x85EBCA77)  # (B, T, D)
-        return torch.where(draws >= int(self.p * 2**32), x / (1.0 - self.p), 0.0).to(x.dtype)

@@ -68,19 +68,7 @@ class Llama(nn.Module):
             h = self.tok_embeddings(tokens)  # (B, T, D)
             if self.config.embedding_scale:  # rounded to the dtype of the activations, as published models were trained
                 h = h * torch.tensor(self.config.dim**0.5, dtype=h.dtype)
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        is_local = {name: self.config.is_local(int(name)) for name in self.layers}
-        # Once, for all blocks of a kind.
-        rope = {local: rotary_angles(self.config, position_ids, local=local) for local in set(is_local.values())}
-        masks = {False: self.document_mask, True: self.local_mask}
-        mask = {local: masks[local](document_ids, position_ids) for local in set(is_local.values())}
-        for name, layer in self.layers.items():
-            h = layer(h, rope[is_local[name]], mask[is_local[name]])
-            if isinstance(h, tuple):
-                h, of_layer = h
-                cast(Any, layer).feed_forward.router.add_load(of_layer)
-                counts = of_layer if counts is None else counts + of_layer
+        h, counts = self.run_blocks(h, counts, *self.rope_and_masks(tokens, position_ids, document_ids))
         if counts is None and self.balance_loss is not None and torch.is_grad_enabled():  # a stage of dense blocks
             counts = h.new_zeros((h.shape[0], 2, self.config.num_experts), dtype=torch.float32)
         h = self.norm(h) if self.norm is not None else h
@@ -90,6 +78,27 @@ class Llama(nn.Module):
             return h, counts
         out = self.output(h, labels)
         return out if labels is None else self.balance_loss(out, counts, labels)
+
+    def rope_and_masks(
+        self, tokens: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[dict[bool, tuple[Tensor, Tensor]], dict[bool, Mask | None]]:
+        """Returns the rotary angles and the mask, once for all blocks with sliding-window attention (True), and once for others."""
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        kinds = {self.config.is_local(int(name)) for name in self.layers}
+        rope = {local: rotary_angles(self.config, position_ids, local=local) for local in kinds}
+        masks = {False: self.document_mask, True: self.local_mask}
+        return rope, {local: masks[local](document_ids, position_ids) for local in kinds}
+
+    def run_blocks(
+        self, h: Tensor, counts: Tensor | None, rope: dict[bool, Any], mask: dict[bool, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the output of the blocks (B, T, D), and `counts` with what their routers have counted."""
+        for name, layer in self.layers.items():
+            if int(name) < self.config.num_layers:  # those that follow predict later tokens
+                local = self.config.is_local(int(name))
+                h, counts = add_counts(layer, layer(h, rope[local], mask[local]), counts)
+        return h, counts
 
     @torch.no_grad()
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
@@ -105,6 +114,17 @@ class Llama(nn.Module):
             # Scale down what each block adds to the residual stream, so that its variance does not grow with depth.
             std /= math.sqrt(2 * self.config.num_layers)
         value.normal_(0.0, std, generator=generator)
+
+
+def add_counts(
+    layer: nn.Module, out: Tensor | tuple[Tensor, Tensor], counts: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the hidden states that a block has returned, and `counts` with what its router has counted, if it has one."""
+    if not isinstance(out, tuple):
+        return out, counts
+    h, of_layer = out
+    cast(Any, layer).feed_forward.router.add_load(of_layer)
+    return h, of_layer if counts is None else counts + of_layer
 
 
 class Block(nn.Module):

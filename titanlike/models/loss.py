@@ -27,22 +27,6 @@ BLOCK_ROWS = 4096  # of the weight's gradient, cast at once
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def cross_entropy_sum(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_group: dist.ProcessGroup | None = None,
-    *,
-    z_loss: float | None = None,
-    soft_cap: float = 0.0,
-) -> Tensor:
-    """Returns the cross-entropy of logits (B, T, V), summed over the valid labels (B, T), in float32.
-
-    If the ranks of `vocab_group` share the vocabulary, each passes its shard of the logits, and all get the full sum. `z_loss` is
-    the coefficient of the squared log-sum-exp of each token's logits, which is added. `soft_cap` bounds the logits; 0: no bound.
-    """
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab_group, z_loss, soft_cap)
-
-
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
     """Returns logits bounded by `cap`, in float32 and then in their own dtype."""
     return ((logits.float() / cap).tanh() * cap).to(logits.dtype)
@@ -62,6 +46,7 @@ def chunked_linear_cross_entropy(
     token_loss: TokenLoss | None = None,
     reduction: Literal["sum", "none"] = "sum",
     bias: Tensor | None = None,
+    auxiliary: tuple[int, float] | None = None,
 ) -> Tensor:
     """Returns the summed cross-entropy of the logits `x @ weight.T + bias`, computed for `chunk` tokens at a time.
 
@@ -81,12 +66,14 @@ def chunked_linear_cross_entropy(
         reduction: `none` returns the cross-entropy of each token (B, T), 0 without a label. Its backward pass computes the logits
             again, because only then is the weight of each token known; it allows neither a z-loss nor a `token_loss` nor a `bias`.
         bias: added to the logits (V,), in their dtype. Default: none.
+        auxiliary: the number of sequences at the end of the batch whose loss has a gradient only, and the weight of it. The result
+            is the loss of the others. It does not allow a `token_loss`.
     """
-    assert not (token_loss and z_loss)
+    assert not (token_loss and (z_loss or auxiliary))
     if reduction == "none":
         from titanlike.models.token_losses import token_cross_entropies
 
-        assert token_loss is None and not z_loss and bias is None
+        assert token_loss is None and not z_loss and bias is None and auxiliary is None
         return token_cross_entropies(x, weight, labels, chunk, vocab_group, backend, soft_cap)
     # None disables it. Compiled code would treat a float that changes between calls as an input.
     coefficient = z_loss if z_loss and torch.is_grad_enabled() else None
@@ -98,13 +85,16 @@ def chunked_linear_cross_entropy(
         logits = logits if bias is None else logits + bias.to(x.dtype)
         return full_vocab_loss(token_loss, logits.flatten(0, -2), labels.flatten(), vocab_group, soft_cap)
     if weight is None:
+        from titanlike.models.logits_loss import cross_entropy_of_logits
+
         x = x if bias is None else x + bias.to(x.dtype)
-        return cross_entropy_sum(x, labels, vocab_group, z_loss=coefficient, soft_cap=soft_cap)
+        return cross_entropy_of_logits(x, labels, vocab_group, coefficient, soft_cap, auxiliary)
+    num_auxiliary = auxiliary[0] * labels.shape[1] if auxiliary else 0  # tokens
     x, labels = x.flatten(0, -2), labels.flatten()
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _ChunkedLinearCrossEntropy.apply(
         x, weight, labels, chunk or x.shape[0], vocab_group, backend, needs_grad, retain_graph, coefficient, soft_cap, token_loss,
-        bias,
+        bias, num_auxiliary, auxiliary[1] if auxiliary else 1.0,
     )  # fmt: skip
 
 
@@ -121,22 +111,19 @@ class HeadLoss:
     reduction: Literal["sum", "none"] = "sum"
 
     def __call__(
-        self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        labels: Tensor,
+        soft_cap: float,
+        bias: Tensor | None = None,
+        auxiliary: tuple[int, float] | None = None,
     ) -> Tensor:
         return chunked_linear_cross_entropy(
-            x,
-            weight,
-            labels,
-            chunk=self.chunk,
-            vocab_group=self.vocab_group,
-            backend=self.backend,
-            retain_graph=self.retain_graph,
-            z_loss=self.z_loss,
-            soft_cap=soft_cap,
-            token_loss=self.token_loss,
-            reduction=self.reduction,
-            bias=bias,
-        )
+            x, weight, labels, chunk=self.chunk, vocab_group=self.vocab_group, backend=self.backend, z_loss=self.z_loss,
+            retain_graph=self.retain_graph, soft_cap=soft_cap, token_loss=self.token_loss, reduction=self.reduction, bias=bias,
+            auxiliary=auxiliary,
+        )  # fmt: skip
 
 
 def cross_entropy_inplace(
@@ -145,9 +132,10 @@ def cross_entropy_inplace(
     vocab_group: dist.ProcessGroup | None = None,
     z_loss: float | None = None,
     soft_cap: float = 0.0,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Returns the summed loss of logits (N, V) and overwrites them with their gradient."""
-    return token_losses_inplace(logits, labels, vocab_group, z_loss, soft_cap).sum()
+    """Returns the summed loss of logits (N, V) and overwrites them with their gradient, multiplied by `scale` (N,)."""
+    return token_losses_inplace(logits, labels, vocab_group, z_loss, soft_cap, scale).sum()
 
 
 def token_losses_inplace(
@@ -246,27 +234,6 @@ def compiled(function: Any, backend: str) -> Any:
     return torch.compile(function, backend=backend, fullgraph=True) if backend else function
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_group: dist.ProcessGroup | None,
-        z_loss: float | None,
-        soft_cap: float,
-    ) -> Tensor:
-        gradient = logits.clone()
-        loss = cross_entropy_inplace(gradient, labels, vocab_group, z_loss, soft_cap)
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return scaled(gradient, scale, gradient.dtype), None, None, None, None
-
-
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -283,6 +250,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         soft_cap: float,
         token_loss: TokenLoss | None,
         bias: Tensor | None,
+        num_auxiliary: int,
+        auxiliary_weight: float,
     ) -> Tensor:
         ctx.dtype = weight.dtype
         # Compiled code does not allow the backward pass to overwrite saved tensors, nor need it.
@@ -292,11 +261,14 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         if needs_grad:
             # Allocate what is kept before the first logits, which come and go: this avoids fragmentation.
             x_grad = torch.zeros_like(x)
-            several = x.shape[0] > chunk
+            several = x.shape[0] > chunk or num_auxiliary > 0
             weight_grad = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
             bias_grad = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for first in range(0, x.shape[0], chunk):
-            rows = slice(first, first + chunk)
+        num_main = x.shape[0] - num_auxiliary
+        for first in (*range(0, num_main, chunk), *range(num_main, x.shape[0], chunk)):
+            is_main = first < num_main
+            rows = slice(first, min(first + chunk, num_main if is_main else x.shape[0]))
+            scale = None if is_main else torch.full_like(labels[rows], auxiliary_weight, dtype=torch.float32)
             logits = x[rows] @ compute_weight.t()
             if bias is not None:
                 logits += bias.to(x.dtype)
@@ -305,9 +277,10 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 
                 loss, logits = loss_and_gradient(token_loss, logits, labels[rows], vocab_group, soft_cap)
             else:
-                loss = compiled(cross_entropy_inplace, backend)(logits, labels[rows], vocab_group, z_loss, soft_cap)
+                inplace = compiled(cross_entropy_inplace, backend)
+                loss = inplace(logits, labels[rows], vocab_group, z_loss, soft_cap, scale)
             # Not in place: torch 2.11's compiler, if it compiles the model, would lose the gradient of an output changed in place.
-            total = total + loss
+            total = total + loss if is_main else total
             if needs_grad:
                 x_grad[rows] = logits @ compute_weight  # `logits` holds its gradient now
                 add_product(weight_grad, logits.t(), x[rows])
@@ -325,4 +298,4 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         x_grad = scaled(x_grad, scale, x_grad.dtype, inplace=ctx.inplace)
         weight_grad = scaled(weight_grad, scale, ctx.dtype, inplace=ctx.inplace)
         bias_grad = None if bias_grad is None else scaled(bias_grad, scale, ctx.bias_dtype)
-        return x_grad, weight_grad, *[None] * 9, bias_grad
+        return x_grad, weight_grad, *[None] * 9, bias_grad, None, None

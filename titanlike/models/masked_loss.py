@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.models.loss import IGNORE, HeadLoss, cross_entropy_sum
+from titanlike.models.logits_loss import cross_entropy_sum
+from titanlike.models.loss import IGNORE, HeadLoss
 from titanlike.utils.compat import all_reduce
 from titanlike.utils.modules import without_owner
 
@@ -21,8 +22,15 @@ class LossAndAccuracy(HeadLoss):
     logits."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor | None, labels: Tensor, soft_cap: float, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        labels: Tensor,
+        soft_cap: float,
+        bias: Tensor | None = None,
+        auxiliary: tuple[int, float] | None = None,
     ) -> Tensor:
+        assert auxiliary is None  # validation has none
         is_label = labels != IGNORE
         x, labels = x[is_label], labels[is_label]
         chunk = self.chunk or max(len(x), 1)

@@ -112,7 +112,7 @@ class MoeConfig(LlamaFamilyConfig):
         return self.num_parameters() - self._num_mixtures() * self._expert_size() * idle
 
     def _num_mixtures(self) -> int:
-        return self.num_layers - self.num_dense_layers
+        return self.num_layers - self.num_dense_layers + self.num_mtp_layers
 
     def _expert_size(self) -> int:
         return 3 * self.ffn_dim * self.dim

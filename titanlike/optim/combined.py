@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -26,6 +27,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
             optimizer.state = self.state
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """What to record of each step, as far as an optimizer has `metrics`."""
+        return {name: value for one in self.optimizers for name, value in getattr(one, "metrics", {}).items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

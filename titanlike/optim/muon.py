@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titanlike.config import UserError
 from titanlike.config.optimizer import MUON_STEPS
+from titanlike.optim.qk_clip import QKClip
 from titanlike.optim.whole_matrices import WholeMatrices
 from titanlike.utils.dtensor import local_tensor
 
@@ -36,6 +37,7 @@ class Muon(torch.optim.Optimizer):
             AdamW's update, 0.2, so that both can share a learning rate. "spectral": its spectral norm is sqrt(outputs / inputs),
             at least 1.
         dtype: Of the orthogonalization and of what ranks exchange for it. None: bfloat16 on GPUs, float32 on CPUs.
+        qk_clip: Clips attention logits after each step. None: they are not clipped.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class Muon(torch.optim.Optimizer):
         num_steps: int = MUON_STEPS,
         lr_scaling: Literal["rms", "spectral"] = "rms",
         dtype: torch.dtype | None = None,
+        qk_clip: QKClip | None = None,
     ) -> None:
         super().__init__(parameters, dict(lr=lr, weight_decay=weight_decay))
         self.momentum, self.num_steps, self.lr_scaling, self.dtype = momentum, num_steps, lr_scaling, dtype
+        self.qk_clip = qk_clip
         # All ranks take part in an exchange with gradients: one for each group, made now.
         self.exchanges = [WholeMatrices([p for p in group["params"] if p.dim() == 2]) for group in self.param_groups]
         for stack in (p for group in self.param_groups for p in group["params"] if p.dim() == 3):
@@ -74,7 +78,20 @@ class Muon(torch.optim.Optimizer):
                     self._update(parameter, update, group)
             for stack in (parameter for parameter in group["params"] if parameter.dim() == 3):
                 self._update(stack, orthogonalize(self._direction(stack), self.num_steps), group)
+        if self.qk_clip:
+            self.qk_clip.step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients, and the attention logits of the step."""
+        super().zero_grad(set_to_none)
+        if self.qk_clip:
+            self.qk_clip.reset()
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """What to record of each step: the largest attention logit, if they are clipped."""
+        return {"max_attention_logit": self.qk_clip.max_logit} if self.qk_clip else {}
 
     def _update(self, parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         weight, lr = local_tensor(parameter), group["lr"]

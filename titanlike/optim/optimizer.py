@@ -34,13 +34,14 @@ def build_optimizer(model: nn.Module, section: Optimizer, seed: int = 0) -> torc
     adamw = _build_adamw(model, section, groups["adamw"], seed)
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if groups["muon"]:
-        from titanlike.optim.muon import Muon
+        from titanlike.optim.muon import Muon, QKClip
 
         muon = Muon(
             groups["muon"],
             lr=section.lr,
             momentum=section.muon_momentum,
             lr_scaling=section.muon_lr_scaling,
+            qk_clip=QKClip(model, section.muon_qk_clip) if section.muon_qk_clip else None,
         )
         optimizers.append(muon)
     # With LoRA, the routers are frozen.

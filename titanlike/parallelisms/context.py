@@ -100,6 +100,11 @@ class ContextParallelAttention(DotProductAttention):
             q, k, v, mask, mesh=self.mesh, soft_cap=self.soft_cap, causal=self.causal, sinks=sinks
         )
 
+    def all_keys(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys of all ranks for local keys (B, K, T, E), and the positions of local queries (T,)."""
+        positions = context_position_ids(k.shape[2] * self.mesh.size(), self.mesh, k.device)
+        return gather_sequence(k, 2, self.mesh), positions
+
 
 class ContextParallelMask(DocumentMask):
     """Makes the mask of local queries over the keys of all ranks."""

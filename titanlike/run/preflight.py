@@ -224,6 +224,10 @@ def _optimizer(recipe: PretrainRecipe) -> Iterator[str]:
     refused = "optimizer = 'muon' does not support "
     if recipe.parallelism.cpu_offload:
         yield f"{refused}parallelism.cpu_offload = true, where the host would orthogonalize; set it to false"
+    if optimizer.muon_qk_clip:
+        from titanlike.run.option_problems import qk_clip_problems
+
+        yield from qk_clip_problems(recipe, optimizer.muon_qk_clip)
     last = model.num_layers - 1
     stacks = [optimizer.group_of(f"layers.{last}.{name}", is_matrix=True) for name in model.expert_parameters()]
     if recipe.parallelism.tensor > 1 and any(group is not None and group.optimizer == "muon" for group in stacks):
@@ -297,6 +301,11 @@ def _pipeline(recipe: PretrainRecipe) -> Iterator[str]:
     parallelism, num_layers = recipe.parallelism, recipe.model.num_layers
     pipeline, name, split = parallelism.pipeline, parallelism.pipeline_schedule, parallelism.pipeline_split
     if pipeline == 1 or any(parallelism.problems()):
+        return
+    if recipe.model.num_mtp_layers:
+        from titanlike.run.option_problems import multi_token_problem
+
+        yield multi_token_problem(recipe)
         return
     schedule = SCHEDULES[name]
     per_rank = len(split) // pipeline or parallelism.pipeline_stages or schedule.stages_per_rank

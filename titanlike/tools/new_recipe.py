@@ -112,6 +112,8 @@ def new_recipe(source: Source, num_gpus: int, hardware: Hardware, size: str) -> 
         values["schedule"]["warmup_steps"] = steps // 10
         values["compile"] = {"mode": "none"}
         return _checked(values, 1)
+    if not hardware.bfloat16:
+        values["training"]["compute_dtype"] = "float16"
     best = _search(_recipe(values), num_gpus, hardware)
     if best is None:
         raise UserError(

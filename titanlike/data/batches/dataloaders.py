@@ -41,6 +41,7 @@ def build_dataloaders(
     position_ids: Tensor,
     device: torch.device,
     vocab_size: int | None = None,
+    num_next_tokens: int = 0,
     open_sources: Callable[..., Sources] = open_sources,
 ) -> DataLoaders:
     """Opens the training and validation data. All ranks call it together, and fail if their data differ.
@@ -50,6 +51,7 @@ def build_dataloaders(
         dropout: whether batches carry random bits for dropout.
         position_ids: the positions of each sequence that this rank holds; see `context_position_ids`.
         vocab_size: that of the model; data with other tokens is refused.
+        num_next_tokens: further tokens that each position of the training data predicts: `model.num_mtp_layers`.
         open_sources: opens the data; replace it to read a dataset of your own.
     """
     if training.batch_ramp and "batch_ramp" not in inspect.signature(open_sources).parameters:
@@ -89,7 +91,11 @@ def build_dataloaders(
         )
 
     validation = loader(sources.validation, "validation") if sources.validation else None
-    return DataLoaders(loader(sources.training, "training", dropout_bits=dropout, **ramp), validation, fingerprint)
+    return DataLoaders(
+        loader(sources.training, "training", dropout_bits=dropout, num_next_tokens=num_next_tokens, **ramp),
+        validation,
+        fingerprint,
+    )
 
 
 def _check_sources(sources: Sources, seq_len: int, validate: bool) -> None:

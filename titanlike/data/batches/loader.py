@@ -55,12 +55,14 @@ class BatchLoader:
         position_ids: Tensor | None = None,
         document_separator: Separator | None = None,
         dropout_bits: bool = False,
+        num_next_tokens: int = 0,
         vocab_size: int | None = None,
         record: Path | None = None,
     ) -> None:
         """`position_ids` selects the positions of each sequence that this rank holds (default: all). With
-        `document_separator`, positions count from 0 in each document and `document_ids` are added for the attention mask. With
-        `vocab_size`, other tokens are refused. `record` is a file for the hashes of the sequences."""
+        `document_separator`, positions count from 0 in each document and `document_ids` are added for the attention mask.
+        `num_next_tokens` adds that many later tokens of each position, and their labels. With `vocab_size`, other tokens are
+        refused. `record` is a file for the hashes of the sequences."""
         self.source = source
         self.local_batch_size = min(local_batch_size, global_batch_size // num_data_ranks)
         self.batch_sizes = BatchSizes(global_batch_size, batch_ramp)
@@ -72,7 +74,7 @@ class BatchLoader:
         self.holds_all_positions = torch.equal(self.position_ids, all_positions)
         self.default_position_ids = self.position_ids.repeat(global_batch_size // num_data_ranks, 1)
         self.document_separator = document_separator
-        self.dropout_bits = dropout_bits
+        self.dropout_bits, self.num_next_tokens = dropout_bits, num_next_tokens
         self.vocab_size = vocab_size
         self.record = record
         self._position: Position | None = None  # of the source, after the last batch that was taken
@@ -170,6 +172,10 @@ class BatchLoader:
                 arrays["labels"] = np.where(same, arrays["labels"], IGNORE)
         if loss_mask is not None:
             arrays["labels"] = np.where(loss_mask[:, 1:], arrays["labels"], IGNORE)
+        if self.num_next_tokens:
+            from titanlike.data.batches.next_tokens import next_tokens
+
+            arrays |= next_tokens(tokens, arrays["labels"], arrays.get("document_ids"), self.num_next_tokens)
         return arrays | dict(batch.others)
 
 

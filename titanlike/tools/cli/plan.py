@@ -167,6 +167,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str], progress: Prog
             recipe = load_known(path, command_line.overrides)
     else:
         recipe = load_known(command_line.recipe, command_line.overrides)
+    hardware.check_dtype(recipe.training.compute_dtype)
     if recipe.model.num_layers > MAX_BLOCKS:
         raise UserError(
             f"model.num_layers = {recipe.model.num_layers:,}: plans are for up to {MAX_BLOCKS:,} blocks; use a smaller number"

@@ -18,7 +18,7 @@ UNSUPPORTED = {
     "--is-hybrid-model": "Mamba is no model of this toolkit",
     "--hybrid-override-pattern": "Mamba is no model of this toolkit",
     "--hybrid-layer-pattern": "Mamba is no model of this toolkit",
-    "--mtp-num-layers": "multi-token prediction is no part of this toolkit's models",
+    "--mtp-num-layers": "multi-token prediction is an option of deepseek_v3 only",
     "--window-size": "a model like Llama with sliding-window attention is none of this toolkit's",
     "--heterogeneous-layers-config-path": "blocks of different shapes are no model of this toolkit",
     "--heterogeneous-layers-config-encoded-json": "blocks of different shapes are no model of this toolkit",

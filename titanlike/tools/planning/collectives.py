@@ -33,6 +33,7 @@ PURPOSES = {
     "loss": "of a vocabulary that tensor-parallel ranks shard, and of answers that context-parallel ranks share",
     "float8 maxima": "of weights and activations, from which scales follow",
     "scalars": "number of tokens, loss and gradient norm",
+    "attention logits": "the largest one of each head, for QK-clip",
     "whole matrices": "for Muon, which orthogonalizes each on one rank",
 }
 

@@ -53,7 +53,7 @@ class Hardware:
     memory_gib: Annotated[float, Field(ge=2.0, le=MOST)]
     """Memory of a GPU, as `torch.cuda.get_device_properties` reports it. Less than 2 GiB leave nothing to the allocator."""
     bf16_tflops: Rate
-    """Peak dense bfloat16 throughput of the data sheet, which MFU refers to."""
+    """Peak dense bfloat16 throughput of the data sheet, or float16 throughput of a GPU without bfloat16. MFU refers to it."""
     float32_tflops: Rate
     """Peak float32 throughput without TF32."""
     memory_gb_per_second: Rate
@@ -68,6 +68,8 @@ class Hardware:
     node_switch: bool | None = None
     """Whether a switch joins the GPUs of a node. Without one, each two GPUs share an equal part of that bandwidth: a pair of four
     GPUs has a third of it. Default: unless a node has four GPUs, whose boards have none."""
+    bfloat16: bool = True
+    """Whether the GPU multiplies in bfloat16. Those before Ampere do not, and a recipe for them computes in float16."""
     float8_tflops: RateOrZero = 0.0
     """Peak dense float8 throughput. 0: the GPU has no float8 matmuls."""
     tf32_tflops: RateOrZero = 0.0
@@ -127,6 +129,13 @@ class Hardware:
     def has_switch(self) -> bool:
         """Whether a switch joins the GPUs of a node."""
         return self.gpus_per_node != 4 if self.node_switch is None else self.node_switch
+
+    def check_dtype(self, compute_dtype: str) -> None:
+        """Raises `UserError` for a `training.compute_dtype` in which the GPU does not multiply."""
+        if compute_dtype == "bfloat16" and not self.bfloat16:
+            raise UserError(
+                f"training.compute_dtype = 'bfloat16', which {self.name} does not have; set training.compute_dtype = 'float16'"
+            )
 
 
 def hardware_names() -> list[str]:

@@ -84,6 +84,11 @@ class Job:
         training, keeps_master = self.recipe.training, self.recipe.float8.all_gather
         return training.compute_dtype if self.frozen_weights and not keeps_master else training.master_dtype
 
+    @property
+    def num_predicted(self) -> int:
+        """Number of tokens that each position predicts: more than one with multi-token prediction."""
+        return 1 + self.recipe.model.num_mtp_layers * (not self.forward_only)
+
     @cached_property
     def split(self) -> list[int]:
         """Number of blocks of each pipeline stage."""

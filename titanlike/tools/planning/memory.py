@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -142,12 +143,13 @@ class _Sizes:
         stages = job.stages(rank)
         compute, master = DTYPE_BYTES[training.compute_dtype], DTYPE_BYTES[training.master_dtype]
         blocks = [index for stage in stages for index in blocks_of(stage, job.split)]
-        num_dense = sum(not model.has_experts(index) for index in blocks)
-        (dense, _), (matrices, experts) = (_block_size(model, layout.tensor, index) for index in (0, max(blocks)))
+        matrices, experts = _block_size(model, layout.tensor, min(max(blocks), model.num_layers - 1))
+        kinds = Counter(map(model.kind_of_block, blocks))
+        of_blocks = sum(number * sum(_block_size(model, layout.tensor, kind)) for kind, number in kinds.items())
         vocabulary = model.vocab_size * model.dim / layout.tensor
         has_embedding, has_head = 0 in stages, len(job.split) - 1 in stages
         ends = (has_embedding + (has_head and not (model.tied_head and has_embedding))) * vocabulary
-        num_parameters = num_dense * dense + (len(blocks) - num_dense) * (matrices + experts) + ends
+        num_parameters = of_blocks + ends
         trained = 1.0
         if job.lora.rank:
             selected = [
@@ -170,8 +172,8 @@ class _Sizes:
         element = 1.0 if recipe.float8.all_gather else compute
         tokens = job.tokens
         chunk = min(training.loss_chunk or tokens, tokens)
-        several = chunk < tokens
-        hidden = tokens * model.dim * compute
+        several = chunk < tokens or job.num_predicted > 1
+        hidden = job.num_predicted * tokens * model.dim * compute
         logits = loss_logits(job)
         weight_gradient = vocabulary * (4 if several else compute if job.uses_fsdp() else master)
         cast = 0.0 if job.uses_fsdp() else vocabulary * compute
@@ -245,6 +247,8 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     recomputed = (act.kept - act.saved) * n + casts - kept_casts
     # The last block's output and the norm of it, or also what transforms it for the head of an encoder.
     final = (2 if job.recipe.model.causal else 5) * act.hidden * n
+    # Of each further token: its embedding, what the projection reads, the output, and the norm of that. Fitted to simulated steps.
+    final += (0.5 if job.recipe.activation_checkpoint.mode == "full" else 4) * (job.num_predicted - 1) * act.hidden * n
 
     def moment(
         label: str, saved: float, done: float, gathered: float, loss: float = 0.0, temporary: float = 0.0
@@ -295,7 +299,8 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         )
     # The LM head is gathered by itself, unless it is tied: then the last block's weights and the buffer of its gather remain.
     at_loss = 2 * block if tied else 2 * head
-    if job.frozen_forwards and not tied:  # it is kept after the forward pass of the reference
+    # It is kept after the forward pass of the reference, and gathered with the norm before blocks of multi-token prediction.
+    if (job.frozen_forwards or job.num_predicted > 1) and not tied:
         at_loss = head + block
     at_loss += head_of_teacher
     moments.append(moment("loss", num_blocks, 0, kept_gathered + at_loss, loss=sizes.loss + states_of_teacher))

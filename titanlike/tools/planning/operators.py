@@ -102,6 +102,9 @@ class Counts:
             tuple(forward), attention, 0.0, elementwise_forward + casts_forward + routing_forward, launches[0]
         )
         recomputed = self._recomputed(forward, full, index)
+        clip = self._largest_logits(local)
+        full += clip
+        recomputed += clip.times(recipe.activation_checkpoint.mode in ("full", "selective"))
         # The outputs of rowwise and the inputs of other matmuls are summed or kept by the elementwise kernels.
         return Passes(
             full,
@@ -172,6 +175,18 @@ class Counts:
             keys = 2 * half + 1 - half * (half + 1) / length  # and the tokens at both ends less than half of one
         width = model.num_heads * (model.head_dim + model.v_head_dim) // self.job.layout.tensor
         return 2.0 * self.job.tokens * keys * width
+
+    def _largest_logits(self, local: bool) -> Workload:
+        """Returns the work of QK-clip, which computes the logits again: a product, and kernels that write, mask and read them.
+        Without a dense mask or context parallelism, half of the logits are computed."""
+        recipe, model = self.job.recipe, self.job.recipe.model
+        if not getattr(recipe.optimizer, "muon_qk_clip", 0.0) or self.job.forward_only:
+            return Workload()
+        is_full = bool(recipe.data.masks_documents) or local or self.job.layout.context > 1
+        keys = recipe.training.seq_len // (1 if is_full else 2)
+        heads = model.num_heads // self.job.layout.tensor
+        product = Matmul(self.job.tokens, keys, model.head_dim, count=heads)
+        return Workload((product,), bytes=4.0 * self.element * self.job.tokens * keys * heads, kernels=6)
 
     def _elementwise_bytes(self, index: int) -> tuple[float, float]:
         """Bytes of the norms, rotary embeddings, activation function and residuals of a block, forward and backward."""
@@ -250,7 +265,7 @@ class Counts:
     def embedding(self) -> Passes:
         """Returns the work of the token embedding."""
         model = self.job.recipe.model
-        size = self.job.tokens * model.dim * self.element
+        size = self.job.num_predicted * self.job.tokens * model.dim * self.element
         gradient = model.vocab_size // self.job.layout.tensor * model.dim * self.element
         return Passes(
             forward=Workload(bytes=2.0 * size, kernels=4),
@@ -260,7 +275,7 @@ class Counts:
     def loss(self) -> Passes:
         """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too. Those of
         preference pairs are computed in the backward pass, from the logits that it computes again."""
-        recipe, tokens = self.job.recipe, self.job.tokens
+        recipe, tokens = self.job.recipe, self.job.tokens * self.job.num_predicted
         vocab, dim = recipe.model.vocab_size, recipe.model.dim
         if not self.job.program.whole_logits:
             vocab //= self.job.layout.tensor

@@ -202,6 +202,8 @@ def range_text(plan: Plan) -> str:
         source = f"90% of {plan.range.runs} ratios of published runs"
     else:
         source = f"90% of {plan.range.runs} published runs of this class ({plan.kind}), not fitted"
+        if not plan.hardware.bfloat16:
+            source += f"; none of them on {plan.hardware.name}, whose efficiency is not measured"
     return f"{low:,.0f} to {high:,.0f} tokens/s per GPU, {hours}{dollars}: {source}"
 
 

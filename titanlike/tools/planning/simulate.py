@@ -161,7 +161,7 @@ def _with_depth(job: Job, depth: int) -> Job:
     """Returns the job with `depth` blocks in each pipeline stage."""
     split = [depth] * len(job.split)
     recipe = job.recipe
-    model = replace(cast(Any, recipe.model), num_layers=sum(split))
+    model = replace(cast(Any, recipe.model), num_layers=sum(split) - recipe.model.num_mtp_layers)
     parallelism = replace(recipe.parallelism, pipeline_split=tuple(split) if len(split) > 1 else ())
     return replace(job, recipe=replace(recipe, model=model, parallelism=parallelism))
 
@@ -300,7 +300,10 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             _mark_phases(model, tracker)
             length = training.seq_len // layout.context
             tokens = torch.zeros(job.sequences, length, dtype=torch.long)
-            batch = Batch({"tokens": tokens, "position_ids": tokens}, tokens)
+            inputs = {"tokens": tokens, "position_ids": tokens}
+            if further := recipe.model.num_mtp_layers:
+                inputs |= dict.fromkeys(("next_tokens", "next_labels"), tokens[..., None].expand(-1, -1, further))
+            batch = Batch(inputs, tokens)
             if isinstance(model, Pipeline):
                 tracker.begin("start")
                 model.forward_backward([batch] * job.num_microbatches, lambda loss: loss / tokens.numel())

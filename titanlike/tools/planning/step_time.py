@@ -110,7 +110,7 @@ class Rank:
         for stage in self.job.stages(self.index):
             model = self.job.recipe.model
             blocks = Counter(
-                (counts.float8_layers(i), model.is_local(i), 0 if i < model.num_dense_layers else -1)
+                (counts.float8_layers(i), model.is_local(i), model.kind_of_block(i))
                 for i in blocks_of(stage, self.job.split)
             )
             found[stage] = [(counts.block(*kind), number) for kind, number in blocks.items()]
@@ -313,7 +313,8 @@ class Rank:
             parts["orthogonalization"] = sum(self._orthogonalization(matrices[0]) for matrices in rounds_of_muon)
         for axis in {each.axis for each in self.collectives}:
             maxima = ("float8 maxima",) if axis in ("shard", "replicate") else ()
-            parts[f"exposed {axis}"] = self._seconds(axis, "scalars", "tied gradients", "whole matrices", *maxima)
+            others = ("scalars", "attention logits", "tied gradients", "whole matrices")
+            parts[f"exposed {axis}"] = self._seconds(axis, *others, *maxima)
         return parts
 
     def _orthogonalization(self, matrix: Matrix) -> float:

@@ -120,6 +120,7 @@ class Block:
     needs_grad: bool  # with LoRA, the blocks before the first one that has its matrices have no backward pass
     float8: frozenset[str]  # linear layers that multiply in float8
     adapted: frozenset[str]  # linear layers with LoRA's matrices
+    reads_output: bool  # whether the backward pass reads the output of the last layer, which a norm or dropout follows
 
     @property
     def has_experts(self) -> bool:
@@ -139,6 +140,7 @@ class Layer:
     colwise: frozenset[str]
     rowwise: frozenset[str]
     experts: bool = False  # a mixture of experts: the linear layers are those of its shared experts, if it has any
+    gathers: bool = True  # its input, which is sharded along the sequence with tensor parallelism
 
 
 def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
@@ -153,8 +155,11 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
             for owner, names in groupby(model.block_matrices(index), lambda name: name.partition(".")[0]):
                 linears = frozenset(names)
                 rowwise = linears.intersection(model.rowwise_matrices)
-                layers.append(Layer(linears - rowwise, rowwise, experts and owner != "attention"))
-            if experts and not layers[-1].experts:
+                of_experts = experts and owner == "feed_forward"
+                layers.append(
+                    Layer(linears - rowwise, rowwise, of_experts, gathers=owner in ("attention", "feed_forward"))
+                )
+            if experts and not any(layer.experts for layer in layers):
                 layers.append(Layer(frozenset(), frozenset(), experts=True))
             adapted = frozenset(name.removesuffix(".lora_A") for name in named if name.endswith(".lora_A"))
             yield Block(
@@ -163,6 +168,7 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
                 needs_grad,
                 frozenset(name.removesuffix(".weight") for name, parameter in named.items() if parameter.float8),
                 adapted,
+                job.reads_last_product or index >= model.num_layers,
             )
             needs_grad = needs_grad or bool(adapted)
 
@@ -175,14 +181,15 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
     element = DTYPE_BYTES[recipe.training.compute_dtype]
     float8 = block.float8 if recipe.float8.scaling == "tensorwise" else frozenset()
     needs_grad = block.needs_grad
-    for layer in block.layers:
+    layers = [layer for layer in block.layers if layer.gathers]
+    for layer in layers:
         frozen = job.frozen_forwards
         forward = 1 + block.recomputed + frozen
         # The router and the experts read the input, too, and not in float8.
         gather = elements * (1 if layer.colwise <= float8 and not layer.experts else element)
         totals.add("all-gather", "tensor", "activations", forward * num, gather)
         # Recomputation ends with the last tensor that the backward pass reads: after the last layer, of dropout or a post-norm.
-        is_last = layer is block.layers[-1] and not job.reads_last_product
+        is_last = layer is layers[-1] and not block.reads_output
         scatters = 1 + frozen if is_last else forward
         totals.add("reduce-scatter", "tensor", "activations", scatters * num, elements * element)
         both = layer.experts and bool(layer.rowwise)  # the shared experts compute last
@@ -199,7 +206,8 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
 def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     """The embedding scatters its output. The LM head gathers its input, and the softmax reduces three values of each token."""
     recipe, num = job.recipe, job.num_microbatches
-    elements, element = job.tokens * recipe.model.dim, DTYPE_BYTES[recipe.training.compute_dtype]
+    elements = job.num_predicted * job.tokens * recipe.model.dim
+    element = DTYPE_BYTES[recipe.training.compute_dtype]
     if number == 0:
         totals.add("reduce-scatter", "tensor", "activations", num * (1 + job.frozen_forwards), elements * element)
         trains = any(parameter.trainable for parameter in stage.first)
@@ -213,8 +221,10 @@ def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     totals.add("reduce-scatter", "tensor", "activations", num * (not job.forward_only), elements * element)
     # The backward pass of pairs computes the logits again.
     softmaxes = forwards + num * (job.trains_on_pairs and not job.forward_only)
-    chunk = job.tokens if converted else recipe.training.loss_chunk or job.tokens
-    for rows, calls in ((chunk, job.tokens // chunk), (job.tokens % chunk, 1)):
+    parts = [job.tokens, (job.num_predicted - 1) * job.tokens]  # the next token, and further ones
+    chunk = 0 if converted else recipe.training.loss_chunk
+    chunk = chunk or max(parts)
+    for rows, calls in (pair for part in parts for pair in ((chunk, part // chunk), (part % chunk, 1))):
         softened = isinstance(recipe, DistillRecipe) and recipe.distillation.temperature != 1.0
         if (
             rows and job.distills
@@ -246,6 +256,8 @@ def _context(job: Job, block: Block, totals: Totals) -> None:
         size = elements * width * DTYPE_BYTES[job.recipe.training.compute_dtype]
         totals.add("all-gather", "context", "keys and values", job.num_microbatches * forwards, size)
         of_latent = model.latent_matrices and {"attention.wkv_a", "attention.wkv_b"} & block.adapted
+        if name == "attention.wk" and clips(job):
+            totals.add("all-gather", "context", "keys and values", job.num_microbatches * (1 + block.recomputed), size)
         if block.needs_grad or name in block.adapted or of_latent:
             totals.add("reduce-scatter", "context", "keys and values", job.num_microbatches, size)
 
@@ -273,7 +285,7 @@ def _activation_maxima(job: Job, block: Block, totals: Totals) -> None:
         return
     inputs, latent = 0, frozenset(job.recipe.model.latent_matrices)
     for layer in block.layers:
-        one_gather = job.layout.tensor > 1 and not layer.experts
+        one_gather = job.layout.tensor > 1 and layer.gathers and not layer.experts
         shares_input = one_gather and layer.colwise <= block.float8  # cast once, before it is gathered
         others = layer.rowwise | latent & layer.colwise
         inputs += (1 if shares_input else len((layer.colwise - latent) & block.float8)) + len(others & block.float8)
@@ -307,6 +319,11 @@ def _pipeline(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
         totals.add("receive", "pipeline", "tied gradients", 1, size)
 
 
+def clips(job: Job) -> bool:
+    """Whether QK-clip reads the largest attention logits."""
+    return bool(getattr(job.recipe.optimizer, "muon_qk_clip", 0.0)) and not job.forward_only
+
+
 def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     """The number of tokens and the loss are summed over the batch, requests of a shutdown over all ranks, and the squares of
     gradients over the ranks that shard them, apart for each set of these ranks, and over stages."""
@@ -326,6 +343,9 @@ def _scalars(job: Job, stages: dict[int, Stage], totals: Totals) -> None:
     for axis in batch:
         totals.add("all-reduce", axis, "scalars", 1, 2 * INT64)
         totals.add("all-reduce", axis, "scalars", 1, loss)
+    number = sum(len(stage.blocks) for stage in stages.values())
+    for axis in [*batch, *["tensor"] * (layout.tensor > 1)] if clips(job) and number else []:
+        totals.add("all-reduce", axis, "attention logits", 1, number * job.recipe.model.num_heads * FLOAT32)
     for axis in (axis for axis, size in (("pipeline", layout.pipeline), ("tensor", layout.tensor)) if size > 1):
         totals.add("all-reduce", axis, "scalars", 1, INT64)
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters if parameter.trainable]
