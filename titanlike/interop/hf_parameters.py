@@ -51,8 +51,8 @@ def stored_tensors(config: TransformerConfig) -> dict[str, StoredTensor]:
             tensor = StoredTensor(tuple(_as_stored(spec, full)), spec, {})
             stored.setdefault(hf_name, tensor).parts[spec.part] = (name, shard_range)
     for hf_name, name in config.hf_copies().items():
-        shape = config.parameters()[name].shape
-        stored[hf_name] = StoredTensor(shape, False, {0: (name, whole(shape))})
+        spec = config.parameters()[name]
+        stored[hf_name] = StoredTensor(spec.shape, spec, {0: (name, whole(spec.shape))})
     return stored
 
 
