@@ -1,5 +1,6 @@
 """Checkpoints and text on S3, Google Cloud Storage and Azure Blob Storage, which emulators serve to the ranks of a job."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from tests.faults.undisturbed import Trained, assert_as_undisturbed, resume, war
 from tests.launching import SMALL, losses, run
 from tests.stores.conftest import Bucket
 from titanlike.checkpoint.remote import RemoteStore
+
+if "AZURITE" not in os.environ or not all(importlib.util.find_spec(name) for name in ("adlfs", "gcsfs")):
+    pytest.skip("requires emulators, which .ci/run installs (docs/stores.md)", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.slow,

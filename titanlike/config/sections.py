@@ -104,9 +104,9 @@ class Data:
     Python's standard library, available on every machine. `synthetic`: random tokens, for benchmarks."""
     path: FilePath = ""
     """For `shards`: their directory. For other files: a file, a directory (read recursively) or a glob pattern such
-    as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `https://`, `hf://datasets/`. A document
-    is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as `.gz` or `.zst`. A SageMaker
-    job's channel `train` takes precedence over the recipe."""
+    as `corpus/*.jsonl.gz`. Each may be an fsspec URL without credentials: `s3://`, `gs://`, `az://`, `https://`,
+    `hf://datasets/`. A document is a text file, a line of `.jsonl` (or `.json`) or a row of `.parquet`; files may be compressed as
+    `.gz` or `.zst`. A SageMaker job's channel `train` takes precedence over the recipe."""
     mixture: tuple[FilePath, ...] = ()
     """Several paths to mix, instead of `path`."""
     weights: tuple[PositiveFloat, ...] = ()

@@ -28,6 +28,8 @@ MIN_OPEN_FILES = 8192
 EXTRAS = {
     "data": ("aiohttp", "huggingface_hub", "pyarrow", "tokenizers", "zstandard"),
     "s3": ("s3fs",),
+    "gcs": ("gcsfs",),
+    "azure": ("adlfs",),
     "plot": ("matplotlib",),
     "eval": ("lm_eval",),
     "sagemaker": ("boto3",),
