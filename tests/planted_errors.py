@@ -116,6 +116,36 @@ ERRORS = {
         "labels = np.where(is_label, changed, IGNORE)",
         "tests/unit/test_masked_tokens.py",
     ),
+    "corrupted spans": Planted(
+        "titanlike/data/batches/span_corruption.py",
+        "np.minimum(number, self.spans.num_spans - 1)",
+        "np.minimum(number + 1, self.spans.num_spans - 1)",
+        "tests/unit/test_span_corruption.py",
+    ),
+    "pairs of texts": Planted(
+        "titanlike/data/batches/seq2seq.py",
+        "decoder_documents[row, offsets[1] :] = number",
+        "decoder_documents[row, offsets[1] :] = 0",
+        "tests/unit/test_span_corruption.py",
+    ),
+    "biases of positions": Planted(
+        "titanlike/models/t5.py",
+        "first = (distance > 0) * number",
+        "first = (distance < 0) * number",
+        "tests/interop/test_t5.py",
+    ),
+    "heads of biases": Planted(
+        "titanlike/models/t5_config.py",
+        'ParameterSpec(bias, "colwise_embedding", f"decoder',
+        'ParameterSpec(bias, "position_embedding", f"decoder',
+        "tests/distributed/test_encoder_decoders.py",
+    ),
+    "output of the encoder": Planted(
+        "titanlike/models/t5_config.py",
+        'gathered = ("layers.*.cross_attention", "encoder_output")',
+        'gathered = ("layers.*.cross_attention",)',
+        "tests/distributed/test_encoder_decoders.py",
+    ),
     "windows on both sides": Planted(
         "titanlike/models/document_mask.py",
         "return (-(window // 2), window // 2)",

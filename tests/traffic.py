@@ -18,6 +18,7 @@ from tests.training import build
 from titanlike.config import PretrainRecipe
 from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe
+from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.distributed import process_group
 from titanlike.distributed.graceful_shutdown import GracefulShutdown
@@ -109,7 +110,10 @@ def count(recipe: PretrainRecipe) -> tuple[Totals, int]:
         inputs["document_ids"] = torch.zeros_like(tokens)
     if further := recipe.model.num_mtp_layers:
         inputs |= dict.fromkeys(("next_tokens", "next_labels"), tokens[..., None].expand(-1, -1, further))
-    batch = Batch(inputs, tokens)
+    labels = tokens
+    if isinstance(recipe, Seq2SeqRecipe):
+        labels = inputs["decoder_tokens"] = torch.zeros(job.sequences, recipe.target_len, dtype=torch.long)
+    batch = Batch(inputs, labels)
     objective: Any = None
     layout, none = recipe.parallelism.resolve(dist.get_world_size()), cast(Any, None)
     if isinstance(recipe, DpoRecipe):

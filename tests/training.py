@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes import distill, dpo, finetune, mlm, pretrain
+from recipes import distill, dpo, finetune, mlm, pretrain, seq2seq
 from tests.pool import Pool
 from titanlike.checkpoint import CheckpointMetadata
 from titanlike.config import PretrainRecipe
@@ -23,6 +23,7 @@ from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe, PreferenceData
 from titanlike.config.finetune import ChatData, FinetuneRecipe, lora_of
 from titanlike.config.mlm import MlmRecipe
+from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.distributed.watchdog import Watchdog
 from titanlike.models.bert_config import BertConfig
 from titanlike.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
@@ -36,6 +37,7 @@ from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.models.registry import build_model
+from titanlike.models.t5_config import T5Config
 from titanlike.parallelisms.mesh import Mesh, build_mesh
 from titanlike.parallelize import parallelize
 from titanlike.run.changes import check_resume
@@ -61,6 +63,11 @@ GEMMA3 = Gemma3Config(
 )  # fmt: skip
 BERT = BertConfig(dim=64, num_layers=4, num_heads=4, ffn_dim=96, vocab_size=320, num_token_types=3)
 MODERNBERT = ModernBertConfig(dim=64, num_layers=4, num_heads=4, ffn_dim=96, vocab_size=320, sliding_window=10)
+# Distances of tokens are in all buckets: the largest share one.
+T5 = T5Config(
+    dim=64, num_layers=4, num_encoder_layers=2, num_heads=4, head_dim=20, ffn_dim=96, vocab_size=320,
+    relative_attention_num_buckets=16, relative_attention_max_distance=20,
+)  # fmt: skip
 # Sequences are unbalanced, so that both ways of balancing have an effect.
 QWEN3_MOE = Qwen3MoeConfig(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=48, vocab_size=320, num_experts=8,
@@ -117,6 +124,8 @@ def tiny(folder: Path, name: str, **sections: Any) -> PretrainRecipe:
     base = PretrainRecipe()
     if isinstance(merged["data"], PreferenceData):
         base = DpoRecipe()
+    elif merged["model"].is_encoder_decoder:
+        base = Seq2SeqRecipe()
     elif not merged["model"].causal:
         base = MlmRecipe()
     elif "teacher" in merged:
@@ -160,6 +169,7 @@ def train_on_rank(recipe: PretrainRecipe) -> None:
         DpoRecipe: dpo,
         DistillRecipe: distill,
         MlmRecipe: mlm,
+        Seq2SeqRecipe: seq2seq,
     }
     program: Any = programs[type(recipe)]
     program.build_mesh = mesh_of

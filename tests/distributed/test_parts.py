@@ -176,7 +176,7 @@ def test_a_parameter_missing_from_the_plan_is_named(ranks: Ranks, entry: str, na
         assert error == (
             f"the tensor-parallel plan of Llama does not name {name}; add it with one of the styles colwise, "
             "rowwise, all_gather_input, sequence_parallel, replicated, router, head_parallel, experts, vocab_parallel, "
-            "position_embedding, lm_head, colwise_gather_output"
+            "position_embedding, colwise_embedding, lm_head, colwise_gather_output"
         )
 
 

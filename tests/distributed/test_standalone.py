@@ -296,7 +296,9 @@ def test_sizes_that_ranks_do_not_divide_are_reported(ranks: Ranks) -> None:
             "0.weight (colwise): 2 tensor-parallel ranks do not divide dimension 0 of the shape (9, 8); use another number of "
             "ranks or another size"
         )
-        assert embedding.endswith("of 0 does not apply to Embedding; use vocab_parallel or position_embedding")
+        assert embedding.endswith(
+            "of 0 does not apply to Embedding; use vocab_parallel, position_embedding or colwise_embedding"
+        )
 
 
 def test_compute_dtype_casts_parameters_and_inputs_of_a_plain_module() -> None:

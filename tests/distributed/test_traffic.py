@@ -25,6 +25,7 @@ from tests.training import (
     QWEN3,
     QWEN3_MOE,
     SHARED_EXPERTS,
+    T5,
     tiny,
 )
 from titanlike.config.dpo import PreferenceData
@@ -189,6 +190,11 @@ OTHERS |= {
     "*Sinks, TP x FSDP, float8 all-gather": (TP | FSDP, GPT_OSS, GATHER),
     "*Sinks, TP x FSDP, Muon": (TP | FSDP, GPT_OSS, {"optimizer": MUON_ATTENTION, "run": dict(device="cpu")}),
     "*Sinks, EP x FSDP, LoRA": (FSDP4 | EP, GPT_OSS, lora("attention")),
+    "T5, TP x FSDP": (TP | FSDP, T5, {}),
+    "*T5, FSDP, always resharded": (FSDP | ALWAYS, T5, {}),
+    "*T5, FSDP, never resharded": (FSDP | NEVER, T5, {}),
+    "*T5, HSDP": (FSDP | dict(replicate=2), T5, {}),
+    "*T5, TP, full checkpointing": (TP, T5, FULL | training(loss_chunk=20)),
 }
 CLIP = {"optimizer": MUON_ATTENTION | dict(muon_qk_clip=1.0), "run": dict(device="cpu")}
 OTHERS |= {

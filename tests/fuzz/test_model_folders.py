@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.fuzz.damage import JUNK, change_json, damage, refused_or
-from tests.interop.models import CONFIGS, ENCODERS, MemoryWeights, model_of
+from tests.interop.models import CONFIGS, ENCODERS, T5, MemoryWeights, model_of
 from titanlike.config.sections import Tokenizer as Section
 from titanlike.data.documents.conversations import Conversation
 from titanlike.data.tokens.chat_template import BUILT_IN, build_chat_template
@@ -140,11 +140,11 @@ def originals() -> list[Path]:
     for name, content in tokenizer_files(tokenizer, 64).items():
         (root / "tokenizer" / name).write_bytes(content)
     folders = []
-    for name, config in (CONFIGS | ENCODERS).items():
+    for name, config in (CONFIGS | ENCODERS | {"T5": T5}).items():
         small: TransformerConfig = dataclasses.replace(config, **SMALL)  # type: ignore[type-var]
         fields = {field.name for field in dataclasses.fields(small)}  # type: ignore[arg-type]
         others = {"num_kv_heads": 1, "ffn_dim": 16, "num_experts": 3, "experts_per_token": 2, "head_dim": 8}
-        others |= {"num_dense_layers": 1, "num_expert_groups": 1, "groups_per_token": 1}
+        others |= {"num_dense_layers": 1, "num_encoder_layers": 1, "num_expert_groups": 1, "groups_per_token": 1}
         small = dataclasses.replace(small, **{key: value for key, value in others.items() if key in fields})  # type: ignore[type-var]
         folder = root / name
         weights = MemoryWeights(model_of(small), small, Section(encoding=str(root / "tokenizer")))
@@ -265,7 +265,9 @@ def use(folder: Path) -> None:
     template = build_chat_template("", tokenizer)
     template.encode(CHAT)
     with torch.no_grad():
-        logits = model(tokens=torch.tensor([tokens[: weights.config.max_seq_len]]))
+        inputs = torch.tensor([tokens[: weights.config.max_seq_len]])
+        targets = {"decoder_tokens": inputs} if weights.config.is_encoder_decoder else {}
+        logits = model(tokens=inputs, **targets)
     assert logits.shape[-1] == weights.config.vocab_size
 
 

@@ -23,6 +23,7 @@ from titanlike.models.moe_config import MixtralConfig, Qwen3MoeConfig
 from titanlike.models.qwen2_config import Qwen2Config
 from titanlike.models.qwen3_config import Qwen3Config
 from titanlike.models.registry import build_model
+from titanlike.models.t5_config import T5Config
 
 SIZES: dict[str, Any] = dict(dim=64, num_layers=3, vocab_size=301, max_seq_len=256)
 GROUPED: dict[str, Any] = SIZES | dict(num_heads=4, num_kv_heads=2, ffn_dim=112)
@@ -88,6 +89,13 @@ ENCODERS: dict[str, TransformerConfig] = {
 }  # fmt: skip
 
 
+# Heads are not dim / num_heads wide, and the decoder has more blocks. Distances are in all buckets.
+T5 = T5Config(
+    dim=64, num_layers=5, num_encoder_layers=2, num_heads=4, head_dim=24, ffn_dim=112, vocab_size=301, max_seq_len=256,
+    relative_attention_num_buckets=16, relative_attention_max_distance=40,
+)  # fmt: skip
+
+
 class MemoryWeights(Weights):
     """The weights of a model in memory."""
 
@@ -110,6 +118,8 @@ def model_of(config: TransformerConfig, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.5 if "embeddings" in name or "expert_bias" in name else 2.0 / parameter.shape[-1] ** 0.5
+            if isinstance(config, T5Config) and name.endswith("wq.weight"):  # scores are not scaled
+                scale /= config.head_dim**0.5
             values = torch.randn(parameter.shape, generator=generator)
             one = 0.0 if getattr(config, "unit_offset_norm", False) else 1.0
             parameter.copy_(one + 0.2 * values if name.endswith("norm.weight") else scale * values)

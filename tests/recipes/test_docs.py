@@ -142,7 +142,7 @@ def test_what_is_described_as_missing_was_not_added_later() -> None:
     )
     assert "torch" in imported and not imported & set(others.split())
     programs = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert programs == {"pretrain", "mlm", "finetune", "dpo", "distill"}  # no reinforcement learning
+    assert programs == {"pretrain", "mlm", "seq2seq", "finetune", "dpo", "distill"}  # no reinforcement learning
     assert set(get_args(DType)) == {"float32", "bfloat16"}
     assert {path.stem for path in (ROOT / "titanlike/tools/clusters").glob("*.py")} == {
         "__init__", "cluster_job", "docker", "kubernetes", "slurm",
@@ -207,6 +207,8 @@ def test_the_parity_table_of_experts_is_what_the_tests_measured() -> None:
     measured = json.loads((ROOT / "docs/parity_moe.json").read_text())
     assert list(measured["cases"]) == list(MOE_CASES), "docs/parity_moe.json is outdated: record it again"
     assert f"-->\n\n{moe_table(measured)}\n" in (ROOT / "docs/mixture_of_experts.md").read_text()
+    measured = json.loads((ROOT / "docs/parity_encoder_decoders.json").read_text())
+    assert f"-->\n\n{moe_table(measured)}\n" in (ROOT / "docs/encoder_decoders.md").read_text()
 
 
 def test_the_float8_losses_are_the_measurements() -> None:
@@ -329,7 +331,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 def test_keys_that_are_named_exist(page: Path) -> None:
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     for name in re.findall(r"`-{0,2}(\w+\.\w+)(?: ?=[^`]*)?`", own_text(page)):
-        is_file = name in ("tokenizer.model", "tokenizer.json", "metrics.jsonl", "mlm.py")
+        is_file = name in ("tokenizer.model", "tokenizer.json", "metrics.jsonl", "mlm.py", "seq2seq.py")
         if name.partition(".")[0] in sections and not is_file:
             assert name in KEYS, name
 

@@ -273,7 +273,8 @@ def test_keys_of_a_family_are_in_its_section_only() -> None:
         "rope_original_seq_len": "llama deepseek_v2 deepseek_v3 gpt_oss",
         "num_dense_layers dense_ffn_dim q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim": "deepseek_v2 deepseek_v3",
         "v_head_dim num_expert_groups groups_per_token rope_mscale": "deepseek_v2 deepseek_v3",
-        "head_dim": "qwen3 qwen3_moe gemma2 gemma3 gpt_oss",
+        "head_dim": "qwen3 qwen3_moe gemma2 gemma3 gpt_oss t5",
+        "num_encoder_layers relative_attention_num_buckets relative_attention_max_distance decoder_start_token": "t5",
     }
     for names, families in own.items():
         for name in names.split():

@@ -24,7 +24,7 @@ def job(name: str, num_gpus: int, **sections: dict[str, Any]) -> Job:
     """Returns a shipped recipe with changes, by default without compilation."""
     path = RECIPES / f"{name}.toml"
     recipe: PretrainRecipe = PretrainRecipe()
-    if name.startswith(("dpo", "distill", "modernbert")):
+    if name.startswith(("dpo", "distill", "modernbert", "t5", "seq2seq")):
         recipe = load_known(path, {})
     else:
         recipe = load(FinetuneRecipe if "lora" in sections else PretrainRecipe, path)
@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Job, int]] = {
     "LoRA, FSDP, selective": (job("llama3_8b", 8, model=FOUR, lora=dict(rank=16)), 0),
     "DPO, FSDP, second model": (job("dpo_llama3_8b", 8, model=FOUR), 0),
     "ModernBERT, FSDP": (job("modernbert_base", 8), 0),
+    "T5": (job("seq2seq_debug", 1), 0),
     "Distillation, FSDP": (job("distill_llama3_1b", 8, model=FOUR, teacher=FOUR), 0),
     "CP x FSDP, 128k": (job("llama3_8b_128k", 32, **NONE, **LONG), 0),
 }  # fmt: skip
@@ -82,6 +83,9 @@ SLOW_CASES: dict[str, tuple[Job, int]] = {
     "Gemma 3, TP x FSDP, selective": (job("gemma3_4b", 8, model=FOUR, parallelism=dict(tensor=2), **SELECTIVE), 0),
     "BERT, selective": (bert(**SELECTIVE), 0),
     "BERT, TP, full": (bert(parallelism=dict(tensor=2), **FULL), 0),
+    "T5, TP, full": (job("t5_base", 8, parallelism=dict(tensor=2), **FULL), 0),
+    "T5, FSDP, selective, compiled": (job("t5_base", 8, compile=COMPILED, **SELECTIVE), 0),
+    "T5, pairs": (job("t5_base", 8, data=dict(source="text", prompt_field="source")), 0),
     "MoE, FSDP": (mixture(QWEN3_MOE, **NONE), 0),
     "DPO, LoRA, TP x FSDP": (job("dpo_llama3_8b", 8, model=FOUR, lora=dict(rank=16), parallelism=dict(tensor=2)), 0),
     "DPO, compiled, chunks": (

@@ -77,7 +77,7 @@ def test_the_list_has_a_line_for_each_recipe(
     run(monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())
-    programs = ("pretrain", "mlm", "finetune", "dpo", "distill")
+    programs = ("pretrain", "mlm", "seq2seq", "finetune", "dpo", "distill")
     assert all(line.split()[1] in programs and line.endswith(".") for line in lines)
 
 

@@ -30,6 +30,8 @@ SHIPPED = {
     "dpo_debug": (1_746_624, 1),
     "mlm_debug": (1_575_104, 1),
     "modernbert_base": (149_655_232, 8),
+    "seq2seq_debug": (2_214_400, 1),
+    "t5_base": (247_577_856, 8),
     "distill_debug": (127_296, 1),
     "distill_llama3_1b": (1_235_814_400, 8),
     "gpt2_124m": (124_439_808, 8),
@@ -70,7 +72,7 @@ SHIPPED = {
 # Those whose sharding the default tests compute: one of each family and kind of layout.
 OF_EACH_KIND = (
     "gpt2_124m", "qwen2_5_7b", "qwen3_8b", "qwen3_30b_a3b", "gemma3_4b", "llama3_8b_float8", "llama3_8b_128k", "llama3_405b",
-    "deepseek_v2_lite", "gpt_oss_20b",
+    "deepseek_v2_lite", "gpt_oss_20b", "t5_base",
 )  # fmt: skip
 AT_SCALE = [name for name, (_, processes) in SHIPPED.items() if processes > 8]
 
@@ -92,8 +94,10 @@ def test_a_shipped_recipe_loads_and_builds_the_published_model(name: str) -> Non
         model = build_model(recipe.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert recipe.model.num_parameters() == count
-    program = next((program for program in ("finetune", "dpo", "distill", "mlm") if program in name), "pretrain")
-    program = "mlm" if "bert" in name else program
+    program = next(
+        (program for program in ("finetune", "dpo", "distill", "mlm", "seq2seq") if program in name), "pretrain"
+    )
+    program = "mlm" if "bert" in name else "seq2seq" if "t5" in name else program
     assert program_of(path).stem == program
 
 

@@ -115,7 +115,8 @@ class Data:
     text_field: str = "text"
     """Field of a JSON line or column of a Parquet file that contains the text."""
     prompt_field: str = ""
-    """Field that contains a prompt, which precedes the text and is excluded from the loss. Default: no prompt."""
+    """Field that contains a prompt, which precedes the text and is excluded from the loss. With `recipe = "seq2seq"`, it is the
+    input of the encoder, and the text the target. Default: no prompt."""
     bad_records: Literal["stop", "skip"] = "stop"
     """How to handle a record that cannot be read: `stop` the run, or `skip` the record and log a warning."""
     document_masks: bool = False
@@ -589,9 +590,11 @@ class PretrainRecipe:
         ),
         **dict.fromkeys(("preference", "data.source=preference", "data.source=synthetic_preference"), "dpo"),
         "mlm": "mlm",
+        "seq2seq": "seq2seq",
         **dict.fromkeys(("distillation", "teacher"), "distill"),
     }
     causal: ClassVar[bool] = True  # trains models that predict the next token
+    is_encoder_decoder: ClassVar[bool] = False  # trains models with an encoder and a decoder
 
     @property
     def trains_all_weights(self) -> bool:

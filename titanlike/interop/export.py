@@ -27,7 +27,7 @@ SHARD_SIZE = 5 * 10**9  # bytes of a file, as transformers writes them
 CARD = """\
 ---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: ${task}
 ---
 
 # ${name}
@@ -35,9 +35,7 @@ pipeline_tag: text-generation
 A ${architecture} with ${parameters} parameters, trained with titanlike ${version} for ${steps} steps on ${tokens} tokens.
 
 ```python
-from transformers import pipeline
-
-print(pipeline("text-generation", model="${folder}")("Once upon a time", max_new_tokens=50)[0]["generated_text"])
+${usage}
 ```
 
 | | |
@@ -52,6 +50,16 @@ The recipe:
 ${recipe}
 ```
 """
+PIPELINE = """\
+from transformers import pipeline
+
+print(pipeline("text-generation", model="${folder}")("Once upon a time", max_new_tokens=50)[0]["generated_text"])"""
+GENERATE = """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+model, tokenizer = (kind.from_pretrained("${folder}") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))"""
 
 
 def export(
@@ -196,8 +204,10 @@ def _card(weights: Weights, folder: Path) -> str:
             "versions": versions,
             "recipe": json.dumps(metadata.recipe, indent=2, ensure_ascii=False),
         }
-    return string.Template(CARD).substitute(
+    usage, task = (GENERATE, "text2text-generation") if config.is_encoder_decoder else (PIPELINE, "text-generation")
+    return string.Template(CARD.replace("${usage}", usage)).substitute(
         facts,
+        task=task,
         name=folder.name,
         folder=folder.name,
         architecture=config.label(),

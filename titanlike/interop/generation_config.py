@@ -26,6 +26,10 @@ def generation_config(weights: Weights, tokenizer: Tokenizer, template: ChatTemp
     end_of_turn = _end_of_turn(template or trained_template(weights, tokenizer))
     added = {tokenizer.separator.token, end_of_turn} - {None, *ends}
     ends += sorted(token for token in added if token is not None)
+    # transformers reads them here, and not in config.json.
+    config |= {
+        key: value for key, value in getattr(weights.config, "generation_tokens", {}).items() if config.get(key) is None
+    }
     return config | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if added else {})
 
 

@@ -25,8 +25,10 @@ INTEGERS = [
     *("n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("n_embd", "n_layer", "n_head", "n_positions"),
     *("type_vocab_size", "local_attention", "global_attn_every_n_layers"),
+    *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
+    *("relative_attention_num_buckets", "relative_attention_max_distance"),
 ]  # fmt: skip
-COUNTS = ["sliding_window_pattern", "_sliding_window_pattern", "first_k_dense_replace"]
+COUNTS = ["sliding_window_pattern", "_sliding_window_pattern", "first_k_dense_replace", "decoder_start_token_id"]
 NUMBERS = [
     *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar"),
     *("final_logit_softcapping", "attn_logit_softcapping", "global_rope_theta", "local_rope_theta"),

@@ -79,6 +79,8 @@ class TransformerConfig:
     experts_per_token: int = 0
     causal: ClassVar[bool] = True
     """Whether a token attends to earlier tokens only, and the next token is predicted. Otherwise masked tokens are."""
+    is_encoder_decoder: ClassVar[bool] = False
+    """Whether an encoder reads the input, and a decoder, which attends to its output, predicts the next token of the target."""
     absent_parameters: ClassVar[tuple[str, ...]] = ()
     """Parameters that the table of a block has, and this one block has not."""
     num_dense_layers: int = 0

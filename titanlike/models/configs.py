@@ -37,6 +37,7 @@ FAMILIES = {
     "gpt": Family("gpt_config", "GPTConfig", "gpt", "GPT"),
     "bert": Family("bert_config", "BertConfig", "bert", "Bert"),
     "modernbert": Family("modernbert_config", "ModernBertConfig", "modernbert", "ModernBert"),
+    "t5": Family("t5_config", "T5Config", "t5", "T5"),
 }
 
 

@@ -18,6 +18,7 @@ FSDP, checkpoints and gradient norms know their layout. The module that it repla
 | `experts` | stacked experts | shards the hidden dimension; reduce-scatters the output | all-reduces the output |
 | `vocab_parallel` | `nn.Embedding` | shards the vocabulary; reduce-scatters the output | all-reduces the output |
 | `position_embedding` | `nn.Embedding` | replicated parameters; looks up the local tokens | looks up all tokens |
+| `colwise_embedding` | `nn.Embedding` | shards the embedding dimension; looks up all of its input | the same |
 | `lm_head` | `nn.Linear` | as `colwise`; logits are sharded along the vocabulary | the same |
 | `colwise_gather_output` | `nn.Linear` | as `colwise`; all-gathers the output, so that every rank has all of it | the same |
 """
@@ -118,7 +119,8 @@ class TensorParallelModule(ParameterOwner):
 
 
 class LocalTokens(TensorParallelModule):
-    """A norm, router or other layer whose parameters are replicated. It computes the tokens or heads that it gets."""
+    """A norm, router or other layer that computes the tokens or heads that it gets, with replicated parameters. Or an embedding
+    that looks up its shard of the channels."""
 
 
 class HeadParallel(TensorParallelModule):
@@ -235,6 +237,7 @@ STYLES = {
         VocabParallelEmbedding, Shard(0), REPLICATED, reduce_output="reduce_scatter", module_class=nn.Embedding
     ),
     "position_embedding": Style(PositionEmbedding, input_layout="local_shard", module_class=nn.Embedding),
+    "colwise_embedding": Style(LocalTokens, Shard(1), module_class=nn.Embedding),
     "lm_head": Style(ColwiseLinear, Shard(0), Shard(0), "all_gather", module_class=(nn.Linear, TiedLMHead)),
     "colwise_gather_output": Style(
         ColwiseLinear, Shard(0), Shard(0), "all_gather", gather_output=True, module_class=nn.Linear
@@ -355,7 +358,7 @@ def _styles_by_module(
             raise UserError(f"{name} is sharded already; apply tensor parallelism once, and before FSDP")
         needs_embedding = isinstance(module, nn.Embedding) and style.module_class is not nn.Embedding
         if parameters and (needs_embedding or not isinstance(module, style.module_class)):
-            wanted = "vocab_parallel or position_embedding" if needs_embedding else "another style"
+            wanted = "vocab_parallel, position_embedding or colwise_embedding" if needs_embedding else "another style"
             raise UserError(
                 f"the tensor-parallel style {style_name} of {name} does not apply to {type(module).__name__}; use {wanted}"
             )

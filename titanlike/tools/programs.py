@@ -15,6 +15,7 @@ from titanlike.config.distill import DistillRecipe
 from titanlike.config.dpo import DpoRecipe
 from titanlike.config.finetune import FinetuneRecipe
 from titanlike.config.mlm import MlmRecipe
+from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.config.shipped import PROGRAMS, REPOSITORY
 from titanlike.distributed import launch_config
 from titanlike.run.start import program_of
@@ -22,6 +23,7 @@ from titanlike.run.start import program_of
 SHIPPED: dict[Path, type[PretrainRecipe]] = {
     PROGRAMS / "pretrain.py": PretrainRecipe,
     PROGRAMS / "mlm.py": MlmRecipe,
+    PROGRAMS / "seq2seq.py": Seq2SeqRecipe,
     PROGRAMS / "finetune.py": FinetuneRecipe,
     PROGRAMS / "dpo.py": DpoRecipe,
     PROGRAMS / "distill.py": DistillRecipe,
@@ -62,6 +64,8 @@ def known_sections(resolved: str) -> PretrainRecipe:
         recipe_type = next((by_section[name] for name in by_section if name in values), FinetuneRecipe)
     elif "mlm" in values:
         recipe_type = MlmRecipe
+    elif "seq2seq" in values:
+        recipe_type = Seq2SeqRecipe
     known = {field.name for field in fields(recipe_type)}
     values = {key: value for key, value in values.items() if key in known}
     return TypeAdapter(recipe_type).validate_json(json.dumps(values))

@@ -118,6 +118,7 @@ def _small_model(model: dict[str, Any], parallelism: dict[str, Any], stages: int
         # Stages of unequal size, and of a mixture of experts a block that has some.
         "num_layers": min(model["num_layers"], max(stages + 1, 2)),
         "num_dense_layers": min(model.get("num_dense_layers", 0), 1),
+        "num_encoder_layers": 1,
         "num_heads": small_heads,
         "num_kv_heads": small_kv,
         "dim": dim,

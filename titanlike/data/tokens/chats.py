@@ -13,12 +13,14 @@ import numpy.typing as npt
 
 from titanlike.config import UserError
 from titanlike.config.finetune import ChatData
+from titanlike.config.sections import Data
 from titanlike.data.documents.conversations import conversation_of, synthetic_conversations
 from titanlike.data.documents.files import File, hash_of, list_files, versions_of
 from titanlike.data.documents.readers import BadRecord, read_records
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.cache import cached
 from titanlike.data.tokens.chat_template import ChatTemplate
+from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.utils.files import atomic_writer
 from titanlike.utils.system import cache_folder
 
@@ -97,13 +99,17 @@ def open_chats(section: ChatData, path: str, template: ChatTemplate) -> Tokenize
     """Returns the tokens of the conversations at one of the paths of a section. They are tokenized unless the cache has them."""
     if path == "synthetic_chat":
         return concatenate(map(template.encode, synthetic_conversations()))
-    return open_records(section, path, template, "chats", lambda record: [template.encode(conversation_of(record))])
+    encode: Encode = lambda record: [template.encode(conversation_of(record))]  # noqa: E731
+    return open_records(section, path, template.identity, template.tokenizer, "chats", encode)
 
 
-def open_records(section: ChatData, path: str, template: ChatTemplate, folder: str, encode: Encode) -> TokenizedChats:
-    """Returns the tokens of the conversations in the records of files, from a folder of the cache if it has them."""
+def open_records(
+    section: Data, path: str, identity: Any, tokenizer: Tokenizer, folder: str, encode: Encode
+) -> TokenizedChats:
+    """Returns the tokens of the conversations or pairs in the records of files, from a folder of the cache if it has them. Besides
+    the tokenizer, `identity` identifies how a record is encoded."""
     files = list_files(path)
-    key = hash_of([FORMAT, versions_of(files), template.identity, section.bad_records, template.tokenizer.fingerprint])
+    key = hash_of([FORMAT, versions_of(files), identity, section.bad_records, tokenizer.fingerprint])
     file = cache_folder(section.cache) / folder / f"{key}.npz"
 
     def write() -> None:

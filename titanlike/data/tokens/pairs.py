@@ -22,7 +22,7 @@ def open_preferences(section: PreferenceData, path: str, template: ChatTemplate)
     def encode(record: dict[str, Any]) -> list[Encoded]:
         return encode_pair(preference_pair_of(record), template)
 
-    return open_records(section, path, template, "preferences", encode)
+    return open_records(section, path, template.identity, template.tokenizer, "preferences", encode)
 
 
 def encode_pair(pair: PreferencePair, template: ChatTemplate) -> list[Encoded]:

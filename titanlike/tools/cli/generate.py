@@ -3,7 +3,8 @@
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 from titanlike.config import UserError
 from titanlike.distributed import environment
@@ -18,6 +19,9 @@ DESCRIPTION = """\
 Continues prompts with the model of a run, a checkpoint or a Hugging Face folder. Without --prompt and --prompts, standard input is
 the prompt. Several prompts are computed in batches, and printed in their order. NPROC=n shards the model over n processes with
 tensor parallelism, as torchrun -m titanlike.tools.cli.main generate does.
+
+An encoder-decoder such as T5 reads the prompt, in which names of special tokens such as <extra_id_0> are these tokens, and
+generates a target.
 
 --chat is a conversation: the model answers each prompt, or what is typed, with its chat template. Lines of standard input are
 messages too, so that a script can chat over a pipe.
@@ -84,12 +88,14 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     from titanlike.data.tokens.tokenizer import build_tokenizer
     from titanlike.distributed import process_group
     from titanlike.inference.generation import generate
+    from titanlike.inference.logits import NextLogits
     from titanlike.inference.sampling import Sampling
     from titanlike.interop.generation_config import stop_tokens
     from titanlike.interop.weights import open_weights
     from titanlike.models.layers import attention_backend
     from titanlike.parallelisms.mesh import build_mesh
     from titanlike.tools.inference.cached_logits import CachedLogits, check_prompts
+    from titanlike.tools.inference.decoder_logits import DecoderLogits
     from titanlike.tools.inference.load import default_dtype, load_for_generation
 
     mesh = build_mesh(device.type, tensor=process_group.world_size())
@@ -100,20 +106,35 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
     if arguments.chat:
         chat(arguments, prompts, stop, weights, tokenizer, mesh, device)
         return
+    has_encoder = weights.config.is_encoder_decoder
     encoded = [tokenizer.opening(prompt) for prompt in prompts]
-    check_prompts(encoded, max_length)
+    if not has_encoder:
+        check_prompts(encoded, max_length)
     ends = stop_tokens(weights, tokenizer)
-    model = load_for_generation(weights, mesh, device, arguments.dtype or default_dtype(device))
-    printer = _Printer(prompts, is_json=arguments.json) if process_group.is_main() else None
+    dtype = arguments.dtype or default_dtype(device)
+    model = load_for_generation(weights, mesh, device, dtype, encoder_decoder=has_encoder)
+    between = "\n" if has_encoder else ""
+    printer = _Printer(prompts, between, is_json=arguments.json) if process_group.is_main() else None
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     with attention_backend("auto"):
         for first in range(0, len(prompts), arguments.batch_size):
             ids = range(first, min(first + arguments.batch_size, len(prompts)))
-            cached = CachedLogits(model, mesh, max_new_tokens=arguments.tokens, max_length=max_length, device=device)
-            with cached:
+            starts = [encoded[number] for number in ids]
+            next_logits: AbstractContextManager[NextLogits]
+            if has_encoder:
+                inputs = [
+                    [*tokenizer.encode_with_special(prompts[number])[0].tolist(), tokenizer.eos] for number in ids
+                ]
+                next_logits = nullcontext(DecoderLogits(model, mesh, inputs, device))
+                starts = [[cast(Any, weights.config).decoder_start_token] for _ in ids]
+            else:
+                next_logits = CachedLogits(
+                    model, mesh, max_new_tokens=arguments.tokens, max_length=max_length, device=device
+                )
+            with next_logits as logits:
                 texts = generate(
-                    cached,
-                    [encoded[number] for number in ids],
+                    logits,
+                    starts,
                     tokenizer,
                     sampling,
                     max_new_tokens=arguments.tokens,
@@ -131,13 +152,14 @@ def _generate(arguments: argparse.Namespace, prompts: list[str], stop: list[str]
 class _Printer:
     """Prints the text of a single prompt as it is generated, and that of several prompts in their order."""
 
-    def __init__(self, prompts: list[str], *, is_json: bool) -> None:
-        self.prompts, self.is_json = prompts, is_json
+    def __init__(self, prompts: list[str], between: str, *, is_json: bool) -> None:
+        """`between` is printed after a prompt, before the text."""
+        self.prompts, self.between, self.is_json = prompts, between, is_json
         self.is_streaming = len(prompts) == 1 and not is_json
         # Text that the terminal cannot show, in another encoding than UTF-8, must not end the command.
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         if self.is_streaming:
-            print(prompts[0], end="", flush=True)
+            print(prompts[0], end=between, flush=True)
 
     def stream(self, index: int, text: str) -> None:
         if self.is_streaming:
@@ -152,7 +174,9 @@ class _Printer:
                 record = {"prompt": self.prompts[number], "text": text}
                 print(json.dumps(record, ensure_ascii=False), flush=True)
             else:
-                print(f"[{number + 1} of {len(self.prompts)}]\n{self.prompts[number]}{text}\n", flush=True)
+                print(
+                    f"[{number + 1} of {len(self.prompts)}]\n{self.prompts[number]}{self.between}{text}\n", flush=True
+                )
 
 
 def _temperature(text: str) -> float:

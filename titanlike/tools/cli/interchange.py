@@ -166,6 +166,9 @@ def import_recipe(source: Path, recipe: Path) -> None:
     }
     if not config.causal:
         tables |= {"recipe": "mlm", "data": {"source": "text", "path": ""}}
+    if config.is_encoder_decoder:
+        fields = {"prompt_field": "source", "text_field": "target"}
+        tables |= {"recipe": "seq2seq", "data": {"source": "text", "path": "", **fields}}
     lines = [f"# Starts from the weights in {shown(folder)}. Set [data], and the rest of [training]."]
     for line in dump(tables).splitlines():
         lines.append(f"{line.ljust(30)} # {COMMENTS[line]}" if line in COMMENTS else line)

@@ -22,10 +22,12 @@ def default_dtype(device: torch.device) -> DType:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def load_for_generation(weights: Weights, mesh: Mesh, device: torch.device, dtype: DType) -> nn.Module:
+def load_for_generation(
+    weights: Weights, mesh: Mesh, device: torch.device, dtype: DType, *, encoder_decoder: bool = False
+) -> nn.Module:
     """Returns a model that takes one token at a time: under tensor parallelism activations are replicated, not sharded along the
-    sequence."""
-    _check_config(weights.config, mesh.tensor.size())
+    sequence. `encoder_decoder` allows one with an encoder."""
+    _check_config(weights.config, mesh.tensor.size(), encoder_decoder)
     with torch.device("meta"):
         model = build_model(weights.config).to(getattr(torch, dtype))
     if mesh.tensor.size() > 1:
@@ -65,9 +67,13 @@ def _fill(model: nn.Module, weights: Weights, device: torch.device) -> nn.Module
     return model.eval().requires_grad_(False)
 
 
-def _check_config(config: TransformerConfig, tensor: int) -> None:
-    """Raises `UserError` if a model does not predict the next token, or if a number of tensor-parallel ranks does not divide its
-    sizes."""
+def _check_config(config: TransformerConfig, tensor: int, encoder_decoder: bool = False) -> None:
+    """Raises `UserError` if a model does not continue text, or if a number of tensor-parallel ranks does not divide its sizes."""
+    if config.is_encoder_decoder and not encoder_decoder:
+        raise UserError(
+            f"model.name = {config.name!r} has an encoder and a decoder: it neither chats nor scores text; `titanlike generate` "
+            "generates a target for each prompt, and a run records the loss of held-out targets"
+        )
     if not config.causal:
         raise UserError(
             f"model.name = {config.name!r} is an encoder: it predicts masked tokens, and neither generates text nor scores it; its "

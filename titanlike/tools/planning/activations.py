@@ -8,9 +8,12 @@ number of tokens.
 from dataclasses import dataclass
 
 from titanlike.config.sections import DTYPE_BYTES
+from titanlike.models.base_config import TransformerConfig
 from titanlike.models.moe_config import MoeConfig
 from titanlike.tools.planning.experts import routed_activations
 from titanlike.tools.planning.job import Job
+
+CROSS_MATRICES = ("cross_attention.wk", "cross_attention.wv")  # which read the tokens of the encoder
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,12 @@ class BlockActivations:
     early: float = 0.0  # as `backward`, before experts have gradients of other weights than w2
 
 
-def block_activations(job: Job) -> BlockActivations:
+def block_activations(job: Job, index: int = -1) -> BlockActivations:
     """Returns the activations of a block under the recipe's compilation, activation checkpointing and layout."""
     model, layout, mode = job.recipe.model, job.layout, job.recipe.activation_checkpoint.mode
     element = DTYPE_BYTES[job.recipe.training.compute_dtype]
     tensor = layout.tensor
-    matrices = model.block_matrices()
+    matrices = model.block_matrices(index)
     hidden = element * model.dim
     queries, keys = (element * number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
     out = element * model.num_heads * model.v_head_dim / tensor
@@ -66,7 +69,12 @@ def block_activations(job: Job) -> BlockActivations:
         latents = [matrices[name][1] for name in model.latent_matrices if name in matrices]
         kept += element * (2 * sum(latents) + (matrices["attention.wkv_b"][0] - values * tensor / element) / tensor)
     kept += 2 * norm_input if model.post_norms else 0.0
-    selective = stream + attention + _every_second_product(job)
+    selective = stream + attention + _every_second_product(job, index)
+    if job.has_cross_attention(index):
+        # Its keys and values are those of the tokens of the encoder.
+        kept += norm_input + norms / 2 + queries + attention + (keys + values) * job.tokens / job.decoder_tokens
+        selective += attention
+        gathered *= 1.5
     recomputed = 0.0
     if layout.context > 1:
         # Keeps the collectives' results, and puts them in order again: both are there in the backward pass. Compiled code does that
@@ -81,6 +89,10 @@ def block_activations(job: Job) -> BlockActivations:
         backward = max(3 * ffn, 2 * hidden + ffn) if is_gated else ffn
     if compiled and model.post_norms:  # recomputes the products, which their gradients then overwrite
         backward = ffn
+    if model.is_encoder_decoder:
+        # Gradients of the biases, for each sequence by itself, and of queries, keys and values, after those of the feed-forward.
+        biases = element * model.num_heads / tensor * job.tokens_of(index) / job.sequences
+        backward = max(backward, biases + queries + keys + values - intermediates)
     if isinstance(model, MoeConfig):
         routed = routed_activations(job, model)
         kept += routed.kept
@@ -102,15 +114,24 @@ def block_activations(job: Job) -> BlockActivations:
     return BlockActivations(saved, kept + recomputed, stream, forward, backward, stream, early)
 
 
-def _every_second_product(job: Job) -> float:
+def ordered_matrices(model: TransformerConfig, index: int, tensor: int) -> dict[str, tuple[int, int]]:
+    """Returns the linear layers of a block in the order of the forward pass: of each module of the block, the rowwise matrix comes
+    last."""
+    matrices, rowwise = model.block_matrices(index, tensor), model.rowwise_matrices
+    owners = list(dict.fromkeys(name.partition(".")[0] for name in matrices))
+    names = sorted(matrices, key=lambda name: (owners.index(name.partition(".")[0]), name in rowwise))
+    return {name: matrices[name] for name in names}
+
+
+def _every_second_product(job: Job, index: int) -> float:
     """Returns the bytes that selective checkpointing keeps of the results of dense matmuls, in the order of the forward pass. A
     router and its experts have four."""
-    model, lora, tensor = job.recipe.model, job.lora, job.layout.tensor
-    matrices, rowwise = model.block_matrices(-1, tensor), model.rowwise_matrices
-    widths: list[int] = []
-    for name in sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise)):
-        width = matrices[name][0]
-        widths += [width, lora.rank, width] if lora.selects(f"layers.0.{name}") else [width]
+    model, lora = job.recipe.model, job.lora
+    widths: list[float] = []
+    for name, (width, _) in ordered_matrices(model, index, job.layout.tensor).items():
+        of_encoder = name in CROSS_MATRICES
+        each = width * job.tokens / job.decoder_tokens if of_encoder else width
+        widths += [each, lora.rank, each] if lora.selects(f"layers.0.{name}") else [each]
     # Compiled code does not keep the block's last sum, of one or two products, unless a post-norm reads it: otherwise no gradient
     # depends on it.
     if job.recipe.compile.mode != "none" and not (model.post_norms or model.norm_after_residual):

@@ -36,8 +36,8 @@ class _FusedRMSNorm(torch.autograd.Function):
 @contextmanager
 def gpu_operators(device: str, flex: bool) -> Iterator[None]:
     """Replaces RMSNorm, which a CPU computes by several operators that save more for the backward pass, attention with
-    soft-capped scores or sinks, of which FlexAttention keeps no scores, and that of context-parallel ranks, which needs no mask on
-    GPUs."""
+    soft-capped scores or sinks, of which FlexAttention keeps no scores, attention with biases, and that of context-parallel ranks,
+    which needs no mask on GPUs."""
 
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None = None) -> Tensor:
         return _FusedRMSNorm.apply(x, weight)
@@ -45,10 +45,15 @@ def gpu_operators(device: str, flex: bool) -> Iterator[None]:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
+        if mask.is_floating_point():
+            return efficient_attention(q, k, v, mask)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return out if sinks is None else out * (out[..., :1] - sinks[:, None, None]).sigmoid()  # of its statistics
 
     def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        mask = options.get("attn_mask")
+        if mask is not None and mask.is_floating_point():
+            return efficient_attention(q, k, v, mask)
         if q.shape[-1] == v.shape[-1]:
             return original(q, k, v, **options)
         return efficient_attention(q, k, v)

@@ -10,6 +10,8 @@ from titanlike.config.dpo import reference_of
 from titanlike.config.finetune import Lora, lora_of
 from titanlike.config.layout import SCHEDULES, PipelineSchedule, stages_of
 from titanlike.config.sections import ActivationCheckpoint, Parallelism
+from titanlike.config.seq2seq import Seq2SeqRecipe
+from titanlike.models.t5_config import T5Config
 from titanlike.tools.planning.program import TITANLIKE, Program
 
 
@@ -134,6 +136,22 @@ class Job:
     def tokens(self) -> int:
         """Number of tokens in a micro-batch of a rank: each context-parallel rank has a part of each sequence."""
         return self.sequences * self.recipe.training.seq_len // self.layout.context
+
+    @property
+    def decoder_tokens(self) -> int:
+        """Number of tokens in a micro-batch of a rank that the LM head computes: of the targets, if there is an encoder."""
+        if not isinstance(self.recipe, Seq2SeqRecipe):
+            return self.tokens
+        return self.sequences * self.recipe.target_len
+
+    def tokens_of(self, index: int) -> int:
+        """Returns the number of tokens of a block in a micro-batch of a rank."""
+        return self.decoder_tokens if self.has_cross_attention(index) else self.tokens
+
+    def has_cross_attention(self, index: int) -> bool:
+        """Whether a block attends to the output of an encoder."""
+        model = self.recipe.model
+        return isinstance(model, T5Config) and model.has_cross_attention(index)
 
     def stages(self, rank: int) -> list[int]:
         """Returns the pipeline stages of a pipeline rank."""

@@ -170,7 +170,7 @@ class _Sizes:
             workspaces=WORKSPACES,
         )
         element = 1.0 if recipe.float8.all_gather else compute
-        tokens = job.tokens
+        tokens = job.decoder_tokens
         chunk = min(training.loss_chunk or tokens, tokens)
         several = chunk < tokens or job.num_predicted > 1
         hidden = job.num_predicted * tokens * model.dim * compute
@@ -201,7 +201,7 @@ class _Sizes:
             states=states,
             trained=trained,
             activations=block_activations(job),
-            tokens=tokens,
+            tokens=job.tokens,
             loss=loss * has_head,
             loss_kept=loss_kept * has_head,
         )
@@ -218,7 +218,7 @@ def _block_size(model: TransformerConfig, tensor: int, index: int) -> tuple[floa
 
 def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     """Returns the moments of the last micro-batch of a step without a pipeline, in the passes of these blocks."""
-    layout, fsdp, act, n = job.layout, job.uses_fsdp(), sizes.activations, sizes.tokens
+    layout, fsdp, act, n = job.layout, job.uses_fsdp(), sizes.activations, job.decoder_tokens
     num_blocks = job.split[0]
     block = sizes.block if fsdp else 0.0
     head, embedding = (sizes.head, sizes.embedding) if fsdp else (0.0, 0.0)
@@ -227,7 +227,8 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     reduction = full_block * sizes.reduced if fsdp else 0.0
     never = layout.reshard_after_forward == "never"
     tied = job.recipe.model.tied_head
-    root = head if tied else 0.0  # FSDP's root keeps a tied embedding gathered until the end of the backward pass
+    # FSDP's root keeps an embedding that is used twice gathered until the end of the backward pass.
+    root = head if tied else embedding if job.recipe.model.is_encoder_decoder else 0.0
     # What is kept until the last micro-batch: gradients that are not reduced at all, or not over the replicas.
     unreduced = 0.0
     if job.num_microbatches > 1 and fsdp:
@@ -243,8 +244,15 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     checkpointing = job.recipe.activation_checkpoint
     kept = {"none": 1.0, "memory_budget": checkpointing.memory_budget}
     kept_casts = casts * kept.get(checkpointing.mode, 0.0)
-    stack = act.saved * n + kept_casts  # of each block
-    recomputed = (act.kept - act.saved) * n + casts - kept_casts
+
+    def kind(index: int) -> int:  # those of the other models are planned as their last block
+        return job.recipe.model.kind_of_block(index) if job.recipe.model.is_encoder_decoder else -1
+
+    passes = {
+        first: (block_activations(job, first), job.tokens_of(first)) for first in {kind(i) for i in range(num_blocks)}
+    }
+    stacks = [found.saved * tokens + kept_casts for found, tokens in (passes[kind(i)] for i in range(num_blocks))]
+    shared = _read_by_all_blocks(job)
     # The last block's output and the norm of it, or also what transforms it for the head of an encoder.
     final = (2 if job.recipe.model.causal else 5) * act.hidden * n
     # Of each further token: its embedding, what the projection reads, the output, and the norm of that. Fitted to simulated steps.
@@ -259,11 +267,12 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
         gradients = round(sizes.states.gradients * share + unreduced * (1.0 - share))
         if checkpointing.offload:
             saved = min(saved, 1 if loss else RESIDENT_BLOCKS)  # the last block is not offloaded
+        stack = sum(stacks[: round(saved)]) + shared * (saved > 0)
         usage = replace(
             sizes.states,
             gradients=gradients,
             gathered=round(gathered + root),
-            activations=round(saved * stack + (final if loss else 0)),
+            activations=round(stack + (final if loss else 0)),
             loss=round(loss),
             temporary=round(temporary),
         )
@@ -284,6 +293,7 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
             head_of_teacher = second.head * fsdp
             states_of_teacher = job.second.recipe.model.dim * compute * n
     for i in blocks:
+        act, n = passes[kind(i)]
         so_far = (i * block + embedding) if never else 0.0
         following = block if i < num_blocks - 1 else head
         if layout.expert > 1 and i < num_blocks - 1:
@@ -319,9 +329,11 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     # The gradient of a tied head is not reduced before that of the embedding is added to it.
     unreduced_head = sizes.head if fsdp and tied else 0.0
     weight_gradients = full_block if fsdp else full_block / compute * DTYPE_BYTES[job.recipe.training.master_dtype]
-    temporary = act.backward * n + recomputed + (weight_gradients if fsdp else 0)
-    early = act.early * n + recomputed + sizes.experts / 3
     for i in reversed(blocks):
+        act, n = passes[kind(i)]
+        recomputed = (act.kept - act.saved) * n + casts - kept_casts
+        temporary = act.backward * n + recomputed + (weight_gradients if fsdp else 0)
+        early = act.early * n + recomputed + sizes.experts / 3
         is_last = i == num_blocks - 1
         previous = reduction
         if is_last:
@@ -336,6 +348,19 @@ def _moments(job: Job, sizes: _Sizes, blocks: Sequence[int]) -> list[Moment]:
     full = num_blocks + head_blocks + sizes.embedding / max(sizes.whole_block, 1)
     moments.append(moment("optimizer", 0, full, 0))
     return moments
+
+
+def _read_by_all_blocks(job: Job) -> float:
+    """Returns the bytes of what an encoder-decoder computes once for its blocks: the biases of positions of both stacks, and the
+    output of the encoder, its norm, and what tensor-parallel ranks gather of it."""
+    model, tensor, sequences = job.recipe.model, job.layout.tensor, job.sequences
+    if not model.is_encoder_decoder:
+        return 0.0
+    element = DTYPE_BYTES[job.recipe.training.compute_dtype]
+    lengths = (job.tokens / sequences) ** 2 + (job.decoder_tokens / sequences) ** 2
+    biases = model.num_heads / tensor * lengths * (sequences if job.recipe.data.prompt_field else 1)
+    output = job.tokens * model.dim * (2 / tensor + (tensor > 1))
+    return element * (biases + output)
 
 
 def _pipeline_moments(job: Job, rank: int, sizes: _Sizes) -> list[Moment]:
@@ -403,7 +428,7 @@ def head_gradient(job: Job) -> float:
 def loss_logits(job: Job) -> int:
     """Returns the bytes of the logits of one chunk of the loss, and of what it computes from them."""
     training = job.recipe.training
-    chunk = min(training.loss_chunk or job.tokens, job.tokens)
+    chunk = min(training.loss_chunk or job.decoder_tokens, job.decoder_tokens)
     mode = "eager" if job.recipe.compile.mode == "none" else "compiled"
     beside, models = (TEACHER_LOGIT_BYTES[mode], 2) if job.distills else (LOGIT_BYTES[mode], 1)
     if job.top_k:

@@ -11,6 +11,7 @@ from titanlike.config.sections import DTYPE_BYTES, Float8
 from titanlike.float8.selection import HEAD, skip_reasons
 from titanlike.models.base_config import TransformerConfig
 from titanlike.models.moe_config import MoeConfig
+from titanlike.tools.planning.activations import CROSS_MATRICES, ordered_matrices
 from titanlike.tools.planning.experts import (
     bias_launches,
     ends_with_experts,
@@ -63,15 +64,11 @@ class Counts:
     def block(self, float8: frozenset[str], local: bool = False, index: int = -1) -> Passes:
         """Returns the work of a block with these float8 layers, with sliding-window attention (`local`) or without, and with the
         parameters of the block `index`."""
-        tokens = self.job.tokens
         recipe, model = self.job.recipe, self.job.recipe.model
-        matrices, rowwise = model.block_matrices(index, self.job.layout.tensor), model.rowwise_matrices
-        # In the order of the forward pass: of attention and of the feed-forward layer, the rowwise matrix comes last.
-        names = sorted(matrices, key=lambda name: (not name.startswith("attention"), name in rowwise))
         forward, inputs, weights = [], [], []
         num_attention = 0  # products of attention, before those of the experts
-        for name in names:
-            outputs, width = matrices[name]
+        for name, (outputs, width) in ordered_matrices(model, index, self.job.layout.tensor).items():
+            tokens = self.job.tokens if name in CROSS_MATRICES else self.job.tokens_of(index)
             in_float8 = name in float8
             forward.append(Matmul(tokens, outputs, width, in_float8))
             inputs.append(Matmul(tokens, width, outputs, in_float8))
@@ -93,7 +90,7 @@ class Counts:
             weights += [
                 replace(each, m=each.n, n=each.k, k=each.m, grouped="k" if each.grouped else "") for each in routed
             ]
-        attention = self._attention_flops(local)
+        attention = self._attention_flops(local, index)
         elementwise_forward, elementwise_backward = self._elementwise_bytes(index)
         casts_forward, casts_backward = self._cast_bytes(float8, index)
         routing_forward, routing_backward = routing_bytes(self.job, self.load, index)
@@ -163,18 +160,21 @@ class Counts:
         share = {"full": 1.0, "memory_budget": 1 - checkpointing.memory_budget}
         return full.times(share[mode]) if mode in share else Workload()
 
-    def _attention_flops(self, local: bool) -> float:
+    def _attention_flops(self, local: bool, index: int) -> float:
         """Two matmuls over the keys of each token: of causal attention those before it, half of the sequence on average, or of a
         window that slides over it. Context-parallel ranks have equal shares. Documents are assumed to be as long as sequences."""
         model, length = self.job.recipe.model, self.job.recipe.training.seq_len
-        if model.causal:
+        if model.is_encoder_decoder:  # with a mask, no kernel leaves out what is masked
+            keys = self.job.tokens_of(index) / self.job.sequences
+            keys += length * self.job.has_cross_attention(index)
+        elif model.causal:
             window = min(model.sliding_window, length) if local else length
             keys = window - window**2 / (2 * length)  # the first tokens have less than a window before them
         else:
             half = min(model.sliding_window // 2, length - 1) if local else length - 1
             keys = 2 * half + 1 - half * (half + 1) / length  # and the tokens at both ends less than half of one
         width = model.num_heads * (model.head_dim + model.v_head_dim) // self.job.layout.tensor
-        return 2.0 * self.job.tokens * keys * width
+        return 2.0 * self.job.tokens_of(index) * keys * width
 
     def _largest_logits(self, local: bool) -> Workload:
         """Returns the work of QK-clip, which computes the logits again: a product, and kernels that write, mask and read them.
@@ -190,7 +190,7 @@ class Counts:
 
     def _elementwise_bytes(self, index: int) -> tuple[float, float]:
         """Bytes of the norms, rotary embeddings, activation function and residuals of a block, forward and backward."""
-        model, tensor, tokens = self.job.recipe.model, self.job.layout.tensor, self.job.tokens
+        model, tensor, tokens = self.job.recipe.model, self.job.layout.tensor, self.job.tokens_of(index)
         head_dim = model.head_dim
         queries = tokens * model.num_heads * head_dim // tensor
         keys = tokens * model.num_kv_heads * head_dim // tensor
@@ -265,7 +265,8 @@ class Counts:
     def embedding(self) -> Passes:
         """Returns the work of the token embedding."""
         model = self.job.recipe.model
-        size = self.job.num_predicted * self.job.tokens * model.dim * self.element
+        tokens = self.job.num_predicted * self.job.tokens + self.job.decoder_tokens * model.is_encoder_decoder
+        size = tokens * model.dim * self.element
         gradient = model.vocab_size // self.job.layout.tensor * model.dim * self.element
         return Passes(
             forward=Workload(bytes=2.0 * size, kernels=4),
@@ -275,7 +276,7 @@ class Counts:
     def loss(self) -> Passes:
         """Returns the work of the final norm, the LM head and the loss, whose gradients the forward pass computes, too. Those of
         preference pairs are computed in the backward pass, from the logits that it computes again."""
-        recipe, tokens = self.job.recipe, self.job.tokens * self.job.num_predicted
+        recipe, tokens = self.job.recipe, self.job.decoder_tokens * self.job.num_predicted
         vocab, dim = recipe.model.vocab_size, recipe.model.dim
         if not self.job.program.whole_logits:
             vocab //= self.job.layout.tensor

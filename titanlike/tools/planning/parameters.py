@@ -17,6 +17,7 @@ SHARDED = {
     "colwise": 0,
     "head_parallel": 0,
     "rowwise": 1,
+    "colwise_embedding": 1,
 }  # dimension that tensor-parallel ranks shard
 
 
@@ -96,6 +97,8 @@ def fsdp_units(job: Job, stage: Stage) -> list[Unit]:
     root: tuple[Parameter, ...] = ()
     if job.recipe.model.tied_head and len(job.split) == 1:  # the embedding is used at both ends
         root, groups = (*stage.first, *stage.last), groups[1:-1]
+    elif job.recipe.model.is_encoder_decoder:  # at the start of both stacks
+        root, groups = stage.first, groups[1:]
     groups = [group for group in groups if group]
     # `auto` leaves out the last unit, which the backward pass uses first.
     resharded = {"always": len(groups), "auto": len(groups) - 1, "never": 0}[policy]
@@ -106,7 +109,9 @@ def fsdp_units(job: Job, stage: Stage) -> list[Unit]:
     # prefetches the one before it.
     units = []
     for index, (parameters, reshards) in enumerate(found):
-        in_backward = parameters is not stage.first and (index == 0 or any(trained[: index + 2]))
+        in_backward = (parameters is root or parameters is not stage.first) and (
+            index == 0 or any(trained[: index + 2])
+        )
         experts = tuple(each for each in parameters if each.expert and job.layout.expert > 1)
         rest = tuple(each for each in parameters if not each.expert) if experts else parameters
         units.append(Unit(rest, reshards, in_backward))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titanlike.config import UserError
 from titanlike.config.distill import DistillRecipe
+from titanlike.config.seq2seq import Seq2SeqRecipe
 from titanlike.data.batches.loader import Batch
 from titanlike.models.distillation_loss import set_distillation_loss
 from titanlike.models.registry import blocks, build_model
@@ -97,7 +98,7 @@ def simulate(job: Job, rank: int = 0, device: Literal["cuda", "cpu"] = "cuda") -
 def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
     """Returns the memory with compiled blocks, which fake tensors do not show: by what the formulas of the two differ."""
     before, after = block_activations(eager), block_activations(compiled)
-    share = after.saved / before.saved
+    share = _saved(compiled) / _saved(eager)
     tokens = compiled.tokens
     logits = loss_logits(eager) - loss_logits(compiled)
     backward = tokens * (after.kept - after.saved + after.backward - (before.kept - before.saved + before.backward))
@@ -117,6 +118,12 @@ def _as_compiled(simulated: Memory, eager: Job, compiled: Job) -> Memory:
     return replace(simulated, moments=tuple(map(changed, simulated.moments)))
 
 
+def _saved(job: Job) -> float:
+    """Returns the bytes of activations that all blocks save."""
+    kinds = job.recipe.model.kinds_of_blocks()
+    return sum(number * block_activations(job, first).saved * job.tokens_of(first) for first, number in kinds)
+
+
 def _as_offloaded(job: Job, offloading: Job, rank: int, device: Literal["cuda", "cpu"]) -> Memory:
     """Returns the memory of a job that offloads activations, by what the formulas of the two differ."""
     saved = [{m.label: m.usage.activations for m in memory(each, rank).moments} for each in (job, offloading)]
@@ -134,7 +141,8 @@ def _as_offloaded(job: Job, offloading: Job, rank: int, device: Literal["cuda", 
 def _of_full_depth(job: Job, rank: int, device: str, depth: int) -> Memory:
     """Simulates stages of `depth` blocks and of one more, and returns the memory of the full ones."""
     depths = [job.split[stage] for stage in job.stages(rank)]
-    if max(depths) <= depth + 1:
+    # The blocks of an encoder and a decoder do not continue each other.
+    if max(depths) <= depth + 1 or job.recipe.model.is_encoder_decoder:
         return Memory(_moments(_step(job, rank, device), device), fragmentation(job))
     # With experts in all blocks. Those that have none are the first.
     uniform = job
@@ -300,10 +308,14 @@ def _step(job: Job, rank: int, device: str) -> StorageTracker:
             _mark_phases(model, tracker)
             length = training.seq_len // layout.context
             tokens = torch.zeros(job.sequences, length, dtype=torch.long)
-            inputs = {"tokens": tokens, "position_ids": tokens}
+            inputs, labels = {"tokens": tokens, "position_ids": tokens}, tokens
             if further := recipe.model.num_mtp_layers:
                 inputs |= dict.fromkeys(("next_tokens", "next_labels"), tokens[..., None].expand(-1, -1, further))
-            batch = Batch(inputs, tokens)
+            if isinstance(recipe, Seq2SeqRecipe):
+                labels = torch.zeros(job.sequences, recipe.target_len, dtype=torch.long)
+                inputs |= {"decoder_tokens": labels}
+                inputs |= {"document_ids": tokens, "decoder_document_ids": labels} if recipe.has_pairs else {}
+            batch = Batch(inputs, labels)
             if isinstance(model, Pipeline):
                 tracker.begin("start")
                 model.forward_backward([batch] * job.num_microbatches, lambda loss: loss / tokens.numel())

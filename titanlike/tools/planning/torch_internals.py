@@ -89,8 +89,10 @@ def pipeline_order(
     ]
 
 
-def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns causal attention for values of another size than queries and keys. Fake tensors have no cuDNN, which GPUs use, and
-    would get the operators that keep all scores."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=True)[0]
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns attention with biases of the scores, or causal attention for values of another size than queries and keys. Otherwise
+    fake tensors would get operators that keep all scores, which GPUs do not use."""
+    if bias is not None:
+        bias = bias.expand(*q.shape[:3], k.shape[2])
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, is_causal=bias is None)[0]
     return out

@@ -121,6 +121,7 @@ class Block:
     float8: frozenset[str]  # linear layers that multiply in float8
     adapted: frozenset[str]  # linear layers with LoRA's matrices
     reads_output: bool  # whether the backward pass reads the output of the last layer, which a norm or dropout follows
+    tokens: int  # in a micro-batch of a rank
 
     @property
     def has_experts(self) -> bool:
@@ -169,6 +170,7 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
                 frozenset(name.removesuffix(".weight") for name, parameter in named.items() if parameter.float8),
                 adapted,
                 job.reads_last_product or index >= model.num_layers,
+                job.tokens_of(index),
             )
             needs_grad = needs_grad or bool(adapted)
 
@@ -177,7 +179,7 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
     """Each layer gathers its input, which is sharded along the sequence, and scatters its output; the backward pass does the
     reverse. A gather that only float8 matmuls read sends float8."""
     recipe, num = job.recipe, job.num_microbatches
-    elements = job.tokens * recipe.model.dim
+    elements = block.tokens * recipe.model.dim
     element = DTYPE_BYTES[recipe.training.compute_dtype]
     float8 = block.float8 if recipe.float8.scaling == "tensorwise" else frozenset()
     needs_grad = block.needs_grad
@@ -206,8 +208,12 @@ def _tensor(job: Job, block: Block, totals: Totals) -> None:
 def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     """The embedding scatters its output. The LM head gathers its input, and the softmax reduces three values of each token."""
     recipe, num = job.recipe, job.num_microbatches
-    elements = job.num_predicted * job.tokens * recipe.model.dim
     element = DTYPE_BYTES[recipe.training.compute_dtype]
+    elements = job.num_predicted * job.decoder_tokens * recipe.model.dim
+    if recipe.model.is_encoder_decoder:  # the embedding of the encoder, and its output
+        of_encoder = job.tokens * recipe.model.dim * element
+        totals.add("reduce-scatter", "tensor", "activations", 2 * num, of_encoder)
+        totals.add("all-gather", "tensor", "activations", 2 * num, of_encoder)
     if number == 0:
         totals.add("reduce-scatter", "tensor", "activations", num * (1 + job.frozen_forwards), elements * element)
         trains = any(parameter.trainable for parameter in stage.first)
@@ -221,7 +227,7 @@ def _ends(job: Job, number: int, stage: Stage, totals: Totals) -> None:
     totals.add("reduce-scatter", "tensor", "activations", num * (not job.forward_only), elements * element)
     # The backward pass of pairs computes the logits again.
     softmaxes = forwards + num * (job.trains_on_pairs and not job.forward_only)
-    parts = [job.tokens, (job.num_predicted - 1) * job.tokens]  # the next token, and further ones
+    parts = [job.decoder_tokens, (job.num_predicted - 1) * job.tokens]  # the next token, and further ones
     chunk = 0 if converted else recipe.training.loss_chunk
     chunk = chunk or max(parts)
     for rows, calls in (pair for part in parts for pair in ((chunk, part // chunk), (part % chunk, 1))):

@@ -1,0 +1,90 @@
+"""T5 under every kind of layout that it has: parity with one process, on corrupted spans and on pairs of texts."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import COMPILED, FULL, MUON, SELECTIVE, tiers
+from tests.pool import Pool
+from tests.training import T5, assert_same, baselines, tiny, train, world_size
+from titanlike.config.sections import Parallelism
+from titanlike.tools.verify.recipe import Result, differences
+
+Ranks = Callable[[int], Pool]
+
+# The layout, the number of sequences in a micro-batch, and other sections of a recipe.
+LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "FSDP": (dict(shard=2), 2, {}),
+    "DDP": (dict(replicate=2, shard=1), 2, {}),
+    "HSDP": (dict(replicate=2, shard=2), 1, {}),
+    "TP": (dict(tensor=2), 4, {}),
+    "TP of 4": (dict(tensor=4), 4, {}),
+    "TP x FSDP": (dict(tensor=2, shard=2), 2, {}),
+    "TP x FSDP, full checkpointing": (dict(tensor=2, shard=2), 2, FULL),
+    "TP x FSDP, compiled, selective": (dict(tensor=2, shard=2), 2, COMPILED | SELECTIVE),
+    "FSDP, compiled": (dict(shard=2), 2, COMPILED),
+    "TP x FSDP, Muon": (dict(tensor=2, shard=2), 2, {"optimizer": MUON}),
+}
+CASES = [*LAYOUTS, *(f"{name}, pairs" for name in ("FSDP", "TP", "TP x FSDP, compiled, selective"))]
+QUICK = ("FSDP", "TP", "TP, pairs")
+SLOW = ("TP x FSDP, full checkpointing", "TP x FSDP, compiled, selective, pairs", "HSDP")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A section of data with pairs of several lengths."""
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = [
+        json.dumps({"source": f"{number} " * (1 + number % 7), "target": f"{number * number} " * (1 + number % 3)})
+        for number in range(200)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    paths = {"path": str(folder / "pairs.jsonl"), "cache": str(folder)}
+    return dict(source="text", prompt_field="source", text_field="target", **paths)
+
+
+@pytest.fixture(scope="module")
+def baseline(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Result]:
+    return baselines(ranks(1), tmp_path_factory.mktemp("one"), {"T5": T5})
+
+
+@pytest.fixture(scope="module")
+def record(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Collects measurements, and writes them to the path of `--record`."""
+    measured: dict[str, Any] = {}
+    yield measured
+    path = request.config.getoption("--record")
+    if path:
+        cases = {case: measured[case] for case in CASES}
+        Path(path).write_text(json.dumps({"torch": torch.__version__, "cases": cases}, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("case", tiers(CASES, QUICK, SLOW))
+def test_layout_matches_one_process(
+    ranks: Ranks,
+    baseline: Callable[[str, dict[str, Any]], Result],
+    pairs: dict[str, Any],
+    record: dict[str, Any],
+    tmp_path: Path,
+    case: str,
+) -> None:
+    dimensions, size, sections = LAYOUTS[case.removesuffix(", pairs")]
+    if case.endswith("pairs"):
+        sections = sections | {"data": pairs}
+    training = dict(steps=2, local_batch_size=size)
+    recipe = tiny(
+        tmp_path, "run", model=T5, parallelism=Parallelism(**({"shard": 1} | dimensions)), training=training, **sections
+    )
+    processes = world_size(recipe)
+    found, expected = train(ranks(processes), recipe), baseline("T5", sections)
+    measured = {metric: worst for metric, (worst, _) in differences(found, expected).items()}
+    record[case] = {"processes": processes, "t5": measured}
+    assert_same(found, expected, weights=1e-3 if "optimizer" in sections else 1e-4)
+    # The biases of positions are constants before the first step, and each head and most buckets have a gradient.
+    for name in ("encoder_bias.weight", "decoder_bias.weight"):
+        weights = found.state["model"][name]
+        assert weights.shape == (16, 4) and bool((weights.std(0) > 0).all())

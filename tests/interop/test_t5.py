@@ -1,0 +1,234 @@
+"""T5 against transformers: counts, logits, gradients, greedy generation, folders in both directions, and errors that the comparison
+finds. Pairs of texts in one sequence compute what transformers does for each pair."""
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers.utils import logging
+
+from tests.interop.models import T5, export_model, model_of
+from titanlike.distributed import launch_config
+from titanlike.interop.weights import load_weights, open_weights
+from titanlike.models.loss import IGNORE
+from titanlike.models.registry import build_model
+from titanlike.models.t5_config import T5_SIZES, T5Config
+from titanlike.tools.cli import main as program
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of transformers are not ours
+
+# The byte tokenizer's vocabulary, and as many blocks in both stacks: transformers 5.24 does not generate with others.
+GENERATING = dataclasses.replace(T5, vocab_size=257, num_layers=4)
+
+
+def load(folder: Path) -> Any:
+    model, info = AutoModelForSeq2SeqLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def tokens_of(config: T5Config) -> dict[str, torch.Tensor]:
+    """Returns inputs and what the decoder reads, of different lengths and longer than the distances of one bias each."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randint(0, config.vocab_size, (2, length), generator=generator)
+        for name, length in (("tokens", 130), ("decoder_tokens", 90))
+    }
+
+
+@torch.no_grad()
+def difference(model: Any, reference: Any, config: T5Config) -> float:
+    """Returns the largest difference of any logit, relative to the largest logit."""
+    tokens = tokens_of(config)
+    logits = model(**tokens)
+    expected = reference(input_ids=tokens["tokens"], decoder_input_ids=tokens["decoder_tokens"]).logits
+    return float((logits - expected).abs().max() / logits.abs().max())
+
+
+def test_logits_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
+    config, model = T5, model_of(T5)
+    reference = load(export_model(model, config, tmp_path / "hf"))
+    assert difference(model, reference, config) < 1e-5
+    assert sum(parameter.numel() for parameter in reference.parameters()) == config.num_parameters()
+    # What transformers writes is read back to the bit.
+    reference.save_pretrained(tmp_path / "saved")
+    weights = open_weights(tmp_path / "saved")
+    assert weights.config == config
+    again = build_model(config)
+    load_weights(again, weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    tokens = tokens_of(config)
+    labels = tokens["decoder_tokens"].flip(1).where(torch.arange(90) % 7 > 0, IGNORE)
+    loss = model(**tokens, labels=labels) / (labels != IGNORE).sum()
+    loss.backward()
+    expected = reference(input_ids=tokens["tokens"], decoder_input_ids=tokens["decoder_tokens"], labels=labels).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    stored: dict[str, torch.Tensor] = {name: value.grad for name, value in reference.named_parameters()}
+    compared = 0
+    for name, spec in config.parameters().items():
+        found, wanted = model.get_parameter(name).grad, stored[spec.hf_name]
+        assert found is not None and float((found - wanted).abs().max()) < 5e-5 * float(wanted.abs().max()), name
+        compared += found.numel()
+    assert compared == config.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        ("small", 76_961_152),
+        ("base", 247_577_856),
+        ("large", 783_150_080),
+        ("xl", 2_849_757_184),
+        ("xxl", 11_135_332_352),
+    ],
+)
+def test_published_sizes(size: Any, parameters: int) -> None:
+    config = T5Config(size=size, **T5_SIZES[size])
+    values = config.to_hugging_face()
+    with torch.device("meta"):
+        reference = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    shared = (
+        reference.lm_head.weight is reference.shared.weight
+    )  # transformers 5 unties the head when it reads a folder
+    found = sum(parameter.numel() for parameter in reference.parameters()) + shared * reference.shared.weight.numel()
+    assert found == config.num_parameters() == parameters
+    assert T5Config.from_hugging_face(config.to_hugging_face()) == config
+
+
+def changed_tensors(folder: Path, change: Any) -> None:
+    [file] = folder.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+
+
+ERRORS: dict[str, Any] = {
+    "relu": {"feed_forward_proj": "gated-relu"},
+    "eps": {"layer_norm_epsilon": 1e-2},
+    "scaled head": {"tie_word_embeddings": True, "scale_decoder_outputs": True},
+    "distance": {"relative_attention_max_distance": 60},
+    "encoder's biases": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    "decoder's biases": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    "final norm of the encoder": "encoder.final_layer_norm.weight",
+    "cross-attention": "decoder.block.1.layer.1.EncDecAttention.k.weight",
+    "norm of cross-attention": "decoder.block.2.layer.1.layer_norm.weight",
+    "gate": "decoder.block.0.layer.2.DenseReluDense.wi_0.weight",
+}
+
+
+@pytest.mark.parametrize("wrong", ERRORS)
+def test_the_comparison_finds_errors(wrong: str, tmp_path: Path) -> None:
+    change, model = ERRORS[wrong], model_of(T5)
+    folder = export_model(model, T5, tmp_path / "hf")
+    if isinstance(change, dict):
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | change))
+    else:
+        changed_tensors(folder, lambda tensors: tensors.update({change: tensors[change].flip(0).contiguous()}))
+    assert difference(model, load(folder), T5) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"feed_forward_proj": "relu"}, "feed_forward_proj = 'relu' is not supported; only 'gated-gelu' is"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False is"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder = False is not supported"),
+    ],
+)
+def test_what_is_no_t5_1_1_is_refused(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        T5Config.from_hugging_face(T5.to_hugging_face() | change)
+
+
+def test_a_published_folder_has_other_names_of_the_embedding(tmp_path: Path) -> None:
+    model = model_of(T5)
+    folder = export_model(model, T5, tmp_path / "hf")
+
+    def as_published(tensors: dict[str, torch.Tensor]) -> None:
+        for stack in ("encoder", "decoder"):
+            tensors[f"{stack}.embed_tokens.weight"] = tensors["shared.weight"].clone()
+        tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(16, 4)
+
+    changed_tensors(folder, as_published)
+    (folder / "model.safetensors.index.json").unlink()
+    [file] = folder.glob("*.safetensors")
+    file.rename(folder / "model.safetensors")
+    again = build_model(T5)
+    load_weights(again, open_weights(folder))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+@torch.no_grad()
+def test_pairs_in_one_sequence_are_computed_by_themselves(tmp_path: Path) -> None:
+    model = model_of(T5)
+    reference = load(export_model(model, T5, tmp_path / "hf"))
+    tokens = tokens_of(T5)
+    lengths = [(50, 20), (60, 40)]  # and padding
+    documents, decoder_documents = torch.full((1, 130), -1), torch.ones(1, 90, dtype=torch.long)
+    documents[:, :50], documents[:, 50:110], decoder_documents[:, :20] = 0, 1, 0
+    logits = model(
+        tokens["tokens"][:1],
+        tokens["decoder_tokens"][:1],
+        document_ids=documents,
+        decoder_document_ids=decoder_documents,
+    )
+    ends = [0, 0]
+    for source, target in lengths:
+        inputs = tokens["tokens"][:1, ends[0] : ends[0] + source]
+        expected = reference(
+            input_ids=torch.nn.functional.pad(inputs, (0, 7)),
+            attention_mask=torch.nn.functional.pad(torch.ones_like(inputs), (0, 7)),
+            decoder_input_ids=tokens["decoder_tokens"][:1, ends[1] : ends[1] + target],
+        ).logits
+        found = logits[:, ends[1] : ends[1] + target]
+        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+        ends = [ends[0] + source, ends[1] + target]
+
+
+def test_greedy_generation_equals_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(GENERATING)
+    with torch.no_grad():  # of random bytes, only ASCII is text
+        model.get_submodule("output").weight[128:] = 0.0
+    folder = export_model(model, GENERATING, tmp_path / "hf")
+    prompts = ["a text", "another text, which is longer than the first one"]
+    for name in launch_config.JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NPROC", "1")
+    arguments = [part for prompt in prompts for part in ("--prompt", prompt)]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["titanlike", "generate", str(folder), *arguments, "--temperature", "0", "--tokens", "30", "--json"],
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+    program.main()
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    reference = load(folder)
+    for prompt, text in zip(prompts, texts, strict=True):
+        inputs = torch.tensor([[*prompt.encode(), 256]])
+        tokens = reference.generate(inputs, do_sample=False, max_new_tokens=30)[0].tolist()
+        assert tokens[0] == 0 and bytes(token for token in tokens[1:] if token < 256).decode() == text
+        assert len(set(text)) > 3
+
+    for command in (["generate", "--chat"], ["evaluate", "--data", str(folder / "README.md")]):
+        monkeypatch.setattr(sys, "argv", ["titanlike", command[0], str(folder), *command[1:]])
+        with pytest.raises(SystemExit):
+            program.main()
+        assert "model.name = 't5' has an encoder and a decoder: it neither chats nor scores" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Runs of `recipes/seq2seq.py`: the debug recipe learns, a run that is killed ends like an undisturbed one, and its model has in
+transformers the loss of held-out targets that the run recorded. Pairs of texts are learned and generated."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from tests.launching import ROOT, SMALL, python, run, start, wait_for
+from titanlike.config.load import load
+from titanlike.config.seq2seq import Seq2SeqRecipe
+from titanlike.data.batches.loader import BatchLoader
+from titanlike.data.batches.seq2seq import opener
+from titanlike.data.tokens.tokenizer import build_tokenizer
+from titanlike.models.loss import IGNORE
+
+DEBUG = str(ROOT / "train_configs/seq2seq_debug.toml")
+TINY = {name: value for name, value in SMALL.items() if name not in ("model.num_kv_heads",)} | {
+    "model.num_layers": "3", "model.num_encoder_layers": "1", "model.vocab_size": "320", "training.steps": "16",
+    "checkpoint.interval": "4", "validation.interval": "8",
+}  # fmt: skip
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Returns what is no measurement of time or memory."""
+    names = ("step", "loss", "grad_norm", "validation_loss")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    found = [{name: line[name] for name in names if name in line} for line in lines]
+    return [each for each in found if len(each) > 1]
+
+
+@pytest.mark.every
+def test_the_debug_recipe_learns_to_restore_spans(tmp_path: Path) -> None:
+    done = run(tmp_path, DEBUG, **{"run.name": "run", "metrics.trackers": "[]", "training.steps": "40"})
+    assert done.returncode == 0, done.stderr
+    values = [line for line in records(tmp_path / "runs/run") if "validation_loss" in line]
+    assert values[-1]["validation_loss"] < values[0]["validation_loss"] - 0.08 and values[-1]["validation_loss"] < 2.7
+    assert "titanlike generate" in done.stdout and "21 of 141 tokens in 7 spans" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_like_an_undisturbed_one_and_is_read_by_transformers(tmp_path: Path) -> None:
+    whole = run(tmp_path, DEBUG, **TINY | {"run.name": "whole", "checkpoint.export": "float32"})
+    assert whole.returncode == 0, whole.stderr
+    killed = start(tmp_path, None, DEBUG, **TINY | {"run.name": "killed"})
+    wait_for(tmp_path / "runs/killed/checkpoints/step-00000008")
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    resumed = run(tmp_path, DEBUG, **TINY | {"run.name": "killed"})
+    assert resumed.returncode == 0 and "resumed at step" in resumed.stdout, resumed.stderr
+    assert records(tmp_path / "runs/killed") == records(tmp_path / "runs/whole")
+    # The same held-out texts, with the same spans.
+    recipe = load(Seq2SeqRecipe, tmp_path / "runs/whole/recipe.toml")
+    training = recipe.training
+    opening = opener(recipe.seq2seq, vocab_size=recipe.model.vocab_size, start=0, target_len=recipe.target_len)
+    sources = opening(
+        recipe.data, build_tokenizer(recipe.tokenizer), seq_len=training.seq_len, global_batch_size=training.global_batch_size,
+        seed=recipe.run.seed, validate=True,
+    )  # fmt: skip
+    held_out = BatchLoader(
+        sources.validation, global_batch_size=training.global_batch_size, local_batch_size=4, data_rank=0, num_data_ranks=1,
+        seed=0, device=torch.device("cpu"),
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "runs/whole/hf").eval()
+    loss, count = 0.0, 0
+    for microbatches in held_out.first_batches(recipe.validation.batches):
+        for batch in microbatches:
+            is_label = batch.labels != IGNORE
+            with torch.no_grad():  # transformers shifts the labels by itself
+                mean = model(batch.inputs["tokens"], labels=batch.labels).loss
+            loss, count = loss + float(mean * is_label.sum()), count + int(is_label.sum())
+    assert loss / count == pytest.approx(records(tmp_path / "runs/whole")[-1]["validation_loss"], rel=1e-5)
+    imported = python(tmp_path, "-m", "titanlike.tools.cli.main", "import", "runs/whole/hf", "again.toml")
+    assert imported.returncode == 0, imported.stderr
+    text = (tmp_path / "again.toml").read_text()
+    assert 'recipe = "seq2seq"' in text and 'prompt_field = "source"' in text
+
+
+@pytest.mark.every
+def test_pairs_are_learned_and_generated(tmp_path: Path) -> None:
+    words = {"uno": "one", "due": "two", "tre": "three", "quattro": "four", "cinque": "five"}
+    pairs = [{"source": word, "target": other} for word, other in words.items()]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs * 100))
+    options = {
+        "run.name": "run", "metrics.trackers": "[]", "training.steps": "60", "data.source": "text", "data.path": "pairs.jsonl",
+        "data.prompt_field": "source", "data.text_field": "target", "seq2seq.target_len": "32", "training.seq_len": "64",
+        "seq2seq.source_prefix": "translate: ",
+    }  # fmt: skip
+    done = run(tmp_path, DEBUG, **options)
+    assert done.returncode == 0, done.stderr
+    assert "490 pairs of" in done.stdout
+    prompts = ["--prompt", "translate: tre", "--prompt", "translate: due"]
+    arguments = ["generate", "runs/run", *prompts, "--temperature", "0", "--tokens", "8"]
+    generated = python(tmp_path, "-m", "titanlike.tools.cli.main", *arguments)
+    assert generated.returncode == 0, generated.stderr
+    assert [line for line in generated.stdout.splitlines() if line][1:3] == ["translate: tre", "three"]
+    assert generated.stdout.split()[-1] == "two"

@@ -1,0 +1,120 @@
+"""Span corruption: sentinels replace spans of a text, and the target has what they replace.
+
+Which spans depends on the seed and the sequence. As T5 does it, all sequences have the same number of spans and of tokens in them:
+neither inputs nor targets have padding, but that of targets to a multiple of a few tokens. Texts begin with what is not replaced.
+No torch.
+"""
+
+import numpy as np
+
+from titanlike.config import UserError
+from titanlike.config.seq2seq import Spans
+from titanlike.data.batches.packed_dataset import BatchSource, Position, SequenceBatch
+from titanlike.data.tokens.arrays import Flags, Numbers
+from titanlike.data.tokens.tokenizer import Tokenizer
+from titanlike.models.loss import IGNORE
+from titanlike.utils.counter_rng import token_bits
+
+
+def sentinels(tokenizer: Tokenizer, number: int, vocab_size: int) -> Numbers:
+    """Returns the tokens that replace spans, in order: `<extra_id_0>`, ... of a tokenizer or, if it has none, the last rows of the
+    embedding, from the end."""
+    special, encoding = tokenizer.codec.special, tokenizer.section.encoding
+    names = [f"<extra_id_{index}>" for index in range(number)]
+    if names[0] in special:
+        if missing := [name for name in names if name not in special]:
+            raise UserError(
+                f"tokenizer.encoding = {encoding!r} has no {missing[0]}, but sequences have {number} spans; increase "
+                "seq2seq.mean_noise_span_length, or reduce training.seq_len"
+            )
+        return np.array([special[name] for name in names])
+    if vocab_size - number < tokenizer.vocab_size:
+        raise UserError(
+            f"tokenizer.encoding = {encoding!r} has no sentinels such as <extra_id_0>, and model.vocab_size = {vocab_size} has no "
+            f"row for each of {number}; set model.vocab_size = {-(-(tokenizer.vocab_size + number) // 64) * 64}"
+        )
+    return vocab_size - 1 - np.arange(number)
+
+
+def shifted_right(labels: Numbers, start: int) -> Numbers:
+    """Returns what the decoder reads (N, T) to predict labels (N, T). Padding becomes `start`."""
+    first = np.full((len(labels), 1), start)
+    return np.concatenate([first, np.where(labels == IGNORE, start, labels)[:, :-1]], axis=1)
+
+
+class SpanCorruptedSource:
+    """Sequences of another source, with corrupted spans. The other source has sequences of `spans.raw_len` - 1 tokens and a last
+    label, of all of which the text consists."""
+
+    def __init__(
+        self, source: BatchSource, spans: Spans, sentinels: Numbers, *, eos: int, start: int, target_len: int, seed: int
+    ) -> None:
+        """`start` is the token that the decoder starts with."""
+        self.source, self.spans, self.sentinels = source, spans, sentinels
+        self.eos, self.start, self.target_len, self.seed = eos, start, target_len, seed
+        self.seq_len = spans.input_len
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    @property
+    def num_distinct(self) -> int:
+        """Number of global batches before a sequence repeats, if the source knows it."""
+        return self.source.num_distinct  # type: ignore[attr-defined]
+
+    def describe(self, steps: int) -> str:
+        spans = self.spans
+        return f"{self.source.describe(steps)}, {spans.num_noise} of {spans.raw_len} tokens in {spans.num_spans} spans"
+
+    def load_position(self, position: Position | None) -> None:
+        self.source.load_position(position)
+
+    def position(self) -> Position | None:
+        return self.source.position()
+
+    def read(self, step: int, rows: range) -> SequenceBatch:
+        batch = self.source.read(step, rows)
+        if batch.loss_mask is not None:
+            raise UserError(
+                "the data has prompts, which are excluded from the loss, but span corruption replaces any token; use text without "
+                "prompts or, for pairs of texts, data.source = 'text' and data.prompt_field"
+            )
+        # A sequence has another id each time it is read, so that other spans are corrupted in each epoch.
+        is_noise = self.noise(batch.sequence_ids)
+        starts = np.diff(is_noise, axis=1, prepend=~is_noise[:, :1])  # of spans of either kind
+        number = np.cumsum(starts & is_noise, axis=1)  # of spans of noise up to each token
+        tokens, count = batch.tokens, len(batch.tokens)
+        # What each sentinel replaces, and, in the target, the sentinel of the next span in the place of what is between spans.
+        inputs = np.where(is_noise, self.sentinels[number - 1], tokens)[~is_noise | starts].reshape(count, -1)
+        following = self.sentinels[np.minimum(number, self.spans.num_spans - 1)]
+        targets = np.where(is_noise, tokens, following)[is_noise | starts].reshape(count, -1)
+        labels = np.full((count, self.target_len), IGNORE, np.int64)
+        labels[:, : targets.shape[1]], labels[:, targets.shape[1]] = targets, self.eos
+        end = np.full((count, 2), self.eos)  # and a last label, which is not used
+        return SequenceBatch(
+            batch.sequence_ids,
+            np.concatenate([inputs, end], axis=1),
+            labels=labels,
+            others={"decoder_tokens": shifted_right(labels, self.start)},
+        )
+
+    def noise(self, sequence_ids: Numbers) -> Flags:
+        """Returns which tokens (N, R) of sequences are replaced."""
+        raw_len, num_noise, num_spans = self.spans
+        numbers = raw_len - num_noise, num_noise
+        lengths = [
+            random_segments(token_bits(self.seed, name, sequence_ids, np.arange(number - 1)), num_spans)
+            for name, number in zip(("text between spans", "spans"), numbers, strict=True)
+        ]
+        ends = np.stack(lengths, axis=-1).reshape(len(sequence_ids), -1).cumsum(1)  # of text and span in turns
+        starts = np.zeros((len(sequence_ids), raw_len + 1), np.int64)
+        np.put_along_axis(starts, ends, 1, axis=1)
+        return starts[:, :-1].cumsum(1) % 2 == 1
+
+
+def random_segments(bits: Numbers, number: int) -> Numbers:
+    """Divides M items into `number` segments of at least one; all divisions are equally likely. Returns their lengths (N, number),
+    given random bits (N, M - 1)."""
+    cuts = np.sort(np.argsort(bits, axis=1, kind="stable")[:, : number - 1], axis=1) + 1
+    return np.diff(cuts, axis=1, prepend=0, append=bits.shape[1] + 1)
