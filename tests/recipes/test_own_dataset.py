@@ -17,8 +17,8 @@ def write_program(folder: Path) -> str:
         (ROOT / "recipes/pretrain.py").read_text(),
         ("import torch\n", "from my_data import open_sources\nimport torch\n"),
         (
-            "device=device, **mesh.data_shard(training.seq_len),",
-            "device=device, **mesh.data_shard(training.seq_len), open_sources=open_sources,",
+            "        **mesh.data_shard(training.seq_len),",
+            "        **mesh.data_shard(training.seq_len), open_sources=open_sources,",
         ),
     )
     (folder / "mine.py").write_text(program)
