@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.interop.models import CONFIGS, model_of
-from tests.training import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, tiny
+from tests.training import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, T5, tiny
 from titanlike.config import UserError
 from titanlike.config.optimizer import Optimizer, OptimizerGroup
 from titanlike.models import attention_logits
 from titanlike.optim import build_optimizer
 from titanlike.optim.qk_clip import QKClip
+from titanlike.run.option_problems import qk_clip_problems
 from titanlike.run.preflight import check_recipe
 
 MUON = (OptimizerGroup(pattern="attention", optimizer="muon"),)
@@ -151,3 +152,8 @@ def test_what_it_does_not_support_is_refused(
     recipe = tiny(tmp_path, "run", model=model, optimizer=optimizer, **sections)
     with pytest.raises(UserError, match=message):
         check_recipe(recipe, 1)
+
+
+def test_an_encoder_is_refused(tmp_path: Any) -> None:
+    problems = list(qk_clip_problems(tiny(tmp_path, "run", model=T5), 100.0))
+    assert len(problems) == 1 and "model.name = 't5' has an encoder; set it to 0" in problems[0]

@@ -13,6 +13,7 @@ def qk_clip_problems(recipe: PretrainRecipe, threshold: float) -> Iterator[str]:
         "QK-norm": model.qk_norm,
         "attention_soft_cap": model.attention_soft_cap > 0,
         "bidirectional attention": not model.causal,
+        "an encoder": model.is_encoder_decoder,
     }
     for bound in (name for name, holds in bounds.items() if holds):
         yield f"{clip} is for decoders whose logits nothing else bounds, but model.name = '{model.name}' has {bound}; set it to 0"

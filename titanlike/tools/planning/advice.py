@@ -42,7 +42,7 @@ def limits(plan: Plan) -> str:
     text = f"{first[0].upper()}{first[1:]} limits this layout with {share:.0%} of the step"
     losses = [(name, share) for name, share in others if is_overhead(name)]
     if losses and losses[0][1] >= 0.01:
-        text += f"; the largest loss beside it is {losses[0][0]} with {losses[0][1]:.0%}"
+        text += f"; the next largest cost is {losses[0][0]} with {losses[0][1]:.0%}"
     return f"{text}."
 
 

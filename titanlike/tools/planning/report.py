@@ -201,7 +201,7 @@ def range_text(plan: Plan) -> str:
     if plan.measured:
         source = f"90% of {plan.range.runs} ratios of published runs"
     else:
-        source = f"90% of {plan.range.runs} published runs of this class ({plan.kind}), not fitted"
+        source = f"90% of {plan.range.runs} published runs of this class ({plan.kind}), held out"
         if not plan.hardware.bfloat16:
             source += f"; none of them on {plan.hardware.name}, whose efficiency is not measured"
     return f"{low:,.0f} to {high:,.0f} tokens/s per GPU, {hours}{dollars}: {source}"
