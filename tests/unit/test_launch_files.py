@@ -156,8 +156,9 @@ def sky_task(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[
 
     monkeypatch.setattr(docker, "build_wheel", build_wheel)
     assert launch(monkeypatch, "skypilot", RECIPE, f"--out={out}", "--dry-run", *options) == 0
-    task = yaml.safe_load((out / "task.yaml").read_text())
-    assert isinstance(task, dict)
+    text = (out / "task.yaml").read_text()
+    task = yaml.safe_load(text)
+    assert isinstance(task, dict) and "\nrun: |\n" in text
     return task
 
 

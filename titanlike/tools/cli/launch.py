@@ -156,8 +156,6 @@ def _kubernetes(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _skypilot(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    import yaml
-
     for option, name, pattern in (
         ("--accelerator", arguments.accelerator, r"[A-Za-z0-9._-]+"),
         ("--infra", arguments.infra, r"[\w*.:@/-]*"),
@@ -187,7 +185,7 @@ def _skypilot(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             secrets=arguments.secret,
         )
         # An empty .skyignore: without it, SkyPilot would leave out what git ignores.
-        return {"task.yaml": yaml.safe_dump(task, sort_keys=False, width=1000), ".skyignore": ""}
+        return {"task.yaml": skypilot.as_yaml(task), ".skyignore": ""}
 
     _write_with_wheel(job, folder, files)
     secrets = [word for name in arguments.secret for word in ("--secret", name)]

@@ -96,6 +96,20 @@ def task(
     }
 
 
+def as_yaml(task: dict[str, Any]) -> str:
+    """Returns a task as YAML, with its commands as they would be written by hand."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, represent)
+    return str(yaml.dump(task, Dumper=Dumper, sort_keys=False, width=1000))
+
+
 def check_checkpoints(job: ClusterJob, volumes: dict[str, str]) -> None:
     """Raises `UserError` if the checkpoints would be lost with an instance.
 
