@@ -147,7 +147,7 @@ def test_variables_that_only_hurt_with_rdma_devices(tmp_path: Path, monkeypatch:
 
 def test_the_names_that_a_library_has(tmp_path: Path) -> None:
     library = tmp_path / "libnccl.so.2"
-    library.write_bytes(b"\x7fELF\0NCCL_IB_HCA\0ENCCL_WRONG\0set NCCL_NET to\0NCCL_NET\0")
+    library.write_bytes(b"\x7fELF\0NCCL_IB_HCA\0ENCCL_WRONG\0set NCCL_WRONG to\0NCCL_NET\0")
     assert interconnect.known_to_nccl(library) == {"NCCL_IB_HCA", "NCCL_NET"}
     library.write_bytes(b"")
     assert interconnect.known_to_nccl(library) == interconnect.known_to_nccl(tmp_path / "missing") == set()
