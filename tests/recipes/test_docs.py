@@ -145,7 +145,7 @@ def test_what_is_described_as_missing_was_not_added_later() -> None:
     assert programs == {"pretrain", "mlm", "seq2seq", "finetune", "dpo", "distill"}  # no reinforcement learning
     assert set(get_args(DType)) == {"float32", "bfloat16"}
     assert {path.stem for path in (ROOT / "titanlike/tools/clusters").glob("*.py")} == {
-        "__init__", "cluster_job", "docker", "kubernetes", "slurm",
+        "__init__", "cluster_job", "docker", "kubernetes", "skypilot", "slurm",
     }  # fmt: skip
 
 

@@ -53,6 +53,7 @@ def invocations(folder: Path) -> dict[str, list[str]]:
         "plan": [DEBUG, "--gpus=1", "--quick"],
         "launch slurm": [DEBUG, "--dry-run", "--gpus-per-node=1"],
         "launch kubernetes": [DEBUG, "--dry-run", "--gpus-per-node=1", "--image=image", "--claim=claim"],
+        "launch skypilot": [DEBUG, "--dry-run", "--gpus-per-node=1", "--checkpoint.dir=s3://bucket/runs"],
         "launch docker": [DEBUG, "--dry-run", "--gpus-per-node=1"],
         "profile": [run],
         "compare": [run],
@@ -117,7 +118,8 @@ PROGRAMS = {
     "run_train.sh --check": [launch.__file__, DEBUG, "--check=1"],
     "sagemaker/launch.py": [str(ROOT / "sagemaker/launch.py"), DEBUG, "--dry-run", "--region=us-east-1"],
 }
-del PROGRAMS["launch docker"]  # builds a wheel first; it prints as the others of `launch` do
+for target in ("docker", "skypilot"):  # build a wheel first; they print as the others of `launch` do
+    del PROGRAMS[f"launch {target}"]
 if importlib.util.find_spec("lm_eval") is None:  # an extra; without it the command prints nothing but how to install it
     del PROGRAMS["lm_eval"]
 

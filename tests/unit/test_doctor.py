@@ -14,7 +14,7 @@ import torch
 
 from titanlike.tools import doctor
 from titanlike.tools.cli import main as cli
-from titanlike.tools.doctor import Finding
+from titanlike.tools.finding import Finding
 from titanlike.utils import compat, system
 
 Usage = namedtuple("Usage", "total used free")
@@ -97,16 +97,16 @@ def test_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_output", lambda *_: "yes\n")
+    monkeypatch.setattr(doctor, "output", lambda *_: "yes\n")
     assert only(doctor.clock()).status == "ok"
     assert only(doctor.clock(lambda: 0.0)).status == "warning"
-    monkeypatch.setattr(doctor, "_output", lambda *_: "no\n")
+    monkeypatch.setattr(doctor, "output", lambda *_: "no\n")
     assert only(doctor.clock()).remedy == "timedatectl set-ntp true"
 
 
 def plant_gpus(monkeypatch: pytest.MonkeyPatch, number: int, capability: tuple[int, int], *, peers: bool) -> None:
     monkeypatch.setattr(system, "num_gpus", lambda: number)
-    monkeypatch.setattr(doctor, "_output", lambda *command: NVLINK if "topo" in command else "555.42\n")
+    monkeypatch.setattr(doctor, "output", lambda *command: NVLINK if "topo" in command else "555.42\n")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     for name, value in {

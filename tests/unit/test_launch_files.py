@@ -1,5 +1,6 @@
 """`titanlike launch`: batch files, manifests and Dockerfiles from a recipe, and what is refused before anything is written."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ import yaml
 
 from tests.launching import environment
 from titanlike.config import PretrainRecipe, load
+from titanlike.distributed.launch_config import LaunchConfig, launch_config
 from titanlike.run.start import program_of
 from titanlike.tools.cli import main as cli
+from titanlike.tools.clusters import docker
 from titanlike.tools.clusters.cluster_job import check_image
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +79,13 @@ def test_slurm_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             for target, claim in (("kubernetes", ["--claim=a"]), ("docker", []))
             for image in ("", "team/Image", "a b", "$(id)", "image:", "image:-a", "a//b", "/a", "host:port/a", "a@sha256:12")
         ),
+        ("skypilot", [], "give --checkpoint.dir=gs://bucket/runs, or --volume PATH=NAME"),
+        ("skypilot", ["--file-mount=/a=gs://bucket", "--checkpoint.dir=/a/runs"], "an instance that is replaced loses its"),
+        ("skypilot", ["--file-mount=a=gs://bucket"], "--file-mount a=gs://bucket: give PATH=SOURCE, with an absolute path"),
+        ("skypilot", ["--volume=/a=$B"], "--volume /a=$B: give PATH=SOURCE, with an absolute path and without variables"),
+        ("skypilot", ["--secret=A=B"], "--secret A=B is not a name"),
+        ("skypilot", ["--accelerator=H100:8"], "--accelerator H100:8 is not a name"),
+        ("skypilot", ["--infra=aws, gcp"], "--infra aws, gcp is not a name"),
         ("docker", [f"--image=image@sha256:{'0' * 64}"], "is not the name of a container image"),
     ],
 )  # fmt: skip
@@ -91,8 +101,8 @@ def test_a_job_that_cannot_work_is_refused_before_anything_is_written(
 def test_a_missing_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for target, command in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("docker", "docker")):
-        assert launch(monkeypatch, target, RECIPE, "--image=i"[: 9 * (target != "slurm")] or "--nodes=1") == 2
+    for target, command in (("slurm", "sbatch"), ("kubernetes", "kubectl"), ("skypilot", "sky"), ("docker", "docker")):
+        assert launch(monkeypatch, target, RECIPE, *(["--image=i"] if target in ("kubernetes", "docker") else [])) == 2
         assert f"{command} is not on the PATH; install it, or write the files only" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -137,6 +147,76 @@ def test_train_job_has_the_same_job_set(tmp_path: Path, monkeypatch: pytest.Monk
     assert template == job_set["spec"]
     assert training["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "my-run-1"
     assert training["spec"]["trainer"] == {"numNodes": 2, "image": "registry/titanlike:1"}
+
+
+def sky_task(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, Any]:
+    def build_wheel(folder: Path) -> str:
+        (folder / "titanlike-1-py3-none-any.whl").touch()
+        return "titanlike-1-py3-none-any.whl"
+
+    monkeypatch.setattr(docker, "build_wheel", build_wheel)
+    assert launch(monkeypatch, "skypilot", RECIPE, f"--out={out}", "--dry-run", *options) == 0
+    text = (out / "task.yaml").read_text()
+    task = yaml.safe_load(text)
+    assert isinstance(task, dict) and "\nrun: |\n" in text
+    return task
+
+
+def test_sky_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "my jobs: #1 $(touch x)"
+    options = ["--run.name=My_Run.1", "--checkpoint.dir=gs://bucket/runs", "--data.path=s3://corpus/*.bin"]
+    mounts = ["--file-mount=/data=s3://corpus/a", "--volume=/shared=disk", "--secret=HF_TOKEN", "--disk-size=500"]
+    task = sky_task(monkeypatch, out, "--nodes=2", "--infra=gcp/us-central1", "--spot", *options, *mounts)
+    assert (task["name"], task["num_nodes"], task["workdir"]) == ("my-run-1", 2, str(out))
+    assert task["resources"] == {
+        "infra": "gcp/us-central1", "accelerators": "H100:8", "disk_size": 500, "use_spot": True,
+        "job_recovery": {"max_restarts_on_errors": 1, "recover_on_exit_codes": [130, 138, 143]},
+    }  # fmt: skip
+    assert task["secrets"] == {"HF_TOKEN": None} and task["volumes"] == {"/shared": "disk"}
+    assert task["file_mounts"] == {"/data": "s3://corpus/a"}
+    assert "'./titanlike-1-py3-none-any.whl[data,gcs,s3]'" in task["setup"]
+    assert subprocess.run(["bash", "-n", "-c", task["setup"]], check=False).returncode == 0
+    # All that the task uses is in its folder, and git's rules leave nothing out.
+    assert {path.name for path in out.iterdir()} == {
+        "recipe.toml", "pretrain.py", "task.yaml", "titanlike-1-py3-none-any.whl", ".skyignore",
+    }  # fmt: skip
+    assert load(PretrainRecipe, out / "recipe.toml").run.name == "My_Run.1"
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("to submit: "))
+    assert command == ["sky", "jobs", "launch", "--secret", "HF_TOKEN", f"{out}/task.yaml"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_run_block_of_a_sky_task_starts_the_launcher_of_each_node(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of node 0 and the number of processes are what the launcher reads, and its exit code is that of the block."""
+    options = [
+        "--nodes=2",
+        "--gpus-per-node=4",
+        f"--run.device={device}",
+        "--volume=/shared=disk",
+        "--checkpoint.dir=/shared/a",
+    ]
+    task = sky_task(monkeypatch, tmp_path / "out", *options)
+    assert ("accelerators" in task["resources"]) == (device == "cuda")
+    python = tmp_path / "titanlike-env/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\nenv\nexit 143\n')
+    python.chmod(0o755)
+    for rank in range(2):
+        sky = {"NODE_RANK": str(rank), "NUM_NODES": "2", "NODE_IPS": "10.0.0.5\n10.0.0.7", "NUM_GPUS_PER_NODE": "4"}
+        variables = {f"SKYPILOT_{name}": value for name, value in sky.items()} | task["envs"]
+        if device == "cpu":
+            variables["SKYPILOT_NUM_GPUS_PER_NODE"] = "0"
+        done = subprocess.run(
+            ["bash", "-c", task["run"]], env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), **variables},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (143, "")
+        arguments, *environ = done.stdout.splitlines()
+        assert arguments == "-m titanlike.run.launch recipe.toml --run.dir=/tmp/titanlike/runs"
+        config = launch_config(dict(line.split("=", 1) for line in environ if "=" in line))
+        assert config == LaunchConfig(2, rank, 4, "10.0.0.5", 29500, 3)
 
 
 @pytest.mark.slow  # builds the wheel

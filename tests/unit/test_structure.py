@@ -33,8 +33,8 @@ LAYERS_OF_DATA = [{"batches"}, {"tokens"}, {"documents"}]
 LAYERS_OF_TOOLS = [
     {"cli"},
     {"clusters", "comparison", "doctor", "migration", "new_recipe", "sweep", "verify"},
-    {"data", "harness", "planning", "programs", "small_recipe", "trace"},
-    {"adapter", "arguments", "batches", "inference", "schema"},
+    {"data", "harness", "interconnect", "planning", "programs", "small_recipe", "trace"},
+    {"adapter", "arguments", "batches", "finding", "inference", "schema"},
 ]
 MAX_MODULES, MAX_LINES = 85, 11_000
 SOURCES = sorted(PACKAGE.rglob("*.py"))

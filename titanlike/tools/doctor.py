@@ -6,21 +6,19 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import titanlike
 from titanlike.config.sections import Float8
 from titanlike.distributed import launch_config
+from titanlike.tools import interconnect
+from titanlike.tools.finding import GIB, Finding, output
 from titanlike.utils import system
 
-GIB = 2**30
 MIN_PYTHON = (3, 10)
 MIN_DISK_GIB = 20
 MIN_SHARED_GIB = 1
@@ -34,17 +32,6 @@ EXTRAS = {
     "eval": ("lm_eval",),
     "sagemaker": ("boto3",),
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. A `missing` part is required unless `optional`."""
-
-    status: Literal["ok", "warning", "missing"]
-    subject: str
-    text: str
-    remedy: str = ""
-    optional: bool = False
 
 
 def examine() -> Iterator[Finding]:
@@ -190,7 +177,7 @@ def clock(now: Callable[[], float] = time.time) -> Iterable[Finding]:
     if now() < Path(titanlike.__file__).stat().st_mtime - 86_400:
         remedy = "set the clock, for example with timedatectl set-ntp true"
         return [Finding("warning", "clock", f"{text} is before titanlike was installed", remedy)]
-    if _output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip() == "no":
+    if output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip() == "no":
         return [Finding("warning", "clock", f"{text}, not synchronized", "timedatectl set-ntp true")]
     return [Finding("ok", "clock", text)]
 
@@ -283,7 +270,7 @@ def _peer_access(number: int) -> list[Finding]:
     else:
         remedy = "leave parallelism.async_tensor_parallel = false"
         findings.append(Finding("warning", "symmetric memory", "no peer access between GPUs", remedy))
-    return findings + links(_output("nvidia-smi", "topo", "--matrix"))
+    return findings + links(output("nvidia-smi", "topo", "--matrix"))
 
 
 def links(matrix: str) -> list[Finding]:
@@ -300,20 +287,12 @@ def links(matrix: str) -> list[Finding]:
 
 
 def _driver_version() -> str:
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or "unknown"
-
-
-def _output(*command: str) -> str:
-    """Returns what a program prints, or "" if it is not installed or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    return output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or "unknown"
 
 
 Check = Callable[[], Iterable[Finding]]
 BASIC_CHECKS: tuple[Check, ...] = (
-    python, packages, extras, compiler, processor, disk, shared_memory, port, open_files, clock,
+    python, packages, extras, compiler, processor, disk, shared_memory, port, open_files, clock, interconnect.rdma,
+    interconnect.locked_memory, interconnect.frame_size, interconnect.peer_memory, interconnect.variables,
 )  # fmt: skip
 TORCH_CHECKS: tuple[Check, ...] = (torch_features, gpus)

@@ -168,6 +168,11 @@ def cache_folder(folder: str = "", environ: Mapping[str, str] = os.environ) -> P
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlike"
 
 
+def communication_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables of NCCL and libfabric that are set."""
+    return {name: value for name, value in sorted(environ.items()) if name.startswith(("NCCL_", "FI_"))}
+
+
 def set_variables(variables: Mapping[str, str]) -> None:
     """Sets environment variables that a library reads, unless the user has set them."""
     for name, value in variables.items():

@@ -9,8 +9,9 @@ from titanlike.config import UserError
 from titanlike.distributed import environment
 
 DESCRIPTION = """\
-Checks Python, packages, torch, GPUs, driver, NCCL, float8, links, disk, shared memory, ports and limits of this machine. Each line
-is "ok", "warning" with a remedy, or "missing" with the command to install it. Exits with code 1 if a required part is missing."""
+Checks Python, packages, torch, GPUs, driver, NCCL, float8, links, disk, shared memory, ports and limits of this machine; RDMA
+devices (InfiniBand, RoCE, EFA) with locked and peer memory; the MTU of fast interfaces; and NCCL's variables. Each line is "ok",
+"warning" with a remedy, or "missing" with the command to install it. Exits with code 1 if a required part is missing."""
 
 WIDTH = 16  # of the longest subject
 

@@ -1,4 +1,4 @@
-"""`titanlike launch`: a recipe as a Slurm job, a Kubernetes job or a container image."""
+"""`titanlike launch`: a recipe as a Slurm job, a Kubernetes job, a SkyPilot task or a container image."""
 
 import argparse
 import re
@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from titanlike.config.base import shown
 from titanlike.distributed import environment
 from titanlike.run.start import Arguments
 from titanlike.tools.arguments import positive_int
-from titanlike.tools.clusters import cluster_job, docker, kubernetes, slurm
+from titanlike.tools.clusters import cluster_job, docker, kubernetes, skypilot, slurm
 from titanlike.tools.clusters.cluster_job import ClusterJob
 from titanlike.tools.planning.hardware import DEFAULT_HARDWARE
 
@@ -25,6 +25,7 @@ name is fixed, so that a job that is preempted, requeued or submitted again resu
 
   titanlike launch slurm llama3_8b --nodes 4 --time 24:00:00 --sbatch=--partition=gpu
   titanlike launch kubernetes llama3_8b --nodes 4 --image registry/titanlike:1 --claim training
+  titanlike launch skypilot llama3_8b --nodes 2 --spot --checkpoint.dir=gs://bucket/runs
   titanlike launch docker llama3_8b --image registry/titanlike:1
 
 --dry-run writes the files and submits nothing."""
@@ -36,14 +37,15 @@ def add(commands: Any) -> None:
     """Adds `launch` to the commands of `titanlike`."""
     parser = commands.add_parser(
         "launch",
-        help="a recipe as a Slurm job, a Kubernetes job or a container image",
+        help="a recipe as a Slurm job, a Kubernetes job, a SkyPilot task or a container image",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    targets = parser.add_subparsers(dest="target", required=True, metavar="slurm|kubernetes|docker")
+    targets = parser.add_subparsers(dest="target", required=True, metavar="slurm|kubernetes|skypilot|docker")
     for target, text in (
         ("slurm", "write a batch file and submit it with sbatch"),
         ("kubernetes", "write the manifests of a JobSet or a Kubeflow TrainJob and apply them with kubectl"),
+        ("skypilot", "write the task of a managed job and submit it with sky"),
         ("docker", "write a Dockerfile with the wheel and the recipe, and build the image"),
     ):
         command = targets.add_parser(target, help=text, description=text[0].upper() + text[1:] + ".")
@@ -71,6 +73,21 @@ def add(commands: Any) -> None:
             )
             text = "JobSet (default), or Kubeflow's TrainJob with a runtime of its own"
             command.add_argument("--kind", choices=["jobset", "trainjob"], default="jobset", help=text)
+        elif target == "skypilot":
+            text = "SkyPilot's name of the GPU, such as A100-80GB (default: H100)"
+            command.add_argument("--accelerator", default="H100", metavar="NAME", help=text)
+            text = "where to rent the instances, CLOUD[/REGION[/ZONE]] (default: the cheapest of those set up)"
+            command.add_argument("--infra", default="", metavar="CLOUD", help=text)
+            text = "use spot instances: cheaper; the job resumes after a preemption"
+            command.add_argument("--spot", action="store_true", help=text)
+            text = "disk of each node (default: 256)"
+            command.add_argument("--disk-size", type=positive_int, default=256, metavar="GB", help=text)
+            text = "local path or URL of an object store that is copied to PATH on each node, such as data; can be repeated"
+            command.add_argument("--file-mount", action="append", default=[], metavar="PATH=SOURCE", help=text)
+            text = "SkyPilot's network volume that all nodes mount at PATH; can be repeated"
+            command.add_argument("--volume", action="append", default=[], metavar="PATH=NAME", help=text)
+            text = "environment variable of this shell to pass as a secret, such as HF_TOKEN; can be repeated"
+            command.add_argument("--secret", action="append", default=[], metavar="VARIABLE", help=text)
         else:
             command.add_argument("--image", default="titanlike", metavar="NAME", help="name (default: titanlike)")
 
@@ -78,9 +95,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Runs the command, or exits with the user's error."""
     try:
-        sys.exit(
-            {"slurm": _slurm, "kubernetes": _kubernetes, "docker": _docker}[arguments.target](arguments, overrides)
-        )
+        targets = {"slurm": _slurm, "kubernetes": _kubernetes, "skypilot": _skypilot, "docker": _docker}
+        sys.exit(targets[arguments.target](arguments, overrides))
     except UserError as error:
         environment.fail(error)
 
@@ -139,19 +155,59 @@ def _kubernetes(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return _submit(arguments, job, folder, ["kubectl", "apply", "--filename", str(folder / file)])
 
 
+def _skypilot(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    for option, name, pattern in (
+        ("--accelerator", arguments.accelerator, r"[A-Za-z0-9._-]+"),
+        ("--infra", arguments.infra, r"[\w*.:@/-]*"),
+        *(("--secret", name, r"[A-Za-z_][A-Za-z0-9_]*") for name in arguments.secret),
+    ):
+        if not re.fullmatch(pattern, name, re.ASCII):
+            raise UserError(f"{option} {shown(name)} is not a name; see titanlike launch skypilot --help")
+    file_mounts = skypilot.parse_mounts("--file-mount", arguments.file_mount)
+    volumes = skypilot.parse_mounts("--volume", arguments.volume)
+    if not arguments.dry_run:
+        cluster_job.require("sky")
+    job = cluster_job.dns_name(_job(arguments, overrides))
+    skypilot.check_checkpoints(job, volumes)
+    folder = (arguments.out or Path("launch", job.name)).absolute()
+
+    def files(wheel: str) -> dict[str, str]:
+        task = skypilot.task(
+            job,
+            folder,
+            wheel,
+            accelerator=arguments.accelerator,
+            infra=arguments.infra,
+            spot=arguments.spot,
+            disk_size=arguments.disk_size,
+            file_mounts=file_mounts,
+            volumes=volumes,
+            secrets=arguments.secret,
+        )
+        # An empty .skyignore: without it, SkyPilot would leave out what git ignores.
+        return {"task.yaml": skypilot.as_yaml(task), ".skyignore": ""}
+
+    _write_with_wheel(job, folder, files)
+    secrets = [word for name in arguments.secret for word in ("--secret", name)]
+    return _submit(arguments, job, folder, ["sky", "jobs", "launch", *secrets, str(folder / "task.yaml")])
+
+
 def _docker(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     cluster_job.check_image(arguments.image, digest=False)
     if not arguments.dry_run:
         cluster_job.require("docker")
     job = _job(arguments, overrides)
     folder = arguments.out or Path("launch", job.name)
+    _write_with_wheel(job, folder, lambda wheel: {"Dockerfile": docker.dockerfile(job, arguments.image, folder, wheel)})
+    return _submit(arguments, job, folder, ["docker", "build", "--tag", arguments.image, str(folder)])
+
+
+def _write_with_wheel(job: ClusterJob, folder: Path, files: Callable[[str], dict[str, str]]) -> None:
+    """Writes the recipe, its program, the wheel of titanlike, and the files that are made from the name of the wheel."""
     with tempfile.TemporaryDirectory() as wheels:
         wheel = docker.build_wheel(Path(wheels))
-        text = docker.dockerfile(job, arguments.image, folder, wheel)
-        files = {"Dockerfile": text, "recipe.toml": job.resolved, job.program.name: job.program.read_text()}
-        job.write(folder, files)
+        job.write(folder, {**files(wheel), "recipe.toml": job.resolved, job.program.name: job.program.read_text()})
         (folder / wheel).write_bytes(Path(wheels, wheel).read_bytes())
-    return _submit(arguments, job, folder, ["docker", "build", "--tag", arguments.image, str(folder)])
 
 
 def _submit(arguments: argparse.Namespace, job: ClusterJob, folder: Path, command: list[str]) -> int:

@@ -1,1 +1,1 @@
-"""Job files for Slurm, Kubernetes and containers."""
+"""Job files for Slurm, Kubernetes, SkyPilot and containers."""

@@ -77,7 +77,7 @@ def build_wheel(folder: Path) -> str:
     """Builds the wheel of this checkout into a folder, and returns its file name."""
     if not (REPOSITORY / "pyproject.toml").is_file():
         raise UserError(
-            "the image is built from the source of titanlike, which an installed package does not have; use a clone"
+            "the wheel is built from the source of titanlike, which an installed package does not have; use a clone"
         )
     with tempfile.TemporaryDirectory() as copy:  # setuptools writes into the source
         for name in SOURCES:
