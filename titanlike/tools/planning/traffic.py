@@ -158,7 +158,12 @@ def _blocks(job: Job, stages: dict[int, Stage]) -> Iterator[Block]:
                 rowwise = linears.intersection(model.rowwise_matrices)
                 of_experts = experts and owner == "feed_forward"
                 layers.append(
-                    Layer(linears - rowwise, rowwise, of_experts, gathers=owner in ("attention", "feed_forward"))
+                    Layer(
+                        linears - rowwise,
+                        rowwise,
+                        of_experts,
+                        gathers=owner in ("attention", "cross_attention", "feed_forward"),
+                    )
                 )
             if experts and not any(layer.experts for layer in layers):
                 layers.append(Layer(frozenset(), frozenset(), experts=True))
