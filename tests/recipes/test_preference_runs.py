@@ -25,7 +25,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [each for each in found if len(each) > 1]
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.minutes
 def test_the_debug_recipe_learns_to_prefer_the_right_sums(tmp_path: Path) -> None:
     done = run(tmp_path, DEBUG, **{"run.name": "run", "metrics.interval": "1", "metrics.trackers": "[]"})
