@@ -11,7 +11,8 @@ from titanlike.config.layout import Ramp
 from titanlike.config.mlm import MaskedTokens
 from titanlike.config.sections import Data
 from titanlike.data.batches import sources
-from titanlike.data.batches.packed_dataset import BatchSource, Position, SequenceBatch, separate_documents
+from titanlike.data.batches.derived_source import DerivedSource
+from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch, separate_documents
 from titanlike.data.batches.sources import Sources
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.models.loss import IGNORE
@@ -76,35 +77,20 @@ def mask_token(tokenizer: Tokenizer, masking: MaskedTokens, model_vocab_size: in
     return token
 
 
-class MaskedSource:
+class MaskedSource(DerivedSource):
     """Sequences of another source, with masked tokens as their labels."""
 
     def __init__(
         self, source: BatchSource, tokenizer: Tokenizer, mask: int, probability: float, *, seed: int, separate: bool
     ) -> None:
         """`separate` gives the sequences the ids of their documents, which are found before tokens are replaced."""
-        self.source, self.tokenizer, self.mask, self.probability = source, tokenizer, mask, probability
+        super().__init__(source, source.seq_len)
+        self.tokenizer, self.mask, self.probability = tokenizer, mask, probability
         self.seed, self.separate = seed, separate
         self.kept = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None]
-        self.seq_len = source.seq_len
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-    @property
-    def num_distinct(self) -> int:
-        """Number of global batches before a sequence repeats, if the source knows it."""
-        return self.source.num_distinct  # type: ignore[attr-defined]
 
     def describe(self, steps: int) -> str:
         return f"{self.source.describe(steps)}, {100 * self.probability:g}% of the tokens masked"
-
-    def load_position(self, position: Position | None) -> None:
-        self.source.load_position(position)
-
-    def position(self) -> Position | None:
-        return self.source.position()
 
     def read(self, step: int, rows: range) -> SequenceBatch:
         batch = self.source.read(step, rows)

@@ -9,7 +9,8 @@ import numpy as np
 
 from titanlike.config import UserError
 from titanlike.config.seq2seq import Spans
-from titanlike.data.batches.packed_dataset import BatchSource, Position, SequenceBatch
+from titanlike.data.batches.derived_source import DerivedSource
+from titanlike.data.batches.packed_dataset import BatchSource, SequenceBatch
 from titanlike.data.tokens.arrays import Flags, Numbers
 from titanlike.data.tokens.tokenizer import Tokenizer
 from titanlike.models.loss import IGNORE
@@ -42,7 +43,7 @@ def shifted_right(labels: Numbers, start: int) -> Numbers:
     return np.concatenate([first, np.where(labels == IGNORE, start, labels)[:, :-1]], axis=1)
 
 
-class SpanCorruptedSource:
+class SpanCorruptedSource(DerivedSource):
     """Sequences of another source, with corrupted spans. The other source has sequences of `spans.raw_len` - 1 tokens and a last
     label, of all of which the text consists."""
 
@@ -50,28 +51,13 @@ class SpanCorruptedSource:
         self, source: BatchSource, spans: Spans, sentinels: Numbers, *, eos: int, start: int, target_len: int, seed: int
     ) -> None:
         """`start` is the token that the decoder starts with."""
-        self.source, self.spans, self.sentinels = source, spans, sentinels
+        super().__init__(source, spans.input_len)
+        self.spans, self.sentinels = spans, sentinels
         self.eos, self.start, self.target_len, self.seed = eos, start, target_len, seed
-        self.seq_len = spans.input_len
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-    @property
-    def num_distinct(self) -> int:
-        """Number of global batches before a sequence repeats, if the source knows it."""
-        return self.source.num_distinct  # type: ignore[attr-defined]
 
     def describe(self, steps: int) -> str:
         spans = self.spans
         return f"{self.source.describe(steps)}, {spans.num_noise} of {spans.raw_len} tokens in {spans.num_spans} spans"
-
-    def load_position(self, position: Position | None) -> None:
-        self.source.load_position(position)
-
-    def position(self) -> Position | None:
-        return self.source.position()
 
     def read(self, step: int, rows: range) -> SequenceBatch:
         batch = self.source.read(step, rows)
