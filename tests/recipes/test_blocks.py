@@ -292,7 +292,9 @@ def check_toml(block: Block, folder: Path) -> None:
         assert load(names["NoisyRecipe"], file).noise.scale == 0.01
     else:
         program = values.get("recipe", "finetune" if "lora" in values else "pretrain")
-        load(recipe_types().get(program, PretrainRecipe), file)
+        recipe = load(recipe_types().get(program, PretrainRecipe), file)
+        if {"recipe", "model", "data"} <= values.keys():  # a whole recipe, and not a part of one
+            check_recipe(recipe, 8)
 
 
 def check_python(text: str) -> None:
