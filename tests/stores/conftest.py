@@ -85,10 +85,11 @@ def gs() -> Iterator[int]:
 
 @contextlib.contextmanager
 def az() -> Iterator[int]:
-    """Runs Azurite, whose program the environment variable `AZURITE` names. Returns its port."""
+    """Runs Azurite, which npm has installed in the folder `NODE_MODULES`. Returns its port."""
     port = free_port()
     options = ["--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
-    with listening([os.environ["AZURITE"], *options, "--blobHost", "127.0.0.1", "--blobPort", port], port):
+    program = f"{os.environ['NODE_MODULES']}/.bin/azurite-blob"
+    with listening([program, *options, "--blobHost", "127.0.0.1", "--blobPort", port], port):
         yield int(port)
 
 

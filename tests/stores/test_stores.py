@@ -13,7 +13,7 @@ from tests.launching import SMALL, losses, run
 from tests.stores.conftest import Bucket
 from titanlike.checkpoint.remote import RemoteStore
 
-if "AZURITE" not in os.environ or not all(importlib.util.find_spec(name) for name in ("adlfs", "gcsfs")):
+if "NODE_MODULES" not in os.environ or not all(importlib.util.find_spec(name) for name in ("adlfs", "gcsfs")):
     pytest.skip("requires emulators, which .ci/run installs (docs/stores.md)", allow_module_level=True)
 
 pytestmark = [
