@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.faults.faulty import Fault
 from tests.faults.starting import Starter
@@ -120,7 +121,7 @@ def test_a_store_that_is_lost_during_a_save(
     assert_as_undisturbed(tmp_path, undisturbed, tmp_path / "copy")
 
 
-def test_a_run_reads_text(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_run_reads_text_and_sends_tensorboard_events(bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     for number in range(3):
         text = "".join(f"{number} times {other} is {number * other}\n" for other in range(400))
@@ -129,7 +130,13 @@ def test_a_run_reads_text(bucket: Bucket, tmp_path: Path) -> None:
     found = {}
     for name, path in {"local": f"{tmp_path}/corpus/*.txt", "remote": f"{bucket.url}/corpus/*.txt"}.items():
         options = SMALL | {"run.name": name, "checkpoint.enabled": "false", "data.source": "text", "data.path": path}
-        job = run(tmp_path, **options)
+        events = {"metrics.trackers": '["tensorboard"]', "metrics.tensorboard_dir": f"{bucket.url}/events"}
+        job = run(tmp_path, **options | events)
         assert job.returncode == 0, job.stderr
         found[name] = losses(tmp_path / "runs" / name)
+        bucket.download(f"events/{name}", tmp_path / f"{name}-events")
+        scalars = EventAccumulator(str(tmp_path / f"{name}-events"))
+        scalars.Reload()
+        sent = {event.step: event.value for event in scalars.Scalars("train/loss")}
+        assert sent == pytest.approx(found[name], rel=1e-6)
     assert found["local"] == found["remote"] and len(found["local"]) == 6

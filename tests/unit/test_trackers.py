@@ -114,7 +114,7 @@ def test_tags_have_groups() -> None:
 
 
 def test_tensorboard_has_the_recipe_and_survives_a_deleted_directory(tmp_path: Path) -> None:
-    run = RunInfo(tmp_path, 1, "p", {"optimizer": {"lr": 0.5, "groups": []}, "recipe": "pretrain"})
+    run = RunInfo(tmp_path, 1, "p", "", {"optimizer": {"lr": 0.5, "groups": []}, "recipe": "pretrain"})
     (tmp_path / "recipe.toml").write_text("[optimizer]\nlr = 0.5\n")
     out = Records(run, Metrics(), num_steps=2)
     out.log(1, {"loss": 2.0})
@@ -135,6 +135,84 @@ def test_tensorboard_has_the_recipe_and_survives_a_deleted_directory(tmp_path: P
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(2, 3.0)]
+
+
+def scalars(directory: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+def test_tensorboard_events_are_in_another_folder(tmp_path: Path) -> None:
+    tracker = services.TensorBoardTracker(RunInfo(tmp_path / "runs/a", 1, "p", f"{tmp_path}/events", {}))
+    tracker.log(1, {"loss": 2.0})
+    tracker.close()
+    assert scalars(tmp_path / "events/a") == [(1, 2.0)]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_tensorboard_events_are_in_a_store_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec  # type: ignore[import-untyped]
+
+    store = fsspec.filesystem("memory")
+    monkeypatch.setattr(services, "MAX_EVENT_FILE", 20_000)
+    tracker = services.TensorBoardTracker(RunInfo(tmp_path / "a", 1, "p", "memory://events/", {}))
+    assert tracker._upload
+
+    def copy() -> Path:
+        folder = tmp_path / f"copy-{time.monotonic_ns()}"
+        store.get("/events/a", str(folder), recursive=True)
+        return folder
+
+    tracker.log(1, {"loss": 1.0})
+    tracker.log(2, {"loss": 2.0})
+    assert scalars(copy()) == [(1, 1.0)]  # the second upload is not due
+    tracker._upload._last -= services.UPLOAD_INTERVAL
+    tracker.log(3, {"loss": 3.0, "sample": "x" * 30_000})
+    assert scalars(copy()) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    tracker.log(4, {"loss": 4.0})  # in another file
+    sent, send = [], store.pipe_file
+    monkeypatch.setattr(type(store), "pipe_file", lambda _, path, content: (sent.append(path), send(path, content)))
+    tracker._upload._last -= services.UPLOAD_INTERVAL
+    tracker.log(5, {"loss": 5.0})
+    newest = max((tmp_path / "a/tensorboard").iterdir())
+    assert sent == [f"/events/a/{newest.name}"]  # the first has not changed
+    tracker.close()
+    assert scalars(copy()) == [(step, float(step)) for step in range(1, 6)]
+
+
+def test_tensorboard_events_are_sent_again_to_a_store_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    monkeypatch.setattr(services, "UPLOAD_INTERVAL", 0.0)
+    lost = True
+    send = type(store).pipe_file
+
+    def pipe_file(self: object, path: str, content: bytes) -> None:
+        if lost:
+            raise OSError(errno.ECONNREFUSED, "refused")
+        send(self, path, content)
+
+    monkeypatch.setattr(type(store), "pipe_file", pipe_file)
+    run = RunInfo(tmp_path / "b", 1, "p", "memory://events", {})
+    tracker = BackgroundTracker("TensorBoard", lambda: services.TensorBoardTracker(run))
+    for step in (1, 2):
+        tracker.log(step, {"loss": 1.0})
+    while tracker.messages.empty():
+        time.sleep(0.01)
+    lost = False
+    tracker.log(3, {"loss": 1.0})
+    tracker.begin_close()
+    tracker.close(time.monotonic() + 60)
+    assert messages(tracker) == [
+        "warning: TensorBoard cannot write to memory://events/b, and tries again until it can: "
+        "ConnectionRefusedError(111, 'refused')"
+    ]
+    store.get("/events/b", str(tmp_path / "copy"), recursive=True)
+    assert [step for step, _ in scalars(tmp_path / "copy")] == [1, 2, 3]
 
 
 def test_a_deleted_file_is_written_again_with_all_records(tmp_path: Path) -> None:
@@ -186,7 +264,9 @@ def test_a_port_in_use_does_not_stop_the_run(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        out = Records(RunInfo(tmp_path, 1, "p", {}), Metrics(trackers=(), prometheus=f"127.0.0.1:{port}"), num_steps=2)
+        out = Records(
+            RunInfo(tmp_path, 1, "p", "", {}), Metrics(trackers=(), prometheus=f"127.0.0.1:{port}"), num_steps=2
+        )
         warning = f"warning: no metrics for Prometheus, training continues: 127.0.0.1:{port}: Address already in use"
         assert (out.log(1, {"loss": 1.0}), out.log(2, {"loss": 1.0}), out.close()) == ([warning], [], [])
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2

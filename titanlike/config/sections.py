@@ -523,6 +523,10 @@ class Metrics:
     `pip install "titanlike[wandb]"`) and `mlflow` (`"titanlike[mlflow]"`). `[]` writes `metrics.jsonl` only."""
     project: Annotated[str, Field(min_length=1, max_length=100)] = "titanlike"
     """W&B project and MLflow experiment of the run."""
+    tensorboard_dir: str = ""
+    """Folder, or address such as `s3://bucket/tensorboard`, that receives TensorBoard's events in a subfolder with the run's name.
+    They are copied to an address every 30 seconds. Default: `tensorboard/` of the run directory, and in a SageMaker job with a
+    TensorBoardOutputConfig its local path."""
     prometheus: str = ""
     """Address and port, such as `127.0.0.1:9400`, at which rank 0 serves the latest values to Prometheus, at `/metrics`. A port is
     for one run of a machine only. `0.0.0.0:9400` serves all interfaces, without authentication. Default: none."""
@@ -535,6 +539,8 @@ class Metrics:
         for name in sorted(set(self.trackers)):
             if self.trackers.count(name) > 1:
                 yield f"metrics.trackers names {name!r} twice; name it once"
+        if self.tensorboard_dir and "tensorboard" not in self.trackers:
+            yield 'metrics.tensorboard_dir has no effect without the tracker "tensorboard"; add it to metrics.trackers, or remove the key'
         address, _, port = self.prometheus.rpartition(":")
         if self.prometheus and not (address and port.isdecimal() and 0 < int(port) < 2**16):
             yield (

@@ -13,12 +13,16 @@ from titanlike.utils.daemon_thread import start_daemon_thread
 QUEUE_SIZE = 1000  # records
 
 
+class Retried(Exception):
+    """Raised by a tracker that will try again. The user is told, and the tracker continues."""
+
+
 class BackgroundTracker:
     """A tracker in a daemon thread, which builds it as well: a login takes seconds. Its `package` is imported before, because an
     import in another thread slows the steps down. `abandon` makes a package that does not answer let the process exit.
 
-    If the tracker is slow, records are buffered, and dropped once there are `QUEUE_SIZE`. If it raises, it is disabled. `messages`
-    has what to tell the user, each thing once.
+    If the tracker is slow, records are buffered, and dropped once there are `QUEUE_SIZE`. If it raises another exception than
+    `Retried`, it is disabled. `messages` has what to tell the user, each thing once.
     """
 
     def __init__(
@@ -69,7 +73,10 @@ class BackgroundTracker:
             if tracker.location:
                 self.messages.put(f"{self.name:<7} {tracker.location}")
             while (record := self._records.get()) is not None:
-                tracker.log(*record)
+                try:
+                    tracker.log(*record)
+                except Retried as error:
+                    self._warn(str(error))
             tracker.close()
         except BaseException as error:  # noqa: BLE001  the libraries raise anything, and training goes on
             self._disable(error)

@@ -64,7 +64,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self.peak_flops = peak_flops(device_name(self.device))
         self._records: Records | None = None
         if self.folder:
-            run = RunInfo(self.folder, self.first_step, self.section.project, self.recipe)
+            run = RunInfo(self.folder, self.first_step, self.section.project, self.section.tensorboard_dir, self.recipe)
             self._records = Records(run, self.section, self.num_steps)
         self._console = Console(self.num_steps, self.first_step) if self.folder else None
         self._spikes, self._in_spike = SpikeDetector(), False

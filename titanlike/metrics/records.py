@@ -26,6 +26,7 @@ class RunInfo:
     folder: Path
     first_step: int
     project: str
+    tensorboard_dir: str
     recipe: Mapping[str, Any]  # nested, of plain values
 
     def recipe_text(self) -> str:

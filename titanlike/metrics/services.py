@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlike.distributed import environment
-from titanlike.metrics.background import BackgroundTracker
+from titanlike.metrics.background import BackgroundTracker, Retried
 from titanlike.metrics.records import RunInfo, Tracker, Values, tag
 from titanlike.utils.files import atomic_write_text
+
+UPLOAD_INTERVAL = 30.0  # seconds between two uploads of TensorBoard's events
+MAX_EVENT_FILE = 8 * 2**20  # bytes; a larger file is uploaded a last time, and another one is begun
 
 _lock = threading.Lock()  # of trackers.json
 
@@ -27,10 +30,13 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
         from torch.utils.tensorboard.summary import hparams
 
+        self._directory = run.folder / "tensorboard"
+        self._upload: EventUpload | None = None
         job = environment.sagemaker_job()
-        self._directory = (
-            Path(job.tensorboard, run.folder.name) if job and job.tensorboard else run.folder / "tensorboard"
-        )
+        if "://" in run.tensorboard_dir:
+            self._upload = EventUpload(self._directory, f"{run.tensorboard_dir.rstrip('/')}/{run.folder.name}")
+        elif parent := run.tensorboard_dir or (job and job.tensorboard):
+            self._directory = Path(parent, run.folder.name)
         self._writer = cast(Any, SummaryWriter(str(self._directory), purge_step=run.first_step))
         self._writer.add_text("recipe", "".join(f"    {line}\n" for line in run.recipe_text().splitlines()))
         for summary in hparams(run.hparams(), {"train/loss": None, "validation/loss": None}):
@@ -46,10 +52,50 @@ class TensorBoardTracker:
                 self._writer.add_text(tag(name), value, step)
             elif value is not None and name != "tokens":
                 self._writer.add_scalar(tag(name), value, step)
+        if self._upload and self._upload.is_due():
+            self._writer.flush()
+            if self._upload.upload() > MAX_EVENT_FILE:
+                self._writer.close()
 
     def close(self) -> None:
         """Closes the event file."""
         self._writer.close()
+        if self._upload:
+            self._upload.upload()
+
+
+class EventUpload:
+    """Copies the files of a directory to a store whenever they have changed. TensorBoard reads them there during the run."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        import fsspec  # type: ignore[import-untyped]  # slow to import, and unused by most runs
+
+        self._directory, self._url = directory, url
+        self._files, self._root = fsspec.core.url_to_fs(url)
+        self._uploaded: dict[str, int] = {}  # sizes
+        self._is_failing = False
+        self._last = 0.0
+
+    def is_due(self) -> bool:
+        """Tells whether the interval between two uploads has passed."""
+        return time.monotonic() - self._last >= UPLOAD_INTERVAL
+
+    def upload(self) -> int:
+        """Uploads the files that have grown. Returns the size of the newest. The first failure of several raises `Retried`."""
+        self._last = time.monotonic()
+        sizes = {path.name: path.stat().st_size for path in sorted(self._directory.iterdir())}
+        try:
+            for name, size in sizes.items():
+                if self._uploaded.get(name) != size:
+                    self._files.pipe_file(f"{self._root}/{name}", (self._directory / name).read_bytes())
+                    self._uploaded[name] = size
+        except Exception as error:  # noqa: BLE001  each file system has its own errors
+            if self._is_failing:
+                return 0
+            self._is_failing = True
+            raise Retried(f"cannot write to {self._url}, and tries again until it can: {error!r}") from None
+        self._is_failing = False
+        return list(sizes.values())[-1]
 
 
 class WandbTracker:

@@ -546,6 +546,14 @@ def _trackers(recipe: PretrainRecipe) -> Iterator[str]:
         found = find_spec(name) if name in recipe.metrics.trackers else None
         if name in recipe.metrics.trackers and not (found and found.origin):  # a directory `wandb` is no package
             yield f'metrics.trackers names {name!r}, which is not installed; run: pip install "titanlike[{name}]"'
+    directory = recipe.metrics.tensorboard_dir
+    if "://" in directory:
+        import fsspec  # type: ignore[import-untyped]  # slow to import, and unused by most runs
+
+        try:
+            fsspec.core.url_to_fs(directory)
+        except (ImportError, ValueError) as error:
+            yield f"metrics.tensorboard_dir = {directory!r}: {error}"
 
 
 def _initial_weights(recipe: PretrainRecipe) -> Iterator[str]:
