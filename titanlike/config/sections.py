@@ -540,7 +540,7 @@ class Metrics:
             if self.trackers.count(name) > 1:
                 yield f"metrics.trackers names {name!r} twice; name it once"
         if self.tensorboard_dir and "tensorboard" not in self.trackers:
-            'metrics.tensorboard_dir is set, but metrics.trackers lacks "tensorboard"; add it, or remove the directory'
+            yield 'metrics.tensorboard_dir is set, but metrics.trackers lacks "tensorboard"; add it, or remove the directory'
         address, _, port = self.prometheus.rpartition(":")
         if self.prometheus and not (address and port.isdecimal() and 0 < int(port) < 2**16):
             yield (
